@@ -1,0 +1,6 @@
+"""megarl: reinforcement learning of large language models on megatron-core, SGLang and Ray.
+
+Importing the package imports neither torch nor any of the three; each room imports what it needs.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,73 @@
+"""The two records that travel through a run: a prompt to be answered, and a sample that answers it.
+
+Plain data without tensors, so that they cross process borders and JSON files unchanged. Samples are found by
+their ids, never by position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Prompt:
+    """One prompt of one step.
+
+    `row_id` names the data row, `group_id` this visit of it: all samples of one visit share the group id.
+    """
+
+    row_id: str
+    group_id: str
+    prompt_ids: list[int]
+    prompt_text: str
+    row: dict[str, Any] = field(default_factory=dict)
+    data_source: str = ""
+
+
+@dataclass
+class Sample:
+    """One response to a prompt.
+
+    `sampled_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token. `sampled_mask` is 1
+    where the policy itself sampled the token (0: tool or environment token). `rollout_log_probs` are the engine's, in
+    nats under the sampling temperature. `finish_reason` is `stop`, `length` (truncated) or `abort`.
+    `media` holds references (paths or URLs) to images or video frames of the prompt.
+    """
+
+    sample_id: str
+    group_id: str
+    row_id: str
+    prompt_ids: list[int]
+    response_ids: list[int]
+    sampled_mask: list[int]
+    rollout_log_probs: list[float]
+    weight_versions: list[int]
+    finish_reason: str
+    prompt_text: str = ""
+    response_text: str = ""
+    rewards: dict[str, float] = field(default_factory=dict)
+    row: dict[str, Any] = field(default_factory=dict)
+    media: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.sampled_mask), len(self.rollout_log_probs), len(self.weight_versions)}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"sample {self.sample_id}: response_ids, sampled_mask, rollout_log_probs and weight_versions must have "
+                f"one entry per response token, got lengths {sorted(lengths)}"
+            )
+
+    @property
+    def total_length(self) -> int:
+        """Prompt plus response length in tokens."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the response was cut by the length limit."""
+        return self.finish_reason == "length"
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-serialisable form; `Sample(**d)` reads it back."""
+        return asdict(self)
