@@ -1,0 +1,169 @@
+"""From a Hugging Face folder and a layout to the model chunks of this rank, wrapped for data parallelism."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config.layout import Layout
+from megarl.megatron import layer_specs
+from megarl.megatron.heads import LogProbHead, ValueHead
+from megarl.models.hf_folder import HFFolder
+from megarl.models.registry import architecture_for
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ACTIVATIONS = {"silu": torch.nn.functional.silu}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model)."""
+
+    path: str
+    layout: Layout
+    head: Literal["log_probs", "value"] = "log_probs"
+    layer_spec: str = "reference"
+    dtype: str = "float32"
+    recompute: str = "none"
+    temperature: float = 1.0
+    logit_chunk_tokens: int = 512
+    trainable: bool = True
+
+
+def initialize_layout(layout: Layout, seed: int) -> None:
+    """Make megatron-core's process groups for `layout`; torch.distributed must be up with `layout.world_size` ranks."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> TransformerConfig:
+    """megatron-core's config for a Hugging Face config under `options`."""
+    architecture = architecture_for(hf_config)
+    layout = options.layout
+    kwargs = dict(architecture.transformer_config_kwargs(hf_config))
+    kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
+    if options.recompute != "none":
+        kwargs["recompute_granularity"] = options.recompute
+    if options.recompute == "full":
+        kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    on_cuda = options.layer_spec == "transformer_engine"
+    return TransformerConfig(
+        **kwargs,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=DTYPES[options.dtype],
+        pipeline_dtype=DTYPES[options.dtype],
+        bf16=options.dtype == "bfloat16",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=not on_cuda,
+        perform_initialization=False,
+        variable_seq_lengths=True,
+        # Losses arrive already divided by their global denominator: sums everywhere, no rescaling by megatron-core.
+        calculate_per_token_loss=True,
+        bias_dropout_fusion=on_cuda,
+        bias_activation_fusion=on_cuda,
+        masked_softmax_fusion=on_cuda,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        moe_token_dispatcher_type="alltoall",
+    )
+
+
+def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module]:
+    """This rank's model chunks (one per virtual stage), uninitialised, wrapped in DDP if trainable."""
+    hf_config = folder.config
+    architecture = architecture_for(hf_config)
+    config = transformer_config(options, hf_config)
+    chunks = [_build_chunk(options, architecture.gpt_kwargs(hf_config), config, stage) for stage in _stages(options)]
+    for chunk in chunks:
+        chunk.to(device=torch.cuda.current_device())
+    if not options.trainable:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        return chunks
+    wrapped = [
+        DistributedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=False,
+                check_for_nan_in_grad=False,
+            ),
+            chunk,
+            disable_bucketing=index > 0,
+        )
+        for index, chunk in enumerate(chunks)
+    ]
+    config.finalize_model_grads_func = _finalize_without_rescaling
+    return wrapped
+
+
+def _finalize_without_rescaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _stages(options: ModelOptions) -> list[int | None]:
+    return list(range(options.layout.vpp)) if options.layout.vpp else [None]
+
+
+def _build_chunk(
+    options: ModelOptions, gpt_kwargs: dict[str, Any], config: TransformerConfig, vp_stage: int | None
+) -> GPTModel:
+    layout = options.layout
+    pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
+    post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
+    gpt_kwargs = dict(gpt_kwargs)
+    vocab_size = gpt_kwargs.pop("vocab_size")
+    if options.head == "value":
+        gpt_kwargs["share_embeddings_and_output_weights"] = False
+    layers = config.num_layers // (layout.pp * (layout.vpp or 1))
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=layer_specs.block_spec(options.layer_spec, config, layers),
+        vocab_size=padded_vocab_size(vocab_size, layout.tp),
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        **gpt_kwargs,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    if options.layer_spec != "transformer_engine":
+        model.rotary_pos_emb = layer_specs.PackedRotaryEmbedding(model.rotary_pos_emb)
+    if post_process:
+        if options.head == "value":
+            model.output_layer = ValueHead(config, model.output_layer.tp_group)
+        else:
+            model.output_layer = LogProbHead(
+                model.output_layer,
+                vocab_size=vocab_size,
+                temperature=options.temperature,
+                chunk_tokens=options.logit_chunk_tokens,
+            )
+    return model
+
+
+def padded_vocab_size(vocab_size: int, tp: int) -> int:
+    """The vocabulary rounded up so that `tp` divides it."""
+    return -(-vocab_size // tp) * tp

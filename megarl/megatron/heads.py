@@ -1,0 +1,187 @@
+"""What stands in for the output layer of a `GPTModel`: token log-probs from hidden states, or a scalar head.
+
+The log-prob head never holds a full `[N, V]` logit matrix: it goes through the scored rows in chunks, forward and
+backward, and each tensor-parallel rank sees only its slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+
+class VocabParallelLogProbs(torch.autograd.Function):
+    """Log-prob of a target and entropy of its distribution, over a vocabulary split across a group.
+
+    Logits are recomputed chunk by chunk in the backward pass; float32 throughout the softmax.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_start: int,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int,
+        group: torch.distributed.ProcessGroup,
+    ) -> tuple[Tensor, Tensor]:
+        """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` → float32 log-probs `[N]`, entropy `[N]`, in nats.
+
+        `vocab_start` is the first vocabulary id of this rank's slice; ids from `vocab_size` on are padding and have
+        probability zero. The distribution is softmax(logits / temperature).
+        """
+        log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_z = torch.empty_like(log_probs)
+        entropy = torch.empty_like(log_probs)
+        for rows in _chunks(len(hidden), chunk_tokens):
+            logits = _logits(hidden[rows], weight, vocab_start, vocab_size, temperature)
+            local_target, here = _local(targets[rows], vocab_start, weight.shape[0])
+            picked = logits.gather(1, local_target[:, None])[:, 0] * here
+            peak = logits.amax(dim=1)
+            if group.size() > 1:
+                torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
+            exponentials = (logits - peak[:, None]).exp_()
+            logits.masked_fill_(logits == -torch.inf, 0.0)
+            sums = torch.stack([exponentials.sum(1), (exponentials * logits).sum(1), picked])
+            if group.size() > 1:
+                torch.distributed.all_reduce(sums, group=group)
+            log_z[rows] = sums[0].log() + peak
+            entropy[rows] = log_z[rows] - sums[1] / sums[0]
+            log_probs[rows] = sums[2] - log_z[rows]
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.settings = (vocab_start, vocab_size, temperature, chunk_tokens)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
+        grad_log_probs, grad_entropy = grads
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        vocab_start, vocab_size, temperature, chunk_tokens = ctx.settings
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight)
+        for rows in _chunks(len(hidden), chunk_tokens):
+            logits = _logits(hidden[rows], weight, vocab_start, vocab_size, temperature)
+            log_p = logits.sub_(log_z[rows][:, None])
+            p = log_p.exp()
+            log_p.masked_fill_(log_p == -torch.inf, 0.0)
+            # d log_prob / d logit_j = 1[j = target] - p_j ; d entropy / d logit_j = -p_j (log p_j + entropy)
+            factor = log_p.add_(entropy[rows][:, None]).mul_(grad_entropy[rows][:, None])
+            grad_logits = p.mul_(factor.add_(grad_log_probs[rows][:, None])).neg_()
+            local_target, here = _local(targets[rows], vocab_start, weight.shape[0])
+            grad_logits.scatter_add_(1, local_target[:, None], (grad_log_probs[rows] * here)[:, None])
+            grad_logits = grad_logits.div_(temperature).to(weight.dtype)
+            grad_hidden[rows] = grad_logits @ weight
+            grad_weight.addmm_(grad_logits.t(), hidden[rows])
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _chunks(total: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _logits(hidden: Tensor, weight: Tensor, vocab_start: int, vocab_size: int, temperature: float) -> Tensor:
+    logits = (hidden @ weight.t()).float().div_(temperature)
+    real = max(0, min(weight.shape[0], vocab_size - vocab_start))
+    if real < weight.shape[0]:
+        logits[:, real:] = -torch.inf
+    return logits
+
+
+def _local(targets: Tensor, vocab_start: int, slice_size: int) -> tuple[Tensor, Tensor]:
+    local = targets - vocab_start
+    here = (local >= 0) & (local < slice_size)
+    return local.clamp(0, slice_size - 1), here
+
+
+class LogProbHead(torch.nn.Module):
+    """Takes the place of a model's output layer: same weight, same checkpoint, log-probs instead of logits.
+
+    Set `request` = (rows, targets), both int64 `[N]`, before the forward pass. The output is float32 `[N, 1, 2]`:
+    log-prob and entropy of each scored row.
+    """
+
+    def __init__(
+        self, output_layer: tensor_parallel.ColumnParallelLinear, *, vocab_size: int, temperature: float, chunk_tokens: int
+    ) -> None:
+        """`vocab_size` without padding; `temperature` of sampling; `chunk_tokens` rows of logits held at a time."""
+        super().__init__()
+        self.weight = output_layer.weight
+        self.config, self.tp_group = output_layer.config, output_layer.tp_group
+        self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
+        self.request: tuple[Tensor, Tensor] | None = None
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """`hidden` `[S(/tp), 1, H]`, `weight` the tied embedding's slice if there is one → (`[N, 1, 2]`, None)."""
+        assert self.request is not None, "set request = (rows, targets) before the forward pass"
+        rows, targets = self.request
+        weight = self.weight if weight is None else weight
+        scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
+        log_probs, entropy = VocabParallelLogProbs.apply(
+            scored,
+            weight,
+            targets,
+            self.tp_group.rank() * weight.shape[0],
+            self.vocab_size,
+            self.temperature,
+            self.chunk_tokens,
+            self.tp_group,
+        )
+        return torch.stack([log_probs, entropy], dim=-1)[:, None], None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The weight for megatron-core's dist_checkpointing, split over the vocabulary."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+def _enter_tensor_parallel_region(
+    hidden: Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup
+) -> Tensor:
+    """The whole stream on every TP rank; the backward pass sums the ranks' partial gradients."""
+    if config.sequence_parallel:
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=True, group=group
+        )
+    return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
+
+
+class ValueHead(torch.nn.Linear):
+    """hidden → 1 in place of the output layer, zero-initialised, replicated over tensor parallelism.
+
+    Set `request` = (rows, targets) before the forward pass; the output is float32 `[N, 1, 1]`.
+    """
+
+    def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
+        super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32)
+        torch.nn.init.zeros_(self.weight)
+        self.config, self.tp_group = config, group
+        self.request: tuple[Tensor, Tensor] | None = None
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """`hidden` `[S(/tp), 1, H]` → (`[N, 1, 1]`, None)."""
+        assert self.request is not None, "set request = (rows, targets) before the forward pass"
+        if self.config.sequence_parallel:
+            # Every rank computes the same values from the gathered stream, so its slice of the gradient is its own.
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        scored = hidden[:, 0].index_select(0, self.request[0]).float()
+        return torch.nn.functional.linear(scored, self.weight)[:, None], None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The weight for megatron-core's dist_checkpointing, replicated over tensor parallelism."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)

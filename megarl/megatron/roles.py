@@ -1,0 +1,101 @@
+"""A role (policy, reference, critic, reward model) on this rank: its model, optimizer and weights.
+
+Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()` and torch.distributed come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megarl.megatron.build import ModelOptions, build_model
+from megarl.megatron.optimizer import OptimizerOptions, build_optimizer
+from megarl.megatron.packing import MicroBatch
+from megarl.megatron.step import LossFunction, forward, forward_backward
+from megarl.megatron.weights import export_weights, load_weights
+from megarl.models.hf_folder import HFFolder
+from megarl.models.registry import architecture_for
+
+
+class Role:
+    """One model under one layout. Without `optimizer` it only answers `forward`."""
+
+    def __init__(self, options: ModelOptions, optimizer: OptimizerOptions | None = None) -> None:
+        self.options = options
+        folder = HFFolder(options.path)
+        self.weight_map = architecture_for(folder.config).weight_map(folder.config)
+        self.chunks = build_model(options, folder)
+        load_weights(self.chunks, options, folder, self.weight_map)
+        self.optimizer: Any = None
+        if optimizer is not None:
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options.dtype)
+            self.optimizer.reload_model_params()
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's results speak for its data-parallel replica: last stage, first tensor rank."""
+        return (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+
+    def forward(self, micro_batches: Sequence[MicroBatch], *, score_last: bool = False) -> dict[int, Tensor]:
+        """`{response index: float32 [L, C]}` on reporting ranks (see `step.forward`), else empty."""
+        for chunk in self.chunks:
+            chunk.eval()
+        results = forward(self.chunks, self.options, micro_batches, score_last=score_last)
+        return results if self.reports else {}
+
+    def update(
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, score_last: bool = False
+    ) -> dict[str, float]:
+        """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
+
+        Returns metric sums of this rank on reporting ranks; `grad_norm` and `lr` on rank 0.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+        totals = forward_backward(self.chunks, self.options, micro_batches, loss_function, score_last=score_last)
+        self.scheduler.step(1)
+        _, grad_norm, _ = self.optimizer.step()
+        metrics = totals if self.reports else {}
+        if torch.distributed.get_rank() == 0:
+            metrics |= {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
+        return metrics
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
+        return export_weights(self.chunks, self.options, self.weight_map)
+
+    def save(self, folder: str) -> None:
+        """Write model, optimizer and schedule as a megatron-core distributed checkpoint into the empty `folder`."""
+        if torch.distributed.get_rank() == 0:
+            Path(folder).mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(self._state(is_loading=False), folder)
+
+    def load(self, folder: str) -> None:
+        """Read back what `save` wrote, under this or another layout."""
+        state = dist_checkpointing.load(self._state(is_loading=True), folder)
+        for number, chunk in enumerate(self.chunks):
+            unwrap_model(chunk).load_state_dict(state[f"model{number}"], strict=True)
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def _state(self, *, is_loading: bool) -> dict[str, Any]:
+        models = {f"model{n}": unwrap_model(chunk).sharded_state_dict() for n, chunk in enumerate(self.chunks)}
+        state: dict[str, Any] = dict(models)
+        if self.optimizer is not None:
+            merged = {f"{k}.{name}" if len(models) > 1 else name: v for k, m in models.items() for name, v in m.items()}
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                merged, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
+            )
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
