@@ -1,0 +1,167 @@
+"""Checks across fields, and of the model folders' own sizes against the layouts: one sentence per contradiction.
+
+`check_fields_agree` is pure and runs whenever a Config is made; `check_models` reads `config.json` files.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.batch import batch_arithmetic
+from megarl.config.layout import Layout
+from megarl.config.presets import GROUP_ADVANTAGES
+from megarl.errors import ConfigError, LayoutError, ModelError, nearest
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config, SourceConfig
+
+PROCEDURAL_ROWS = 1000
+"""Rows of a procedural source whose `limit` is null."""
+
+
+def check_fields_agree(config: Config) -> None:
+    """Raise ConfigError for the first pair of fields that contradict each other."""
+    _check_algorithm(config)
+    _check_rollout(config)
+    _check_source("data.train", config.data.train)
+    if config.data.eval is not None:
+        _check_source("data.eval", config.data.eval)
+        _check_held_out(config.data.train, config.data.eval)
+    elif config.run.eval_every:
+        raise ConfigError(f"run.eval_every is {config.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
+    if not config.rewards and not config.uses_reward_model:
+        raise ConfigError("rewards is empty and reward_model.path is null, but a run needs at least one source of reward")
+    for role in (config.policy, config.critic):
+        optimizer = role.optimizer
+        if optimizer.min_lr > optimizer.lr:
+            name = "policy" if role is config.policy else "critic"
+            raise ConfigError(
+                f"{name}.optimizer.min_lr is {optimizer.min_lr}, but it may be at most {name}.optimizer.lr = {optimizer.lr}"
+            )
+    batch_arithmetic(config)
+
+
+def _check_algorithm(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.advantage in GROUP_ADVANTAGES and config.rollout.samples_per_prompt < 2:
+        raise ConfigError(
+            f"rollout.samples_per_prompt is {config.rollout.samples_per_prompt}, but algorithm.advantage = "
+            f"'{algorithm.advantage}' compares the responses of one prompt and needs at least 2"
+        )
+    if algorithm.clip_low >= 1:
+        raise ConfigError(f"algorithm.clip_low is {algorithm.clip_low}, but the ratio's lower bound 1 - clip_low must be above 0")
+    if config.critic.warmup_steps and not config.uses_critic:
+        raise ConfigError(
+            f"critic.warmup_steps is {config.critic.warmup_steps}, but algorithm.advantage = '{algorithm.advantage}' "
+            "trains no critic; only 'gae' does"
+        )
+
+
+def _check_rollout(config: Config) -> None:
+    rollout = config.rollout
+    if rollout.engine == "replay" and rollout.replay_from is None:
+        raise ConfigError("rollout.replay_from is null, but rollout.engine = 'replay' needs the samples.jsonl of a finished run")
+    if rollout.engine != "replay" and rollout.replay_from is not None:
+        raise ConfigError(
+            f"rollout.replay_from is '{rollout.replay_from}', but rollout.engine is '{rollout.engine}'; only 'replay' reads it"
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.max_total_tokens is not None and rollout.max_total_tokens < longest:
+        raise ConfigError(
+            f"rollout.max_total_tokens is {rollout.max_total_tokens}, but one sequence may have {longest} tokens "
+            f"(data.max_prompt_tokens + rollout.max_new_tokens); it may be {longest} or more"
+        )
+    if rollout.engine == "embedded" and rollout.tp > 1:
+        raise ConfigError(f"rollout.tp is {rollout.tp}, but rollout.engine = 'embedded' runs in one process; it may be 1")
+
+
+def _check_source(field: str, source: SourceConfig) -> None:
+    needs = "path" if source.source in ("jsonl", "parquet") else "name"
+    if getattr(source, needs) is None:
+        example = {
+            "reasoning_gym": "a task such as 'basic_arithmetic'",
+            "python": "'package.module:function'",
+        }.get(source.source, "the file of rows")
+        raise ConfigError(f"{field}.{needs} is null, but {field}.source = '{source.source}' needs {example}")
+    if source.source == "python" and ":" not in (source.name or ""):
+        raise ConfigError(f"{field}.name is '{source.name}', but a python source is 'package.module:function'")
+
+
+def _check_held_out(train: SourceConfig, held_out: SourceConfig) -> None:
+    """A procedural row depends on seed + index and the arguments alone: overlapping ranges are the same rows."""
+    same_task = (train.source, train.name, train.args) == (held_out.source, held_out.name, held_out.args)
+    if train.source != "reasoning_gym" or not same_task:
+        return
+    train_end = train.seed + (train.limit or PROCEDURAL_ROWS)
+    eval_end = held_out.seed + (held_out.limit or PROCEDURAL_ROWS)
+    if train.seed < eval_end and held_out.seed < train_end:
+        raise ConfigError(
+            f"data.eval.seed is {held_out.seed}, but data.train already uses the rows of seeds {train.seed} to "
+            f"{train_end - 1}; it may be {train_end} or more"
+        )
+
+
+def check_models(config: Config) -> None:
+    """Check that every model folder exists and that the layouts divide its model.
+
+    Raises:
+        ModelError: a folder, or its config.json, is missing or unreadable.
+        ConfigError: a layout does not divide heads, layers, feed-forward width or experts.
+    """
+    policy_sizes = read_sizes("model.path", config.model.path)
+    _check_layout("policy.layout", config.policy.layout, policy_sizes)
+    _check_layout("rollout", Layout(tp=config.rollout.tp), policy_sizes)
+    if config.uses_critic:
+        path = config.critic.init_from
+        sizes = read_sizes("critic.init_from", path) if path else policy_sizes
+        _check_layout("critic.layout", config.critic.layout, sizes)
+    if config.uses_reference:
+        path = config.reference.path
+        sizes = read_sizes("reference.path", path) if path else policy_sizes
+        _check_layout("reference.layout", config.reference.layout or config.policy.layout, sizes)
+    if config.reward_model.path is not None:
+        sizes = read_sizes("reward_model.path", config.reward_model.path)
+        _check_layout("reward_model.layout", config.reward_model.layout, sizes)
+
+
+def read_sizes(field: str, folder: str) -> dict[str, Any]:
+    """Read the sizes that layouts must divide from `folder`/config.json; `field` is the config field that named it."""
+    path = Path(folder)
+    if not path.is_dir():
+        siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
+        raise ModelError(
+            f"{field} is '{folder}', but there is no such folder{nearest(folder, siblings)}; "
+            "it may be a Hugging Face model folder"
+        )
+    try:
+        tree = json.loads((path / "config.json").read_text())
+        tree = {**tree, **tree.get("text_config", {})}
+        heads = int(tree["num_attention_heads"])
+        return {
+            "num_layers": int(tree["num_hidden_layers"]),
+            "num_heads": heads,
+            "num_kv_heads": int(tree.get("num_key_value_heads") or heads),
+            "num_experts": next((int(tree[key]) for key in _EXPERT_KEYS if tree.get(key)), None),
+            "ffn_size": int(tree["intermediate_size"]),
+        }
+    except FileNotFoundError:
+        raise ModelError(f"{field} is '{folder}', but the folder has no config.json; it may be a Hugging Face model folder") from None
+    except KeyError as error:
+        raise ModelError(f"{field} is '{folder}', but its config.json has no {error}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ModelError(f"{field} is '{folder}', but its config.json cannot be read: {error}") from None
+
+
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _check_layout(field: str, layout: Layout, sizes: dict[str, Any]) -> None:
+    architecture = {key: value for key, value in sizes.items() if key != "ffn_size"}
+    try:
+        layout.check_model(**architecture)
+    except LayoutError as error:
+        raise ConfigError(str(error).replace("layout.", f"{field}.")) from None
+    if sizes["ffn_size"] % layout.tp:
+        raise ConfigError(f"{field}.tp is {layout.tp}, but it must divide the model's feed-forward width {sizes['ffn_size']}")

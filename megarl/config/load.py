@@ -1,0 +1,131 @@
+"""From a YAML file and overrides to a Config, and back to a file. Every problem becomes one sentence (ConfigError)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from megarl.config.leaves import fields_of, leaves, may_be, section_of
+from megarl.config.schema import Config
+from megarl.config.yaml_tree import apply_overrides, describe_value, read_yaml
+from megarl.errors import ConfigError, nearest
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read the YAML file at `path`, apply `key=value` overrides, and check everything that needs no model folder.
+
+    Raises:
+        ConfigError: one sentence with the field's dotted name, what it was and what it may be.
+    """
+    return parse_config(apply_overrides(read_yaml(path), overrides))
+
+
+def parse_config(tree: dict[str, Any]) -> Config:
+    """Make a Config from a plain tree; raises ConfigError as `load_config` does."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    problems.sort(key=lambda problem: problem["type"] not in _UNKNOWN_KEY)
+    sentence = _sentence(problems[0], tree)
+    more = len({_place(problem) for problem in problems}) - 1
+    raise ConfigError(sentence + (f" ({more} more problem{'s' * (more > 1)} in this config)" if more else ""))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config, every leaf written out, as YAML that `load_config` reads back to an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, allow_unicode=True)
+
+
+def save_resolved(config: Config, path: str | Path) -> None:
+    """Write the resolved config to `path` atomically (a reader never sees half a file)."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    part.write_text(to_yaml(config))
+    part.replace(target)
+
+
+_UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
+
+
+def _sentence(problem: ErrorDetails, tree: dict[str, Any]) -> str:
+    place = problem["loc"]
+    if problem["type"] in _UNKNOWN_KEY:
+        return _unknown_key(place)
+    field, known = _deepest_field(place)
+    name = _dotted(known)
+    if problem["type"] == "missing" and known == tuple(place):
+        return f"{name} is missing; it must be {may_be(field)}" if field else f"{name} is missing"
+    if problem["type"] == "value_error":
+        message = problem["msg"].removeprefix("Value error, ")
+        return message.replace("layout.", f"{name}.") if name.endswith("layout") else f"{name}: {message}"
+    value = _at(tree, known)
+    sentence = f"{name} is {describe_value(value)}, but it may be {may_be(field) if field else problem['msg']}"
+    return sentence + (nearest(value, _choices(field)) if field and isinstance(value, str) else "")
+
+
+def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+    """Where the problem is: the unknown key itself, or the field whose value is wrong."""
+    return problem["loc"] if problem["type"] in _UNKNOWN_KEY else _deepest_field(problem["loc"])[1]
+
+
+def _unknown_key(place: Sequence[int | str]) -> str:
+    name = _dotted(place)
+    known = [leaf.name for leaf in leaves()]
+    _, section_place = _deepest_field(place[:-1])
+    section: type | None = Config
+    for key in section_place:
+        if section is not None and isinstance(key, str):
+            section = section_of(fields_of(section)[key].annotation)
+    siblings = [_dotted((*place[:-1], key)) for key in (fields_of(section) if section else ())]
+    namesakes = [leaf for leaf in known if leaf.rpartition(".")[2] == str(place[-1])]
+    below = [leaf for leaf in namesakes if leaf.startswith(f"{_dotted(place[:-1])}.")]
+    if len(below or namesakes) == 1:
+        hint = f" (did you mean '{(below or namesakes)[0]}'?)"
+    else:
+        hint = nearest(name, namesakes) or nearest(name, siblings) or nearest(name, known)
+    where = _dotted(place[:-1]) or "the config"
+    return f"{name} is not a config field{hint}; {where} has {', '.join(s.rpartition('.')[2] for s in siblings)}"
+
+
+def _deepest_field(place: Sequence[int | str]) -> tuple[FieldInfo | None, tuple[int | str, ...]]:
+    """The schema field that `place` points to or into, and its own place."""
+    section: type | None = Config
+    field: FieldInfo | None = None
+    known: tuple[int | str, ...] = ()
+    for depth, key in enumerate(place):
+        if isinstance(key, int) and section is not None:
+            known = tuple(place[: depth + 1])
+            continue
+        if section is None or key not in fields_of(section):
+            break
+        field = fields_of(section)[str(key)]
+        known = tuple(place[: depth + 1])
+        section = section_of(field.annotation)
+    return field, known
+
+
+def _choices(field: FieldInfo) -> list[str]:
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return [choice for c in candidates if get_origin(c) is Literal for choice in get_args(c)]
+
+
+def _at(tree: Any, place: Sequence[int | str]) -> Any:
+    for key in place:
+        tree = tree[key]
+    return tree
+
+
+def _dotted(place: Sequence[int | str]) -> str:
+    text = ""
+    for key in place:
+        text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
+    return text

@@ -1,0 +1,430 @@
+"""What a run is: the typed tree, one section per class, one line under each leaf (the lines `megarl config` prints).
+
+Pure values, importable without torch. Everything is frozen; what the user left out is filled in here, so a resolved
+config shows every choice.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass as validated_dataclass
+
+from megarl.config import checks
+from megarl.config.layout import Layout
+from megarl.config.presets import AdvantageName, AggregationName, KlEstimator, PolicyLossName, PresetName, fill_preset
+from megarl.errors import LayoutError
+
+Positive = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are refused, values are typed strictly, nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class RunConfig(Section):
+    """How long the run is, where it writes, and when it saves and evaluates."""
+
+    name: str = "run"
+    """Name of the run; its files go to `<run.folder>/<run.name>/`."""
+    folder: str = "runs"
+    """Folder that holds all runs."""
+    seed: Count = 0
+    """Seed of data order, initialisation and sampling."""
+    steps: Positive = 100
+    """Training steps; one step is one round of generate, reward, update."""
+    resume: str = "never"
+    """`never` starts anew, `auto` continues from the newest checkpoint if there is one, else a checkpoint folder."""
+    save_every: Count = 0
+    """Save a checkpoint every so many steps; 0: only at the end."""
+    keep_checkpoints: Count = 2
+    """Newest checkpoints kept on disk; 0: all."""
+    eval_every: Count = 0
+    """Evaluate on `data.eval` (greedily) every so many steps; 0: only before and after training."""
+    log_samples: Count = 8
+    """Samples written to `samples.jsonl` per step."""
+
+
+class ModelConfig(Section):
+    """The model that the policy starts from, and how it is computed."""
+
+    path: str
+    """Hugging Face folder of the model to train."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations; reductions and optimizer state stay in float32."""
+    layer_spec: Literal["auto", "transformer_engine", "local", "reference"] = "auto"
+    """Megatron layer implementation; `auto`: transformer_engine on CUDA where it imports, else local, reference on CPU."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass: none, core attention only, or whole layers."""
+
+
+# not strict as a whole: a strict dataclass takes only instances, and YAML brings mappings
+@validated_dataclass(frozen=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
+class LayoutConfig(Layout):
+    """Ranks per parallel dimension. A `Layout` itself, so every room can use it as one."""
+
+    tp: Positive = 1
+    """Tensor-parallel ranks: each holds a slice of every matrix."""
+    pp: Positive = 1
+    """Pipeline stages: each holds a run of consecutive layers."""
+    cp: Positive = 1
+    """Context-parallel ranks: each holds a part of every sequence."""
+    ep: Positive = 1
+    """Expert-parallel ranks of mixture-of-experts layers."""
+    etp: Positive = 1
+    """Tensor-parallel ranks inside each expert."""
+    dp: Positive = 1
+    """Data-parallel replicas of the dense layers."""
+    vpp: Annotated[int, Field(ge=2, strict=True)] | None = None
+    """Virtual pipeline chunks per stage (interleaved schedule); null: one."""
+    sequence_parallel: Annotated[bool, Field(strict=True)] = False
+    """Split activations between tensor-parallel regions along the sequence; needs tp of at least 2."""
+
+    def __post_init__(self) -> None:
+        try:
+            super().__post_init__()
+        except LayoutError as error:  # pydantic adds the field's place only to ValueErrors
+            raise ValueError(str(error)) from error
+
+
+class OptimizerConfig(Section):
+    """AdamW with a learning-rate schedule."""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the cosine or linear schedule."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up from 0 to `lr`."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up."""
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's term in the denominator."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    clip_grad: NonNegative = 1.0
+    """Global gradient norm is clipped to this; 0: not clipped."""
+
+
+class TrainedRole(Section):
+    """What the policy and the critic have in common."""
+
+    layout: LayoutConfig = LayoutConfig()
+    """Parallel layout of this role."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer of this role."""
+    threads_per_rank: Positive | None = None
+    """CPU threads per rank; null: the machine's cores shared by the ranks on it."""
+    max_tokens_per_micro_batch: Positive = 8192
+    """Tokens packed into one micro-batch of one data-parallel rank, at most."""
+    logit_chunk_tokens: Positive = 1024
+    """Tokens whose logits exist at once when log-probs are computed (memory: this x vocabulary)."""
+
+
+class PolicyConfig(TrainedRole):
+    """The model being trained."""
+
+    share_prompts: bool = False
+    """Compute a group's common prompt once per micro-batch instead of once per response."""
+
+
+class CriticConfig(TrainedRole):
+    """The value model; used only where the advantage needs values (gae)."""
+
+    warmup_steps: Count = 0
+    """Steps at the start in which only the critic is trained."""
+    clip_range: NonNegative = 0.2
+    """Value clipping around the old value; 0: not clipped."""
+    init_from: str | None = None
+    """Hugging Face folder whose body the critic starts from; null: `model.path`."""
+
+
+class ReferenceConfig(Section):
+    """The frozen model that the KL term measures against; loaded only where `algorithm.kl.coef` is above 0."""
+
+    path: str | None = None
+    """Hugging Face folder; null: `model.path`."""
+    layout: LayoutConfig | None = None
+    """Parallel layout; null: lives in the policy's processes, in the policy's layout."""
+
+
+class RewardModelConfig(Section):
+    """A scalar-head model that scores responses, beside or instead of the functions in `rewards`."""
+
+    path: str | None = None
+    """Hugging Face folder of the reward model; null: none."""
+    layout: LayoutConfig = LayoutConfig()
+    """Parallel layout of the reward model."""
+
+
+class KlConfig(Section):
+    """The penalty for leaving the reference; it acts in exactly one place."""
+
+    coef: NonNegative = 0.04
+    """Weight of the penalty; 0: no reference model is loaded."""
+    estimator: KlEstimator = "k3"
+    """Estimator of the KL per token (METHODS section 4)."""
+    where: Literal["loss", "reward"] = "loss"
+    """Added to the loss, or subtracted from the reward of every token."""
+
+
+class AlgorithmConfig(Section):
+    """The maths of a step. `name` fills in whatever is left out here; what it filled in is in the resolved config."""
+
+    name: PresetName = "grpo"
+    """Preset for the leaves marked 'by name'."""
+    advantage: AdvantageName = "grpo"
+    """Advantage estimator (METHODS section 3)."""
+    policy_loss: PolicyLossName = "clip"
+    """Policy loss per token (METHODS section 1)."""
+    aggregation: AggregationName = "seq_mean_token_mean"
+    """How token losses become one number (METHODS section 2)."""
+    norm_length: Positive | None = None
+    """The constant L of `seq_mean_token_sum_norm`; null: `rollout.max_new_tokens`."""
+    clip_low: NonNegative = 0.2
+    """Ratio clipping below 1 (epsilon low)."""
+    clip_high: NonNegative = 0.2
+    """Ratio clipping above 1 (epsilon high; DAPO: 0.28)."""
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """The bound c of `dual_clip` for negative advantages."""
+    epochs: Positive = 1
+    """Passes over the sequences of one step (mu)."""
+    mini_batches: Positive = 1
+    """Optimizer steps per pass: the step's sequences are split into so many mini-batches."""
+    gamma: Fraction = 1.0
+    """Discount per token."""
+    lam: Fraction = 1.0
+    """Lambda of generalised advantage estimation."""
+    advantage_eps: NonNegative = 1e-6
+    """Added to the standard deviation that advantages are divided by."""
+    unbiased_std: bool = True
+    """Standard deviation with n-1 (true) or n (false) in the denominator."""
+    kl: KlConfig = KlConfig()
+    """Penalty for leaving the reference."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus in the policy loss."""
+    reward_clip: Annotated[float, Field(gt=0)] | None = None
+    """Rewards are clipped to [-x, x] before the advantage; null: not clipped."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_name(cls, tree: Any) -> Any:
+        return fill_preset(tree)
+
+
+class SourceConfig(Section):
+    """Where rows come from."""
+
+    source: Literal["reasoning_gym", "jsonl", "parquet", "python"] = "reasoning_gym"
+    """Kind of source."""
+    name: str | None = None
+    """Task name (reasoning_gym) or `package.module:function` (python)."""
+    path: str | None = None
+    """File of rows (jsonl, parquet)."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the task or function."""
+    limit: Positive | None = None
+    """Rows used: how many a procedural source makes, the first so many of a file; null: all (procedural: 1000)."""
+    seed: Count = 0
+    """Seed of a procedural source; row i is made from seed + i."""
+
+
+class EvalSourceConfig(SourceConfig):
+    """Held-out rows."""
+
+    limit: Positive | None = 200
+    """Rows used: how many a procedural source makes, the first so many of a file; null: all (procedural: 1000)."""
+    seed: Count = 1_000_000
+    """Seed of a procedural source; row i is made from seed + i, so it must keep clear of the training rows."""
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation."""
+
+    train: SourceConfig
+    """Rows to train on."""
+    eval: EvalSourceConfig | None = None
+    """Rows to evaluate on; null: no evaluation."""
+    prompt_key: str = "question"
+    """Key of the prompt in a row: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Key of the gold answer in a row."""
+    system_prompt: str | None = None
+    """System message put before every prompt; null: none."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Apply the tokenizer's chat template: where it has one, always (its absence is an error), or never."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What a longer prompt is: an error, or a row that is dropped and counted."""
+
+
+class RolloutDeadlines(Section):
+    """How long the driver waits for an engine."""
+
+    start_s: Seconds = 300.0
+    """Seconds until an engine has started."""
+    generate_s: Seconds = 1800.0
+    """Seconds until one step's responses are complete."""
+    update_s: Seconds = 300.0
+    """Seconds until a weight update is applied and verified."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["sglang", "embedded", "replay"] = "sglang"
+    """SGLang servers, generation inside the trainer's process, or recorded responses."""
+    prompts_per_step: Positive = 8
+    """Prompts per training step."""
+    samples_per_prompt: Positive = 8
+    """Responses per prompt (the group size G)."""
+    max_new_tokens: Positive = 256
+    """Longest response in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature; log-probs are taken under it too."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: smallest set of tokens with this probability; 1: off."""
+    top_k: Count = 0
+    """Sample among the k likeliest tokens; 0: off."""
+    greedy: bool = False
+    """Take the likeliest token instead of sampling (for reproducible curves)."""
+    engines: Positive = 1
+    """Number of engines."""
+    tp: Positive = 1
+    """Tensor-parallel ranks per engine."""
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """First port of the engines' servers; null: a free one."""
+    sync: Literal["tensors", "process_group"] = "tensors"
+    """Weights reach the engine as shared tensors (same machine), or over a process group."""
+    replay_from: str | None = None
+    """`samples.jsonl` of the responses that `engine: replay` gives back."""
+    threads: Positive | None = None
+    """CPU threads per engine; null: all cores (generation and training take turns)."""
+    max_total_tokens: Positive | None = None
+    """Tokens in an engine's KV cache; null: the engine's choice (CUDA), enough for a full step (CPU)."""
+    max_running_requests: Positive | None = None
+    """Requests an engine works on at once; null: the engine's choice."""
+    deadlines: RolloutDeadlines = RolloutDeadlines()
+    """How long the driver waits for an engine."""
+
+
+class RewardConfig(Section):
+    """One source of reward; the reward of a sample is the weighted sum of all."""
+
+    name: str
+    """Name of a built-in reward, or `package.module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Weight in the sum."""
+    args: dict[str, Any] = {}
+    """Keyword arguments of the reward."""
+
+
+class WorkerDeadlines(Section):
+    """How long the driver waits for the training workers."""
+
+    start_s: Seconds = 300.0
+    """Seconds until all workers have joined and loaded the model."""
+    step_s: Seconds = 1800.0
+    """Seconds until one phase of a step is done on every rank."""
+    save_s: Seconds = 600.0
+    """Seconds until a checkpoint is written."""
+
+
+class ResourcesConfig(Section):
+    """Where processes run."""
+
+    placement: Literal["colocated", "separate"] = "colocated"
+    """Trainer and engines on the same devices in turns, or each on its own."""
+    ray_address: str | None = None
+    """Ray cluster to join; null: RAY_ADDRESS if it is set, else a local Ray that ends with the run."""
+    gpus_per_node: Count | None = None
+    """GPUs used per node; null: all that Ray reports."""
+    deadlines: WorkerDeadlines = WorkerDeadlines()
+    """How long the driver waits for the training workers."""
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    enabled: bool = False
+    """Write to wandb."""
+    project: str = "megarl"
+    """Project name."""
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes into the run folder and needs no account."""
+
+
+class TrackersConfig(Section):
+    """Where metrics go besides `metrics.jsonl`."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events into the run folder."""
+    wandb: WandbConfig = WandbConfig()
+    """Weights & Biases."""
+
+
+class Config(Section):
+    """A whole run. Built by `load_config` or `parse_config`, which turn every problem into one sentence."""
+
+    run: RunConfig = RunConfig()
+    """How long the run is, where it writes, and when it saves and evaluates."""
+    model: ModelConfig
+    """The model that the policy starts from, and how it is computed."""
+    policy: PolicyConfig = PolicyConfig()
+    """The model being trained."""
+    critic: CriticConfig = CriticConfig()
+    """The value model; used only where the advantage needs values (gae)."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The frozen model that the KL term measures against."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """A scalar-head model that scores responses."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """The maths of a step."""
+    data: DataConfig
+    """Prompts for training and evaluation."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled."""
+    rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = ()
+    """Sources of reward; a sample's reward is their weighted sum."""
+    resources: ResourcesConfig = ResourcesConfig()
+    """Where processes run."""
+    trackers: TrackersConfig = TrackersConfig()
+    """Where metrics go besides `metrics.jsonl`."""
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Config:
+        checks.check_fields_agree(self)
+        return self
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the advantage needs a value model."""
+        return self.algorithm.advantage == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL penalty is computed, and so a frozen reference model is loaded."""
+        return self.algorithm.kl.coef > 0
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """Whether a reward model scores the responses."""
+        return self.reward_model.path is not None
+
+    @property
+    def run_folder(self) -> str:
+        """`<run.folder>/<run.name>`."""
+        return f"{self.run.folder}/{self.run.name}"

@@ -1,0 +1,113 @@
+"""YAML and `key=value` overrides as plain trees of dictionaries.
+
+PyYAML's safe loader with two mends: `1e-6` is a number (YAML 1.1 reads it as text), and a key given twice is an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"key '{key_node.value}' is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read the YAML file at `path` as a tree; ConfigError if it is missing, no YAML, or no mapping."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"config file '{path}' cannot be read: {reason}") from None
+    try:
+        tree = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file '{path}' is not valid YAML: {_one_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file '{path}' holds {describe_value(tree)}, but it must hold sections such as 'model:'")
+    return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Return `tree` with each `dotted.key=value` set; a value is read as YAML. `rewards.0.weight` reaches into lists."""
+    result = _copied(tree)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"override '{override}' is not of the form key=value, such as policy.optimizer.lr=1e-6")
+        try:
+            value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override '{override}' has a value that is not valid YAML: {_one_line(error)}") from None
+        _set(result, key, value)
+    return result
+
+
+def describe_value(value: Any) -> str:
+    """`value` with the name of its kind, as an error sentence shows it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return str(value)
+    if isinstance(value, str):
+        return f"the text '{value}'"
+    if isinstance(value, dict):
+        return f"a section ({', '.join(map(str, value))})" if value else "an empty section"
+    if isinstance(value, (list, tuple)):
+        return f"the list {list(value)}"
+    return f"{value!r}"
+
+
+def _set(tree: Any, key: str, value: Any) -> None:
+    *parents, leaf = key.split(".")
+    for depth, name in enumerate(parents):
+        where = ".".join(parents[: depth + 1])
+        if isinstance(tree, dict) and tree.get(name) is None:
+            tree[name] = {}
+        tree = tree[_index(tree, name, where, key)]
+    tree[_index(tree, leaf, key, key)] = value
+
+
+def _index(tree: Any, name: str, where: str, key: str) -> Any:
+    if isinstance(tree, dict):
+        return name
+    if isinstance(tree, list):
+        if name.isdigit() and int(name) < len(tree):
+            return int(name)
+        raise ConfigError(f"override '{key}' reaches for entry '{name}' of a list, but {where} may end in 0 to {len(tree) - 1}")
+    above = where.rpartition(".")[0]
+    raise ConfigError(f"override '{key}' reaches into {above}, but that is {describe_value(tree)}, not a section")
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    return [_copied(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def _one_line(error: yaml.YAMLError) -> str:
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    mark = getattr(error, "problem_mark", None)
+    return f"{problem}" + (f" (line {mark.line + 1}, column {mark.column + 1})" if mark else "")
