@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.megatron.packing import PackedStream, Segment
+from megarl.data.stream import PackedStream, Segment
 
 
 @dataclass

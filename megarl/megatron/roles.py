@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.megatron.build import ModelOptions, build_model
 from megarl.megatron.optimizer import OptimizerOptions, build_optimizer
-from megarl.megatron.packing import MicroBatch
+from megarl.data.stream import MicroBatch
 from megarl.megatron.step import LossFunction, forward, forward_backward
 from megarl.megatron.weights import export_weights, load_weights
 from megarl.models.hf_folder import HFFolder

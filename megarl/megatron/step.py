@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.megatron.attention import stream_attention
 from megarl.megatron.build import ModelOptions
-from megarl.megatron.packing import MicroBatch, PackedStream, pack, split_shared_prompts
+from megarl.data.stream import MicroBatch, PackedStream, pack, split_shared_prompts
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, float]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums)."""

@@ -1,0 +1,105 @@
+"""One training rank as a Ray actor: the roles that share its layout, and what the driver asks of them.
+
+Runs in a process of its own. A method's exception reaches the driver as it is; nothing is swallowed here.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import ray
+
+from megarl import platform
+from megarl.config.layout import Layout
+
+
+@ray.remote(concurrency_groups={"control": 1})
+class TrainWorker:
+    """Rank `rank` of a world that runs `layout`."""
+
+    def __init__(self, name: str, rank: int, layout: Layout, threads: int) -> None:
+        self.name, self.rank, self.layout = name, rank, layout
+        self.platform = platform.install()
+        import torch
+
+        torch.set_num_threads(threads)
+        self.roles: dict[str, Any] = {}
+
+    def address(self) -> tuple[str, int]:
+        """(IP of this node, a port that was free a moment ago), for rank 0 to lead the world's rendezvous."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def connect(self, address: tuple[str, int], local_rank: int, seed: int, timeout_s: float) -> int:
+        """Join torch.distributed at `address` and make the layout's process groups; returns this process's id."""
+        import torch
+
+        self.platform.set_device(local_rank)
+        torch.distributed.init_process_group(
+            self.platform.collective_backend,
+            init_method=f"tcp://{address[0]}:{address[1]}",
+            rank=self.rank,
+            world_size=self.layout.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        from megarl.megatron.build import initialize_layout
+
+        initialize_layout(self.layout, seed)
+        return os.getpid()
+
+    def add_role(self, role: str, options: Any, optimizer: Any = None) -> None:
+        """Build `role` from `options` and load its weights."""
+        from megarl.megatron.roles import Role
+
+        self.roles[role] = Role(options, optimizer)
+
+    def drop_role(self, role: str) -> None:
+        """Free a role that is no longer needed."""
+        del self.roles[role]
+
+    def forward(self, role: str, micro_batches: list[Any]) -> dict[int, Any]:
+        """`{response index: float32 [L, C]}`; empty where this rank does not report."""
+        return self.roles[role].forward(micro_batches)
+
+    def update(self, role: str, micro_batches: list[Any], loss_function: Any) -> dict[str, float]:
+        """One optimizer step; metric sums of this rank."""
+        return self.roles[role].update(micro_batches, loss_function)
+
+    def open_sync(self, role: str, links: list[Any]) -> None:
+        """Connect this rank to the engines, if it leads a pipeline stage."""
+        from megarl.workers.weight_sync import WeightSender
+
+        self.sender = WeightSender(self.roles[role], links)
+
+    def push_weights(self, version: int) -> dict[str, Any]:
+        """Send this rank's part of the weights to every engine; checksums by Hugging Face name."""
+        return self.sender.push(version)
+
+    def save_role(self, role: str, folder: str) -> None:
+        """Write the role's distributed checkpoint; collective over the world."""
+        self.roles[role].save(folder)
+
+    def load_role(self, role: str, folder: str) -> None:
+        """Read the role's distributed checkpoint; collective over the world."""
+        self.roles[role].load(folder)
+
+    def export_role(self, role: str, folder: str) -> None:
+        """Write the role as a Hugging Face folder; collective over the world."""
+        self.roles[role].export_folder(folder)
+
+    def peak_memory_bytes(self) -> int:
+        """Highest memory of this process: on a device the allocator's, on the CPU resident memory."""
+        return int(self.platform.memory()["peak"])
+
+    @ray.method(concurrency_group="control")
+    def dump_stacks(self, folder: str) -> str:
+        """Write this process's Python stacks beside the run's files, while another method is stuck; returns the file."""
+        path = os.path.join(folder, f"{self.name}-{self.rank}.txt")
+        with open(path, "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        return path
