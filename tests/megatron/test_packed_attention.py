@@ -1,0 +1,98 @@
+"""Packed streams: shared prompts and padding change the cost, never the values or the gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.data.stream import Response, Unit, pack, split_shared_prompts
+from megarl.megatron.attention import ReferenceAttention, stream_attention
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def _units(generator: torch.Generator) -> list[Unit]:
+    def ids(length: int) -> torch.Tensor:
+        return torch.randint(0, 100, (length,), generator=generator)
+
+    def response(index: int, length: int) -> Response:
+        mask = torch.rand(length, generator=generator) < 0.7
+        return Response(index, ids(length), mask, {"advantages": torch.randn(length, generator=generator)})
+
+    return [
+        Unit(ids(5), [response(0, 3), response(1, 7), response(2, 1)]),
+        Unit(ids(2), [response(3, 4)]),
+        Unit(ids(9), [response(4, 1), response(5, 2)]),
+    ]
+
+
+def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one sequence by the textbook formula in float64; `[L, heads, d]` each."""
+    repeat = query.shape[1] // key.shape[1]
+    outputs = []
+    for head in range(query.shape[1]):
+        q, k, v = query[:, head].double(), key[:, head // repeat].double(), value[:, head // repeat].double()
+        scores = (q @ k.T) / DIM**0.5
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+        outputs.append(scores.softmax(-1) @ v)
+    return torch.stack(outputs, dim=1)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_packed_attention_equals_dense_attention_of_each_sequence_alone(share: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    units = _units(generator)
+    stream = pack(units if share else split_shared_prompts(units), pad_to_multiple=8)
+    assert len(stream.token_ids) % 8 == 0
+    # Token-dependent features, so that the same token at the same position has the same query wherever it is laid.
+    table = torch.randn(100, 16, HEADS + 2 * KV_HEADS, DIM, generator=generator)
+    features = table[stream.token_ids, stream.position_ids].requires_grad_()
+    query, key, value = features.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    attention = ReferenceAttention(None, 1, None, "self")
+    out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=stream_attention(stream))
+    scored = out[stream.rows, 0].view(-1, HEADS, DIM)
+    weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
+    (scored * weights).sum().backward()
+
+    expected, table_gradient = [], torch.zeros_like(table, dtype=torch.float64)
+    at = 0
+    for unit in units:
+        for response in unit.responses:
+            tokens = torch.cat([unit.prompt_ids, response.token_ids])[:-1]
+            positions = torch.arange(len(tokens))
+            alone = table[tokens, positions].double().requires_grad_()
+            dense = _dense(*alone.split([HEADS, KV_HEADS, KV_HEADS], dim=1))
+            rows = len(unit.prompt_ids) - 1 + response.mask.nonzero().flatten()
+            expected.append(dense[rows].detach())
+            (dense[rows] * weights[at : at + len(rows)].double()).sum().backward()
+            table_gradient.index_put_((tokens, positions), alone.grad, accumulate=True)
+            at += len(rows)
+    torch.testing.assert_close(scored.double(), torch.cat(expected), rtol=1e-5, atol=1e-6)
+    packed_gradient = torch.zeros_like(table_gradient)
+    assert features.grad is not None
+    packed_gradient.index_put_((stream.token_ids, stream.position_ids), features.grad.double(), accumulate=True)
+    torch.testing.assert_close(packed_gradient, table_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_scored_rows_predict_the_masked_tokens_and_results_return_to_their_places() -> None:
+    units = _units(torch.Generator().manual_seed(2))
+    stream = pack(units)
+    responses = {r.index: (u, r) for u in units for r in u.responses}
+    back = stream.split(stream.targets)
+    for index, (unit, response) in responses.items():
+        assert torch.equal(back[index], response.token_ids * response.mask)
+        advantages = stream.split(stream.columns["advantages"])[index]
+        assert torch.equal(advantages, response.columns["advantages"] * response.mask)
+        whole = torch.cat([unit.prompt_ids, response.token_ids])
+        positions = stream.split(stream.position_ids[stream.rows])[index]
+        for place in response.mask.nonzero().flatten().tolist():
+            position = len(unit.prompt_ids) + place - 1
+            assert positions[place] == position
+            assert stream.split(stream.token_ids[stream.rows])[index][place] == whole[position]
+
+
+def test_a_reward_model_scores_the_last_token_of_each_response() -> None:
+    units = _units(torch.Generator().manual_seed(3))
+    stream = pack(units, score_last=True)
+    lasts = [r.token_ids[-1] for u in units for r in u.responses]
+    assert torch.equal(stream.token_ids[stream.rows], torch.stack(lasts))
