@@ -1,0 +1,55 @@
+"""The room that knows which machine this is: NVIDIA GPUs under NCCL, or processor cores under Gloo.
+`install()` comes before the first import of megatron; it is the only thing a process needs to do to train on a CPU."""
+
+from __future__ import annotations
+
+import sys
+
+from megarl.platform.base import Platform
+
+__all__ = ["Platform", "cuda_present", "current", "install"]
+
+_installed: Platform | None = None
+
+
+def cuda_present() -> bool:
+    """Say whether this process has a usable CUDA device. Tests replace this function to simulate the other machine."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def install() -> Platform:
+    """Choose the platform of this process once and make it ready; later calls return the same object.
+
+    With CUDA present nothing in torch or megatron is touched. Without it, the redirects of `cpu_redirects` let unpatched
+    megatron-core run on the CPU under Gloo; they live in this process alone.
+
+    Raises:
+        RuntimeError: megatron was imported before the first call on a machine without CUDA. Megatron copies references
+            to torch's functions as it is imported, so redirects made later would be half in force.
+    """
+    global _installed
+    if _installed is not None:
+        return _installed
+    if cuda_present():
+        from megarl.platform.cuda import CudaPlatform
+
+        _installed = CudaPlatform()
+        return _installed
+    if "megatron.core" in sys.modules:
+        raise RuntimeError(
+            "megarl.platform.install() was called after megatron.core was imported; on a machine without CUDA call it "
+            "before the first import of megatron"
+        )
+    from megarl.platform.cpu import CpuPlatform
+    from megarl.platform.cpu_redirects import apply_redirects
+
+    apply_redirects()
+    _installed = CpuPlatform()
+    return _installed
+
+
+def current() -> Platform:
+    """Return the platform of this process, installing it if nobody has yet (same conditions as `install`)."""
+    return install()

@@ -1,0 +1,246 @@
+"""Every change that lets unpatched megatron-core train on a CPU, as data: (owner, attribute, replacement).
+Applied once per process by `megarl.platform.install()`, before megatron is imported and only where CUDA is absent.
+Line numbers are megatron-core 0.16.1's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _device
+
+from megarl.platform.after_import import act_after_import
+from megarl.platform.gloo import all_gather_of_any_sizes
+
+CPU = torch.device("cpu")
+
+
+class Redirect(NamedTuple):
+    """`owner.attribute` is to become `replacement`."""
+
+    owner: Any
+    attribute: str
+    replacement: Any
+
+
+def apply_redirects() -> None:
+    """Put every redirect in force in this process and register those that wait for a megatron module."""
+    # `with torch.device("meta")` recognises factories by identity in this cached set: fill it with the originals first,
+    # and the originals are what the redirected factories still call.
+    _device._device_constructors()
+    for owner, attribute, replacement in redirects():
+        setattr(owner, attribute, replacement)
+    act_after_import("megatron.core.jit", _do_not_compile)
+    act_after_import("megatron.core.transformer.moe.moe_utils", _dispatch_experts_on_cpu)
+    act_after_import("megatron.core.tensor_parallel.random", _share_one_generator)
+
+
+def redirects() -> Iterator[Redirect]:
+    """Yield every redirect of torch itself, group by group."""
+    yield from _device_redirects()
+    yield from _factory_redirects()
+    yield from _stream_redirects()
+    yield from _rng_redirects()
+    yield from _tensor_redirects()
+    yield from _collective_redirects()
+
+
+# --- the current device -----------------------------------------------------------------------------------------------
+
+
+def _device_redirects() -> Iterator[Redirect]:
+    # 175 places say `device=torch.cuda.current_device()`. Answering the CPU device itself (not an index) makes all of them
+    # right without looking at a single tensor operation. torch.cuda.is_available() stays False: that is the truth.
+    yield Redirect(torch.cuda, "current_device", lambda: CPU)
+    yield Redirect(torch.cuda, "set_device", lambda device: None)
+    # timers.py, pipeline_parallel/schedules.py, optimizer/*.py: nothing is ever pending on a CPU.
+    yield Redirect(torch.cuda, "synchronize", lambda device=None: None)
+    # pipeline_parallel/schedules.py and utils.py mark profiler ranges; a CPU build of torch raises there.
+    for name in ("range_push", "range_pop", "mark"):
+        yield Redirect(torch.cuda.nvtx, name, lambda *args: None)
+
+
+# --- device="cuda" in factory calls -----------------------------------------------------------------------------------
+
+
+def _factory_redirects() -> Iterator[Redirect]:
+    # `device="cuda"`: optimizer.py:473, clip_grads.py:90, grad_scaler.py:15, schedules.py:596, transformer/utils.py:35, ...
+    # `pin_memory=True`: rope_utils.py:64, param_and_grad_buffer.py (cpu offload), utils.py:2117.
+    # A wrapper costs 0.1-0.2 us per factory call; a TorchFunctionMode costs 1-2 us on *every* operation.
+    for name in (
+        "arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "ones",
+        "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros", "zeros_like",
+    ):  # fmt: skip
+        yield Redirect(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    """Wrap a tensor factory so that a CUDA `device` argument means the CPU and `pin_memory` is ignored."""
+
+    @functools.wraps(factory)
+    def redirected(*args, **kwargs):
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and _names_cuda(device):
+                kwargs["device"] = CPU
+            if "pin_memory" in kwargs:
+                kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return redirected
+
+
+def _names_cuda(device: torch.device | str | int) -> bool:
+    """Say whether a device argument means a GPU: `"cuda"`, `"cuda:1"`, `torch.device("cuda")` or a bare index."""
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) or device.startswith("cuda")
+
+
+# --- streams and events -----------------------------------------------------------------------------------------------
+
+
+class CpuStream:
+    """A stream on which everything is already done; `wait_*` and `record_*` have nothing to order."""
+
+    def __init__(self, *args, **kwargs) -> None: ...
+
+    def wait_stream(self, stream: CpuStream) -> None: ...
+
+    def wait_event(self, event: CpuEvent) -> None: ...
+
+    def record_event(self, event: CpuEvent | None = None) -> CpuEvent:
+        event = event or CpuEvent()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class CpuEvent:
+    """A point in time: `record` takes it, `elapsed_time` compares two, waiting never blocks."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        self._recorded_s = 0.0
+
+    def record(self, stream: CpuStream | None = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def wait(self, stream: CpuStream | None = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        """Return the milliseconds from this event to `end`, as torch.cuda.Event does."""
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+
+def _stream_redirects() -> Iterator[Redirect]:
+    # distributed_data_parallel.py:230, param_and_grad_buffer.py:417, moe/token_dispatcher.py:445 and 874,
+    # moe/shared_experts.py:123, pipeline_parallel/utils.py:213.
+    only_stream = CpuStream()
+    yield Redirect(torch.cuda, "Stream", CpuStream)
+    yield Redirect(torch.cuda, "Event", CpuEvent)
+    yield Redirect(torch.cuda, "current_stream", lambda device=None: only_stream)
+    yield Redirect(torch.cuda, "default_stream", lambda device=None: only_stream)
+    yield Redirect(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    yield Redirect(torch.cuda, "set_stream", lambda stream: None)
+    # moe/token_dispatcher.py and pipeline_parallel/utils.py tell the caching allocator who uses a tensor.
+    yield Redirect(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+class _OnlyGenerator:
+    """Stands for `torch.cuda.default_generators`: whatever the index, it is the CPU's generator."""
+
+    def __getitem__(self, index: object) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _rng_redirects() -> Iterator[Redirect]:
+    # tensor_parallel/random.py:56 (_get_cuda_rng_state) and 74-110 (_set_cuda_rng_state, through _lazy_call and
+    # default_generators); CudaRNGStatesTracker.add:199 uses the public three.
+    def get_rng_state(device="cuda"):
+        return torch.default_generator.get_state()
+
+    def set_rng_state(new_state, device="cuda"):
+        torch.default_generator.set_state(new_state)
+
+    def manual_seed(seed):
+        torch.default_generator.manual_seed(seed)
+
+    for owner in (torch.cuda, torch.cuda.random):
+        yield Redirect(owner, "get_rng_state", get_rng_state)
+        yield Redirect(owner, "set_rng_state", set_rng_state)
+        yield Redirect(owner, "manual_seed", manual_seed)
+    yield Redirect(torch.cuda, "default_generators", _OnlyGenerator())
+    yield Redirect(torch.cuda, "_lazy_call", lambda callback, **kwargs: callback())
+    yield Redirect(torch.cuda, "_lazy_init", lambda: None)
+
+
+# --- methods of a tensor ----------------------------------------------------------------------------------------------
+
+
+def _tensor_redirects() -> Iterator[Redirect]:
+    original_type = torch.Tensor.type
+
+    @functools.wraps(original_type)
+    def type_as_on_cuda(tensor, dtype=None, non_blocking=False, **kwargs):
+        if dtype is not None:
+            return original_type(tensor, dtype, non_blocking, **kwargs)
+        name = original_type(tensor)
+        return name.replace("torch.", "torch.cuda.", 1) if tensor.device.type == "cpu" else name
+
+    # distrib_optimizer.py:361 and 420, optimizer.py:671 and 690, clip_grads.py:167 compare with 'torch.cuda.FloatTensor'.
+    yield Redirect(torch.Tensor, "type", type_as_on_cuda)
+    # language_module.py:244 (tied embeddings over pipeline stages), tensor_parallel/data.py:84, exchange_utils.py:336.
+    yield Redirect(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor)
+    yield Redirect(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def _collective_redirects() -> Iterator[Redirect]:
+    # mappings.py:232: expert tensor parallelism gathers as many tokens from each rank as it happens to have.
+    yield Redirect(torch.distributed, "all_gather", all_gather_of_any_sizes(torch.distributed.all_gather))
+
+
+# --- names inside megatron --------------------------------------------------------------------------------------------
+
+
+def _do_not_compile(jit: Any) -> None:
+    # jit.py:28 decorates small functions with torch.compile, which on a CPU starts a C++ compiler in every process.
+    jit.disable_jit_fuser()
+
+
+def _dispatch_experts_on_cpu(moe_utils: Any) -> None:
+    def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    # moe_utils.py:1093 turns split sizes into numpy only for CUDA tensors; all-to-all wants plain numbers.
+    moe_utils.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    # moe_utils.py:1192: where Transformer Engine is half importable this is a mock or undefined; None selects torch.mm.
+    moe_utils.te_general_gemm = None
+
+
+def _share_one_generator(random: Any) -> None:
+    # random.py:265 warns whenever the CPU generator moves inside a "CUDA" fork. Here they are one generator, so it always
+    # does, and fork() restores it on exit: the warning would be printed for every dropout and say nothing.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())

@@ -1,0 +1,44 @@
+"""The platform of a machine with NVIDIA GPUs. Every method is one call into torch.cuda; nothing is patched.
+May assume that torch sees at least one CUDA device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from megarl.platform.base import Platform, thread_env
+
+
+class CudaPlatform(Platform):
+    """One GPU per process, NCCL between them."""
+
+    name: ClassVar[str] = "cuda"
+    collective_backend: ClassVar[str] = "nccl"
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        return torch.device("cuda", local_rank)
+
+    def set_device(self, local_rank: int) -> None:
+        torch.cuda.set_device(local_rank)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "allocated_bytes": torch.cuda.memory_allocated(),
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
+        }
+
+    def worker_env(self, threads: int) -> dict[str, str]:
+        return thread_env(threads) | {
+            # Hopper and older: megatron overlaps TP and CP communication by the order of kernel launches.
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            # NCCL's own record_stream calls delay the release of every buffer a collective touched.
+            "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+        }
