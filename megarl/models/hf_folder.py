@@ -1,0 +1,225 @@
+"""Hugging Face model folders: lazy, sliced reading of safetensors, and atomic writing with bounded shards.
+
+No transformers, no megatron: a folder is `config.json`, safetensors files and the files that travel along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.errors import ModelError, nearest
+from megarl.models.registry import load_hf_config
+from megarl.models.weight_map import WeightMap
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
+)
+"""Files copied beside exported weights: tokenizer, chat template, generation and processor settings."""
+
+# Tensors that some checkpoints carry and no model reads: tables that follow from the config.
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+_TIED_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class HFFolder:
+    """A model folder opened for reading. Files are opened when first needed and mapped, not read."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read config and index.
+
+        Raises:
+            ModelError: the folder, its config or its weights are missing or damaged.
+        """
+        self.path = Path(path)
+        self.config: dict[str, Any] = load_hf_config(path)
+        self._files: dict[str, Any] = {}
+
+    @cached_property
+    def _file_of(self) -> Mapping[str, str]:
+        index = self.path / INDEX_FILE
+        if not index.exists():
+            if not (self.path / SINGLE_FILE).exists():
+                raise ModelError(
+                    f"model folder '{self.path}' has neither {SINGLE_FILE} nor {INDEX_FILE}; weights must be safetensors"
+                )
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"'{index}' is no valid safetensors index: {error!r}") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every tensor in the folder."""
+        return tuple(self._file_of)
+
+    def get_slice(self, name: str) -> Any:
+        """A safetensors slice of a tensor: index it (`[a:b]`, `[:, a:b]`) to read that part; `[:]` for all.
+
+        Raises:
+            ModelError: there is no such tensor, or its file is missing or damaged.
+        """
+        file = self._file_of.get(name)
+        if file is None:
+            raise ModelError(f"model folder '{self.path}' has no tensor '{name}'{nearest(name, self._file_of)}")
+        try:
+            return self._open(file).get_slice(name)
+        except SafetensorError as error:
+            raise ModelError(f"'{self.path / file}' does not give tensor '{name}': {error}") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return tuple(self.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, reading at most one row of it."""
+        source = self.get_slice(name)
+        return (source[:1] if source.get_shape() else source[...]).dtype
+
+    def check(self, weight_map: WeightMap) -> None:
+        """Check that the folder holds the tensors of a map, in their shapes, and no others.
+
+        A tied model's folder may hold the output layer a second time if it equals the embedding.
+
+        Raises:
+            ModelError: the first tensor that is missing, left over or of another shape.
+        """
+        expected = weight_map.hf_shapes()
+        for name, shape in expected.items():
+            if self.shape(name) != shape:
+                raise ModelError(
+                    f"tensor '{name}' in '{self.path}' has shape {list(self.shape(name))}, "
+                    f"but config.json implies {list(shape)}"
+                )
+        for name in self.names:
+            if name in expected or name.endswith(_DERIVED_SUFFIXES):
+                continue
+            if name == _TIED_OUTPUT and self.config.get("tie_word_embeddings"):
+                if torch.equal(self.get_slice(name)[:], self.get_slice(_EMBEDDING)[:]):
+                    continue
+                raise ModelError(
+                    f"config.json in '{self.path}' has tie_word_embeddings=true, but '{_TIED_OUTPUT}' differs from "
+                    f"'{_EMBEDDING}'; tie_word_embeddings may be false"
+                )
+            raise ModelError(f"tensor '{name}' in '{self.path}' has no place in the model that config.json describes")
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self.path / file
+            try:
+                self._files[file] = safe_open(path, framework="pt", device="cpu")
+            except FileNotFoundError:
+                raise ModelError(f"model folder '{self.path}' lacks '{file}', which {INDEX_FILE} names") from None
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"'{path}' is damaged or cut short: {error}") from None
+        return self._files[file]
+
+
+def write_hf_folder(
+    path: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: Mapping[str, Any],
+    extra_files_from: str | Path | None = None,
+    max_shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write a model folder that appears whole or not at all.
+
+    Tensors are taken one at a time and at most `max_shard_bytes` (or one tensor) are held. `COMPANIONS` in
+    `extra_files_from` are copied along.
+
+    Raises:
+        ModelError: `path` is a file or a folder with something in it, or a tensor comes twice.
+    """
+    target = Path(path)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write_shards(staging, tensors, max_shard_bytes)
+        if extra_files_from is not None:
+            _copy_companions(Path(extra_files_from), staging)
+        _open_to_others(staging)
+        staging.replace(target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
+    shards: list[list[str]] = []
+    held: dict[str, Tensor] = {}
+    held_bytes = total_bytes = 0
+    seen: set[str] = set()
+
+    def flush() -> None:
+        nonlocal held, held_bytes
+        save_file(held, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(held))
+        held, held_bytes = {}, 0
+
+    for name, tensor in tensors:
+        if name in seen:
+            raise ModelError(f"tensor '{name}' comes twice; each tensor is exported once")
+        seen.add(name)
+        tensor = tensor.detach().cpu().contiguous()
+        if held and held_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+        held[name] = tensor
+        held_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    if held or not shards:
+        flush()
+    if len(shards) == 1:
+        (folder / "0.part").rename(folder / SINGLE_FILE)
+        return
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.part").rename(folder / file)
+        file_of |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(file_of.items()))}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_companions(source: Path, target: Path) -> None:
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_dir():
+                shutil.copytree(file, target / file.name, dirs_exist_ok=True)
+            else:
+                shutil.copy(file, target / file.name)
+
+
+def _open_to_others(folder: Path) -> None:
+    """Give folder and files the modes that the user's umask gives to new ones (temporary folders are private)."""
+    file_mode = (folder / "config.json").stat().st_mode & 0o777
+    for file in folder.iterdir():
+        if file.is_file():
+            os.chmod(file, file_mode)
+    folder.chmod(file_mode | (file_mode & 0o444) >> 2)

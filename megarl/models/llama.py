@@ -1,0 +1,39 @@
+"""Llama 2, 3 and 3.x, and models of the same architecture (SmolLM2, ...): the plain dense decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import dense
+from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.weight_map import WeightMap
+
+
+def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """The dense decoder without biases.
+
+    Raises:
+        ModelError: biases, or anything that the dense decoder refuses.
+    """
+    dense.refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")
+    dense.refuse(hf_config, "mlp_bias", False, "megatron-core has no bias on the MLP without one on the attention")
+    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+
+
+def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """Vocabulary, positions and tying."""
+    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+
+
+def weight_map(hf_config: HFConfig) -> WeightMap:
+    """The common rules."""
+    return dense.weight_map(dense.DenseSizes.from_hf(hf_config))
+
+
+ARCHITECTURE = Architecture(
+    name="llama",
+    hf_classes=("LlamaForCausalLM", "LlamaForSequenceClassification"),
+    transformer_config_kwargs=transformer_config_kwargs,
+    gpt_kwargs=gpt_kwargs,
+    weight_map=weight_map,
+)

@@ -1,0 +1,164 @@
+"""How one Megatron parameter is laid out over Hugging Face tensors and TP ranks: copy, grouped QKV, gate-up, vocabulary.
+
+A packing answers runs `(part, start, stop)`: rows `start:stop` of its `part`-th tensor, or of zeros where part is None,
+which in this order are a rank's shard. The same runs serve reading and writing. Shapes are `[output, input]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from megarl.errors import LayoutError
+
+Run = tuple[int | None, int, int]
+
+
+class Packing(Protocol):
+    """The layout of one kind of parameter."""
+
+    @property
+    def tp_axis(self) -> int | None:
+        """The axis that tensor parallelism splits; None if every rank holds the whole parameter."""
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The whole shape of each Hugging Face tensor."""
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+        """What the shard of `tp_rank` is made of along the split axis (axis 0 if nothing is split)."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One tensor, whole on every rank (`axis` None) or split evenly: 1 for a row-parallel linear layer."""
+
+    shape: tuple[int, ...]
+    axis: int | None = None
+
+    @property
+    def tp_axis(self) -> int | None:
+        """The axis that tensor parallelism splits."""
+        return self.axis
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The tensor's own shape."""
+        return (self.shape,)
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+        """The rank's even share."""
+        if self.axis is None:
+            return [(0, 0, self.shape[0])]
+        share = _share(self.shape[self.axis], tp_size, "a linear layer's input width")
+        return [(0, tp_rank * share, (tp_rank + 1) * share)]
+
+
+@dataclass(frozen=True)
+class GroupedQKV:
+    """q, k and v projections interleaved per query group: the q heads of the group, its k head, its v head.
+
+    A rank holds an even, contiguous share of that order. With more ranks than groups the share is a part of a group:
+    megatron-core keeps no replica of k and v, it gathers the projection's output and picks its heads from it.
+    `hidden_size` is None for the biases.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    hidden_size: int | None
+
+    @property
+    def tp_axis(self) -> int:
+        """Output rows."""
+        return 0
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of q, k and v."""
+        columns = () if self.hidden_size is None else (self.hidden_size,)
+        rows_of_kv = self.num_groups * self.head_dim
+        return ((self.num_heads * self.head_dim, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+        """The rank's window of the interleaved order."""
+        _share(self.num_heads, tp_size, "num_attention_heads")
+        if self.num_groups % tp_size and tp_size % self.num_groups:
+            raise LayoutError(
+                f"tp is {tp_size}, but it must divide num_key_value_heads={self.num_groups} or be a multiple of it"
+            )
+        heads_per_group = self.num_heads // self.num_groups
+        whole: list[Run] = []
+        for group in range(self.num_groups):
+            for part, heads in ((0, heads_per_group), (1, 1), (2, 1)):
+                rows = heads * self.head_dim
+                whole.append((part, group * rows, (group + 1) * rows))
+        share = _share((self.num_heads + 2 * self.num_groups) * self.head_dim, tp_size, "the rows of q, k and v")
+        return list(_window(whole, tp_rank * share, (tp_rank + 1) * share))
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """A gated MLP's first layer: a rank's share of the gate, then its share of up."""
+
+    ffn_size: int
+    hidden_size: int
+
+    @property
+    def tp_axis(self) -> int:
+        """Output rows."""
+        return 0
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of gate and up."""
+        return ((self.ffn_size, self.hidden_size), (self.ffn_size, self.hidden_size))
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+        """The same rows of both halves."""
+        share = _share(self.ffn_size, tp_size, "intermediate_size")
+        return [(part, tp_rank * share, (tp_rank + 1) * share) for part in (0, 1)]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Embedding or output layer: rows are token ids, followed by rows of zeros up to the padded vocabulary."""
+
+    vocab_size: int
+    hidden_size: int
+
+    @property
+    def tp_axis(self) -> int:
+        """Token ids."""
+        return 0
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape without padding."""
+        return ((self.vocab_size, self.hidden_size),)
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+        """The rank's ids, and zeros for those from `vocab_size` on."""
+        padded = self.vocab_size if padded_vocab is None else padded_vocab
+        if padded < self.vocab_size:
+            raise LayoutError(f"padded_vocab is {padded}, but it must be at least the model's vocab_size={self.vocab_size}")
+        share = _share(padded, tp_size, "the padded vocabulary")
+        whole: list[Run] = [(0, 0, self.vocab_size), (None, 0, padded - self.vocab_size)]
+        return list(_window(whole, tp_rank * share, (tp_rank + 1) * share))
+
+
+def _share(total: int, tp_size: int, what: str) -> int:
+    if total % tp_size:
+        raise LayoutError(f"tp is {tp_size}, but it must divide {what}, which is {total}")
+    return total // tp_size
+
+
+def _window(runs: Iterable[Run], low: int, high: int) -> Iterable[Run]:
+    """The part `low:high` of concatenated runs."""
+    offset = 0
+    for part, start, stop in runs:
+        first, last = max(low, offset), min(high, offset + stop - start)
+        if first < last:
+            yield part, start + first - offset, start + last - offset
+        offset += stop - start

@@ -1,0 +1,41 @@
+"""Qwen2 and Qwen2.5, dense: the dense decoder with biases on q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import dense
+from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.packings import GroupedQKV
+from megarl.models.weight_map import Rule, WeightMap
+
+
+def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """The dense decoder with `add_qkv_bias`."""
+    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config)) | {"add_qkv_bias": True}
+
+
+def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """Vocabulary, positions and tying."""
+    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+
+
+def weight_map(hf_config: HFConfig) -> WeightMap:
+    """The common rules and the biases, packed as the weights are."""
+    sizes = dense.DenseSizes.from_hf(hf_config)
+    attention = dense.HF_LAYER + "self_attn."
+    bias = Rule(
+        dense.LAYER + "self_attention.linear_qkv.bias",
+        (attention + "q_proj.bias", attention + "k_proj.bias", attention + "v_proj.bias"),
+        GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, hidden_size=None),
+    )
+    return dense.weight_map(sizes, [bias])
+
+
+ARCHITECTURE = Architecture(
+    name="qwen2",
+    hf_classes=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
+    transformer_config_kwargs=transformer_config_kwargs,
+    gpt_kwargs=gpt_kwargs,
+    weight_map=weight_map,
+)

@@ -1,0 +1,240 @@
+"""The mapping core: which slices of which Hugging Face tensors make up each Megatron parameter on each TP rank, as data.
+
+Pure functions of numbers and tensors. Load, save, engine sync, conversion, planner and checks all go through `BoundRule`;
+how each kind of parameter is laid out is in `packings.py`, which parameters there are in one file per architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megarl.errors import ModelError, nearest
+from megarl.models.packings import Packing
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a weight map: a Megatron parameter and the Hugging Face tensors it is made of.
+
+    Names may hold `{layer}`, the zero-based index in the whole model. `fused_norm_name` is the spelling under the
+    Transformer Engine spec, where a norm's weight lives in the linear layer that follows it. `tied_copy` marks the
+    output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled
+    from the embedding, and is never exported.
+    """
+
+    megatron_name: str
+    hf_names: tuple[str, ...]
+    packing: Packing
+    stage: Literal["first", "layer", "last"] = "layer"
+    fused_norm_name: str | None = None
+    tied_copy: bool = False
+
+    def spellings(self) -> tuple[str, ...]:
+        """The parameter's names, one for each family of layer specs where they differ."""
+        return (self.megatron_name, self.fused_norm_name) if self.fused_norm_name else (self.megatron_name,)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`start:stop` along the rule's split axis of the tensor `hf_name`; as many zeros if that is None (vocab padding)."""
+
+    hf_name: str | None
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class BoundRule:
+    """A rule for one parameter of one layer. `hf_shapes` are the whole tensors' shapes by name."""
+
+    megatron_name: str
+    hf_names: tuple[str, ...]
+    packing: Packing
+    tied_copy: bool = False
+
+    @property
+    def tp_axis(self) -> int | None:
+        """The axis that tensor parallelism splits; None if every rank holds the whole parameter."""
+        return self.packing.tp_axis
+
+    @property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole Hugging Face tensors' shapes, by name."""
+        return dict(zip(self.hf_names, self.packing.hf_shapes, strict=True))
+
+    def pieces(self, tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> list[Piece]:
+        """What the shard of `tp_rank` is made of, in order along the split axis (axis 0 if nothing is split).
+
+        `padded_vocab` is the whole padded vocabulary, or None for no padding; only embedding and output layer use it.
+
+        Raises:
+            LayoutError: `tp_size` does not divide the parameter.
+        """
+        runs = self.packing.runs(tp_rank, tp_size, padded_vocab)
+        return [Piece(None if part is None else self.hf_names[part], start, stop) for part, start, stop in runs]
+
+    def shape(self, tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
+        """The shape of one rank's shard; the ranks' shards are of equal shape."""
+        shape = list(self.packing.hf_shapes[0])
+        shape[self.tp_axis or 0] = sum(p.stop - p.start for p in self.pieces(0, tp_size, padded_vocab))
+        return tuple(shape)
+
+    def shard_from_hf(self, get: Callable[[str], Any], tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> Tensor:
+        """The shard of `tp_rank`, reading no more than its slices.
+
+        `get(name)` answers a Tensor or a safetensors slice. The result has the source's dtype and may be a view of a
+        Tensor source: copy before writing into it.
+
+        Raises:
+            ModelError: a tensor does not have the shape that the config implies.
+            LayoutError: `tp_size` does not divide the parameter.
+        """
+        axis = self.tp_axis or 0
+        pieces = self.pieces(tp_rank, tp_size, padded_vocab)
+        used = [name for name in self.hf_names if any(piece.hf_name == name for piece in pieces)]
+        sources = {name: self._checked(name, get(name)) for name in used or self.hf_names[:1]}
+        template = _cut(next(iter(sources.values())), axis, 0, 1)
+        parts = []
+        for piece in pieces:
+            if piece.hf_name is None:
+                shape = list(template.shape)
+                shape[axis] = piece.stop - piece.start
+                parts.append(template.new_zeros(shape))
+            else:
+                parts.append(_cut(sources[piece.hf_name], axis, piece.start, piece.stop))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
+
+    def hf_from_shards(self, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        """The whole Hugging Face tensors from every TP rank's shard in TP order; the inverse of `shard_from_hf`.
+
+        A parameter that is not split needs one shard and ignores others. Vocabulary padding is stripped. Tensors keep
+        the shards' dtype and device, and are views where no copy is needed. A tied copy gives an empty list.
+
+        Raises:
+            ModelError: a shard does not have the shape that the config implies.
+        """
+        if self.tied_copy:
+            return []
+        axis = self.tp_axis or 0
+        shards = shards[:1] if self.tp_axis is None else shards
+        padded = sum(shard.shape[axis] for shard in shards)
+        self._check_shards(shards, padded)
+        found: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name in self.hf_names}
+        for rank, shard in enumerate(shards):
+            offset = 0
+            for piece in self.pieces(rank, len(shards), padded):
+                length = piece.stop - piece.start
+                if piece.hf_name is not None:
+                    found[piece.hf_name].append((piece, shard.narrow(axis, offset, length)))
+                offset += length
+        return [(name, _joined(parts, axis, self.hf_shapes[name])) for name, parts in found.items()]
+
+    def _checked(self, name: str, source: Any) -> Any:
+        shape = tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+        expected = self.hf_shapes[name]
+        if shape != expected:
+            raise ModelError(f"tensor '{name}' has shape {list(shape)}, but the model's config.json implies {list(expected)}")
+        return source
+
+    def _check_shards(self, shards: Sequence[Tensor], padded_vocab: int) -> None:
+        expected = self.shape(len(shards), padded_vocab)
+        for rank, shard in enumerate(shards):
+            if tuple(shard.shape) != expected:
+                raise ModelError(
+                    f"shard {rank} of {len(shards)} of '{self.megatron_name}' has shape {list(shard.shape)}, "
+                    f"but the model's config.json implies {list(expected)}"
+                )
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All rules of one model. Layer indices are global and zero-based: `layer.layer_number - 1` of the layer object."""
+
+    rules: tuple[Rule, ...]
+    num_layers: int
+
+    def megatron_names(
+        self, layer_indices: Iterable[int], pre_process: bool, post_process: bool, *, fused_norms: bool = False
+    ) -> list[str]:
+        """Every parameter of a pipeline stage holding these layers, the embedding (`pre_process`) and the output
+        (`post_process`). `fused_norms` gives the Transformer Engine spec's spelling.
+        """
+        layers = list(layer_indices)
+        names = []
+        for rule in self.rules:
+            name = rule.spellings()[-1 if fused_norms else 0]
+            if rule.stage == "layer":
+                names += [name.format(layer=layer) for layer in layers]
+            elif pre_process if rule.stage == "first" else post_process and not (rule.tied_copy and pre_process):
+                names.append(name)
+        return names
+
+    def rule_for(self, megatron_name: str) -> BoundRule:
+        """The rule of a parameter named with its layer's global, zero-based index, in either spelling.
+
+        Raises:
+            ModelError: the model has no such parameter.
+        """
+        match = _LAYER.match(megatron_name)
+        layer = int(match[1]) if match else 0
+        pattern = f"decoder.layers.{{layer}}.{megatron_name[match.end() :]}" if match else megatron_name
+        if pattern not in self._by_name or layer >= self.num_layers:
+            raise ModelError(
+                f"parameter '{megatron_name}' has no place in this model of {self.num_layers} layers"
+                f"{nearest(pattern, self._by_name)}"
+            )
+        return _bound(self._by_name[pattern], layer)
+
+    def bound_rules(self) -> Iterator[BoundRule]:
+        """Every parameter of the whole model once, without the tied copy."""
+        for rule in self.rules:
+            if not rule.tied_copy:
+                for layer in range(self.num_layers if rule.stage == "layer" else 1):
+                    yield _bound(rule, layer)
+
+    def hf_names(self) -> list[str]:
+        """Every Hugging Face tensor of the whole model, each once."""
+        return [name for rule in self.bound_rules() for name in rule.hf_names]
+
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of every Hugging Face tensor of the whole model, by name."""
+        return {name: shape for rule in self.bound_rules() for name, shape in rule.hf_shapes.items()}
+
+    def megatron_shape(self, megatron_name: str, tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
+        """The shape of one TP rank's shard of a parameter."""
+        return self.rule_for(megatron_name).shape(tp_size, padded_vocab)
+
+    def without_output(self) -> WeightMap:
+        """The same map without the output layer: a critic or reward model puts its own head there."""
+        return replace(self, rules=tuple(rule for rule in self.rules if rule.megatron_name != "output_layer.weight"))
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, Rule]:
+        return {name: rule for rule in self.rules for name in rule.spellings()}
+
+
+def _bound(rule: Rule, layer: int) -> BoundRule:
+    hf_names = tuple(name.format(layer=layer) for name in rule.hf_names)
+    return BoundRule(rule.megatron_name.format(layer=layer), hf_names, rule.packing, rule.tied_copy)
+
+
+def _cut(source: Any, axis: int, start: int, stop: int) -> Tensor:
+    return source[start:stop] if axis == 0 else source[:, start:stop]
+
+
+def _joined(parts: list[tuple[Piece, Tensor]], axis: int, shape: tuple[int, ...]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = parts[0][1].new_empty(shape)
+    for piece, tensor in parts:
+        whole.narrow(axis, piece.start, piece.stop - piece.start).copy_(tensor)
+    return whole
