@@ -60,11 +60,12 @@ def export_weights(
         return
     group = parallel_state.get_tensor_model_parallel_group()
     size, rank = options.layout.tp, parallel_state.get_tensor_model_parallel_rank()
-    tied = any(getattr(unwrap_model(chunk), "share_embeddings_and_output_weights", False) for chunk in chunks)
     for name, parameter in global_parameters(chunks):
-        if _is_value_head(name, options) or (tied and name == "output_layer.weight"):
+        if _is_value_head(name, options):
             continue
         rule = weight_map.rule_for(name)
+        if rule.tied_copy:
+            continue
         local = parameter.detach()
         if size == 1 or rule.tp_axis is None:
             shards = [local]

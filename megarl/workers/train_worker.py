@@ -94,7 +94,7 @@ class TrainWorker:
 
     def peak_memory_bytes(self) -> int:
         """Highest memory of this process: on a device the allocator's, on the CPU resident memory."""
-        return int(self.platform.memory()["peak"])
+        return int(self.platform.memory()["peak_bytes"])
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self, folder: str) -> str:
