@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
@@ -17,7 +17,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         self._module_name = module_name
         self._action = action
 
-    def find_spec(self, fullname, path, target=None):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._module_name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -29,7 +31,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             execute(module)
             self._action(module)
 
-        spec.loader.exec_module = execute_then_act
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
         return spec
 
 

@@ -79,11 +79,11 @@ def _factory_redirects() -> Iterator[Redirect]:
         yield Redirect(torch, name, _on_cpu(getattr(torch, name)))
 
 
-def _on_cpu(factory: Callable) -> Callable:
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Wrap a tensor factory so that a CUDA `device` argument means the CPU and `pin_memory` is ignored."""
 
     @functools.wraps(factory)
-    def redirected(*args, **kwargs):
+    def redirected(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs:
             device = kwargs.get("device")
             if device is not None and _names_cuda(device):
@@ -108,7 +108,7 @@ def _names_cuda(device: torch.device | str | int) -> bool:
 class CpuStream:
     """A stream on which everything is already done; `wait_*` and `record_*` have nothing to order."""
 
-    def __init__(self, *args, **kwargs) -> None: ...
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def wait_stream(self, stream: CpuStream) -> None: ...
 
@@ -128,7 +128,7 @@ class CpuStream:
 class CpuEvent:
     """A point in time: `record` takes it, `elapsed_time` compares two, waiting never blocks."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_s = 0.0
 
     def record(self, stream: CpuStream | None = None) -> None:
@@ -176,13 +176,13 @@ class _OnlyGenerator:
 def _rng_redirects() -> Iterator[Redirect]:
     # tensor_parallel/random.py:56 (_get_cuda_rng_state) and 74-110 (_set_cuda_rng_state, through _lazy_call and
     # default_generators); CudaRNGStatesTracker.add:199 uses the public three.
-    def get_rng_state(device="cuda"):
+    def get_rng_state(device: object = "cuda") -> torch.Tensor:
         return torch.default_generator.get_state()
 
-    def set_rng_state(new_state, device="cuda"):
+    def set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
         torch.default_generator.set_state(new_state)
 
-    def manual_seed(seed):
+    def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
     for owner in (torch.cuda, torch.cuda.random):
@@ -201,7 +201,7 @@ def _tensor_redirects() -> Iterator[Redirect]:
     original_type = torch.Tensor.type
 
     @functools.wraps(original_type)
-    def type_as_on_cuda(tensor, dtype=None, non_blocking=False, **kwargs):
+    def type_as_on_cuda(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is not None:
             return original_type(tensor, dtype, non_blocking, **kwargs)
         name = original_type(tensor)
@@ -231,7 +231,7 @@ def _do_not_compile(jit: Any) -> None:
 
 
 def _dispatch_experts_on_cpu(moe_utils: Any) -> None:
-    def maybe_move_tensor_to_cpu(tensor, as_numpy=False, record_stream=False):
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     # moe_utils.py:1093 turns split sizes into numpy only for CUDA tensors; all-to-all wants plain numbers.

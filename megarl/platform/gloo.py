@@ -18,7 +18,7 @@ def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
     """
 
     @functools.wraps(all_gather)
-    def redirected(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False):
+    def redirected(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         rows = [output.shape[0] if output.dim() else 1 for output in tensor_list]
         if len(set(rows)) <= 1:
             return all_gather(tensor_list, tensor, group=group, async_op=async_op)

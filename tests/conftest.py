@@ -1,0 +1,16 @@
+"""Fixtures that every room shares. The world of processes is started by the first test that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.world import World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Four processes under Gloo that all distributed tests of the session share; use `world.call(..., size=2)` for fewer."""
+    with World(4) as shared:
+        yield shared
