@@ -51,7 +51,7 @@ def _check_algorithm(config: Config) -> None:
             f"'{algorithm.advantage}' compares the responses of one prompt and needs at least 2"
         )
     if algorithm.clip_low >= 1:
-        raise ConfigError(f"algorithm.clip_low is {algorithm.clip_low}, but the ratio's lower bound 1 - clip_low must be above 0")
+        raise ConfigError(f"algorithm.clip_low is {algorithm.clip_low}, but it may be from 0 to below 1")
     if config.critic.warmup_steps and not config.uses_critic:
         raise ConfigError(
             f"critic.warmup_steps is {config.critic.warmup_steps}, but algorithm.advantage = '{algorithm.advantage}' "
@@ -62,7 +62,7 @@ def _check_algorithm(config: Config) -> None:
 def _check_rollout(config: Config) -> None:
     rollout = config.rollout
     if rollout.engine == "replay" and rollout.replay_from is None:
-        raise ConfigError("rollout.replay_from is null, but rollout.engine = 'replay' needs the samples.jsonl of a finished run")
+        raise ConfigError("rollout.replay_from is null, but rollout.engine = 'replay' needs the samples.jsonl of a run")
     if rollout.engine != "replay" and rollout.replay_from is not None:
         raise ConfigError(
             f"rollout.replay_from is '{rollout.replay_from}', but rollout.engine is '{rollout.engine}'; only 'replay' reads it"
@@ -147,7 +147,9 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
             "ffn_size": int(tree["intermediate_size"]),
         }
     except FileNotFoundError:
-        raise ModelError(f"{field} is '{folder}', but the folder has no config.json; it may be a Hugging Face model folder") from None
+        raise ModelError(
+            f"{field} is '{folder}', but the folder has no config.json; it may be a Hugging Face model folder"
+        ) from None
     except KeyError as error:
         raise ModelError(f"{field} is '{folder}', but its config.json has no {error}") from None
     except (ValueError, TypeError, AttributeError) as error:

@@ -5,6 +5,7 @@ What `megarl config` prints, what error sentences quote, and what the size limit
 
 from __future__ import annotations
 
+import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ def _leaves_of(section: type, prefix: str, instance: Any) -> Iterator[Leaf]:
         default = _default(field, name, instance)
         inner = section_of(field.annotation)
         if inner is None:
-            yield Leaf(prefix + name, may_be(field), _as_yaml(prefix + name, default), (field.description or "").replace("\n", " "))
+            yield Leaf(
+                prefix + name, may_be(field), _as_yaml(prefix + name, default), (field.description or "").replace("\n", " ")
+            )
         else:
             brackets = "[]" if _is_list(field.annotation) else ""
             given = default if isinstance(default, inner) else PydanticUndefined
@@ -137,7 +140,8 @@ def _limits(field: FieldInfo) -> str:
                 limit = getattr(inner, key, None)
                 if limit is not None and f"{words} {limit}" not in found:
                     found.append(f"{words} {limit}")
-    return " and ".join(found).replace("of at least ", "from ").replace("up to", "to").replace(" and to", " to") if len(found) > 1 else "".join(found)
+    limits = " and ".join(found)
+    return re.sub(r"of at least (\S+) and up to", r"from \1 to", limits)
 
 
 def _annotated_marks(annotation: Any) -> Iterator[Any]:

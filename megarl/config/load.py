@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megarl.atomic import write_text_atomically
 from megarl.config.leaves import fields_of, leaves, may_be, section_of
 from megarl.config.schema import Config
 from megarl.config.yaml_tree import apply_overrides, describe_value, read_yaml
@@ -46,11 +46,7 @@ def to_yaml(config: Config) -> str:
 
 def save_resolved(config: Config, path: str | Path) -> None:
     """Write the resolved config to `path` atomically (a reader never sees half a file)."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    part.write_text(to_yaml(config))
-    part.replace(target)
+    write_text_atomically(path, to_yaml(config))
 
 
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")

@@ -27,9 +27,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 class Section(BaseModel):
     """Base of every section: unknown keys are refused, values are typed strictly, nothing changes after loading."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -63,7 +61,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations; reductions and optimizer state stay in float32."""
     layer_spec: Literal["auto", "transformer_engine", "local", "reference"] = "auto"
-    """Megatron layer implementation; `auto`: transformer_engine on CUDA where it imports, else local, reference on CPU."""
+    """Megatron layer implementation; `auto`: transformer_engine where there is a GPU and it imports, else reference."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: none, core attention only, or whole layers."""
 

@@ -40,7 +40,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"config file '{path}' cannot be read: {reason}") from None
     try:
-        tree = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        tree = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"config file '{path}' is not valid YAML: {_one_line(error)}") from None
     if not isinstance(tree, dict):
@@ -56,7 +56,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
         if not equals or not all(key.split(".")):
             raise ConfigError(f"override '{override}' is not of the form key=value, such as policy.optimizer.lr=1e-6")
         try:
-            value = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+            value = yaml.load(text, _Loader)
         except yaml.YAMLError as error:
             raise ConfigError(f"override '{override}' has a value that is not valid YAML: {_one_line(error)}") from None
         _set(result, key, value)

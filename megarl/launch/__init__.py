@@ -1,0 +1,1 @@
+"""Getting a run onto a machine: preflight (`doctor`) and, later, launchers."""

@@ -1,0 +1,21 @@
+"""What a run tells: metrics, trackers, phase times, progress and the summary. Knows nothing of megatron, ray or sglang."""
+
+from megarl.observe.metrics import MetricsFile, read_metrics
+from megarl.observe.phases import Phases, StepTimes
+from megarl.observe.progress import Progress
+from megarl.observe.summary import build_summary, machine, versions, write_summary
+from megarl.observe.trackers import Trackers, open_trackers
+
+__all__ = [
+    "MetricsFile",
+    "Phases",
+    "Progress",
+    "StepTimes",
+    "Trackers",
+    "build_summary",
+    "machine",
+    "open_trackers",
+    "read_metrics",
+    "versions",
+    "write_summary",
+]

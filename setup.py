@@ -1,0 +1,98 @@
+"""The package: what it needs, and why each version is held where it is. Tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "megarl/__init__.py").read_text(), re.M).group(1)
+
+REQUIRES = [
+    # any build of torch: `make venv` installs one first, so that pip does not choose a build for the user
+    "torch>=2.9",
+    # 0.17 and later need Python 3.12; 0.16.1 is the newest for 3.11. Both are tested, nothing between them is.
+    "megatron-core==0.16.1; python_version < '3.12'",
+    "megatron-core==0.19.2; python_version >= '3.12'",
+    "ray>=2.50,<3",
+    # SGLang 0.5.23 is written against exactly this one, and the trainer must tokenise as the engine does
+    "transformers==5.19.0",
+    "safetensors>=0.5",
+    "pydantic>=2.10,<3",  # use_attribute_docstrings on dataclasses
+    "PyYAML>=6.0.2",
+    "rich>=13.7",
+    "psutil>=6",
+    "numpy>=2,<3",
+    "jinja2>=3.1",  # chat templates
+    "pyarrow>=17",  # parquet rows
+    "reasoning-gym==0.1.25",  # rows are a function of seed and version: a new version is another data set
+    "math-verify==0.9.0",  # verdicts are part of the reward
+    "aiohttp>=3.10",  # client of the rollout servers
+    "tensorboard>=2.18",
+]
+
+# What SGLang's server needs on a CPU machine. SGLang itself and four parts come from requirements/sglang-cpu.txt with
+# --no-deps, because their own pins pull CUDA builds.
+SGLANG = [
+    "apache-tvm-ffi==0.1.11",  # the ABI that xgrammar 0.2.7 is built for
+    "cffi",
+    "dill",
+    "einops",
+    "fastapi",
+    "ipython",
+    "jsonschema",
+    "loguru",
+    "msgspec",
+    "openai==2.8.0",  # SGLang imports names that later releases moved
+    "orjson",
+    "packaging",
+    "partial_json_parser",
+    "pillow",
+    "prometheus-client",
+    "pybase64",
+    "python-multipart",
+    "pyzmq",
+    "regex",
+    "requests",
+    "sentencepiece==0.2.1",
+    "setproctitle",
+    "soundfile==0.13.1",
+    "tokenizers==0.23.2",  # transformers 5.19.0's own range ends here
+    "tqdm",
+    "uvicorn",
+    "uvloop",
+    "xxhash",
+]
+
+GPU = [
+    "sglang==0.5.23",  # with its own pins: CUDA kernels and the torch they are built for
+    "transformer-engine[pytorch]>=2.8,<3",
+]
+
+WANDB = ["wandb>=0.18"]
+
+TEST = [
+    "ruff==0.17.5",
+    "mypy==2.4.1",
+    "import-linter==2.16",
+    "pytest==9.2.0",
+    "pytest-timeout==2.4.0",
+    "hypothesis==6.170.15",
+    "types-PyYAML",
+    "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
+]
+
+setup(
+    name="megarl",
+    version=VERSION,
+    description="PPO, GRPO and REINFORCE++ for large language models on megatron-core, SGLang and Ray",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["megarl", "megarl.*"]),
+    package_data={"megarl": ["py.typed"]},
+    install_requires=REQUIRES,
+    extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "test": TEST},
+    entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
+)
