@@ -102,15 +102,11 @@ class BoundRule:
         pieces = self.pieces(tp_rank, tp_size, padded_vocab)
         used = [name for name in self.hf_names if any(piece.hf_name == name for piece in pieces)]
         sources = {name: self._checked(name, get(name)) for name in used or self.hf_names[:1]}
-        template = _cut(next(iter(sources.values())), axis, 0, 1)
-        parts = []
-        for piece in pieces:
-            if piece.hf_name is None:
-                shape = list(template.shape)
-                shape[axis] = piece.stop - piece.start
-                parts.append(template.new_zeros(shape))
-            else:
-                parts.append(_cut(sources[piece.hf_name], axis, piece.start, piece.stop))
+        parts = [_cut(sources[piece.hf_name], axis, piece) for piece in pieces if piece.hf_name is not None]
+        padding = sum(piece.stop - piece.start for piece in pieces if piece.hf_name is None)
+        if padding:  # last, as the padded ids are
+            row = parts[0] if parts else sources[self.hf_names[0]][:1]
+            parts.append(row.new_zeros((padding, *row.shape[1:])))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
 
     def hf_from_shards(self, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
@@ -187,11 +183,11 @@ class WeightMap:
         match = _LAYER.match(megatron_name)
         layer = int(match[1]) if match else 0
         pattern = f"decoder.layers.{{layer}}.{megatron_name[match.end() :]}" if match else megatron_name
-        if pattern not in self._by_name or layer >= self.num_layers:
-            raise ModelError(
-                f"parameter '{megatron_name}' has no place in this model of {self.num_layers} layers"
-                f"{nearest(pattern, self._by_name)}"
-            )
+        if layer >= self.num_layers:
+            raise ModelError(f"parameter '{megatron_name}' has no place in this model of {self.num_layers} layers")
+        if pattern not in self._by_name:
+            known = [name.format(layer=layer) for name in self._by_name]
+            raise ModelError(f"parameter '{megatron_name}' is not in this model's weight map{nearest(megatron_name, known)}")
         return _bound(self._by_name[pattern], layer)
 
     def bound_rules(self) -> Iterator[BoundRule]:
@@ -227,8 +223,8 @@ def _bound(rule: Rule, layer: int) -> BoundRule:
     return BoundRule(rule.megatron_name.format(layer=layer), hf_names, rule.packing, rule.tied_copy)
 
 
-def _cut(source: Any, axis: int, start: int, stop: int) -> Tensor:
-    return source[start:stop] if axis == 0 else source[:, start:stop]
+def _cut(source: Any, axis: int, piece: Piece) -> Tensor:
+    return source[piece.start : piece.stop] if axis == 0 else source[:, piece.start : piece.stop]
 
 
 def _joined(parts: list[tuple[Piece, Tensor]], axis: int, shape: tuple[int, ...]) -> Tensor:
