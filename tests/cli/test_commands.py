@@ -1,0 +1,99 @@
+"""The command line: a user's mistake is one sentence on stderr and exit code 2, Ctrl-C is 130, nothing is half-written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl import cli
+from megarl.config import leaves
+from megarl.errors import RewardError
+
+CONFIG = """
+model: {path: nowhere}
+data:
+  train: {source: reasoning_gym, name: basic_arithmetic}
+rewards: [{name: reasoning_gym}]
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    return "c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        ([], "arguments are required: COMMAND"),
+        (["trian", "c.yaml"], "did you mean 'train'?"),
+        (["train"], "required: CONFIG; see 'megarl train --help'"),
+        (["train", "missing.yaml"], "'missing.yaml' cannot be read"),
+        (["train", "c.yaml", "--speed"], "--speed"),
+        (["train", "c.yaml", "run.stpes=3"], "did you mean 'run.steps'?"),
+        (["train", "c.yaml"], "model.path is 'nowhere', but there is no such folder"),
+        (["eval", "c.yaml"], "data.eval is null"),
+        (["config", "c.yaml", "algorithm.mini_batches=3"], "it may be 2 or 4"),
+        (["doctor", "run.steps=3"], "run.steps=3"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(config_file: str, capsys, argv: list[str], part: str) -> None:
+    assert cli.main(argv) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("megarl: ")
+    assert output.err.count("\n") == 1
+    assert part in output.err
+    assert [path.name for path in Path().iterdir()] == ["c.yaml"]
+
+
+def test_overrides_may_stand_before_and_after_options(config_file: str, capsys) -> None:
+    assert cli.main(["eval", config_file, "run.steps=5", "--checkpoint", "x", "run.seed=bad"]) == 2
+    assert "run.seed is the text 'bad'" in capsys.readouterr().err
+
+
+def test_an_error_of_any_room_is_caught(monkeypatch, capsys) -> None:
+    def broken(_: object) -> int:
+        raise RewardError("reward 'f' answered 3 values for 4 samples")
+
+    monkeypatch.setattr(cli, "_config", broken)
+    assert cli.main(["config"]) == 2
+    assert capsys.readouterr().err == "megarl: reward 'f' answered 3 values for 4 samples\n"
+
+
+def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_config", interrupted)
+    assert cli.main(["config"]) == 130
+    assert capsys.readouterr().err == "megarl: interrupted\n"
+
+
+def test_config_lists_every_leaf(capsys) -> None:
+    assert cli.main(["config"]) == 0
+    out = capsys.readouterr().out
+    for leaf in leaves():
+        assert leaf.name in out
+
+
+def test_config_of_a_file_prints_a_config_and_its_arithmetic(config_file: str, capsys) -> None:
+    assert cli.main(["config", config_file, "rollout.prompts_per_step=3", "algorithm.mini_batches=2"]) == 0
+    out = capsys.readouterr().out
+    printed = yaml.safe_load(out)
+    assert printed["rollout"]["prompts_per_step"] == 3
+    assert printed["algorithm"]["advantage"] == "grpo"
+    assert "sequences per mini-batch   12 = 24 / 2" in out
+
+
+def test_the_module_is_the_command_and_help_needs_no_torch() -> None:
+    code = "import sys; sys.argv = ['megarl', 'config']; from megarl.cli import main; main(); assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+    shown = subprocess.run([sys.executable, "-m", "megarl", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("megarl 0.")

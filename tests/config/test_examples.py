@@ -1,0 +1,23 @@
+"""Every example is a config that loads, and says at its top what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import load_config
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_example_loads(path: Path) -> None:
+    assert path.read_text().startswith("# ")
+    load_config(path)
+
+
+def test_run_names_are_distinct() -> None:
+    names = [load_config(path).run.name for path in EXAMPLES]
+    assert len(names) == len(set(names))

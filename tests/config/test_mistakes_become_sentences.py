@@ -1,0 +1,155 @@
+"""Every mistake in a config is one ConfigError sentence: the field, what it was, what it may be, the nearest name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from megarl.config import check_models, load_config, parse_config
+from megarl.config.yaml_tree import apply_overrides
+from megarl.errors import ConfigError, MegarlError
+
+BASE: dict[str, Any] = {
+    "model": {"path": "nowhere"},
+    "data": {"train": {"name": "basic_arithmetic"}, "eval": {"name": "basic_arithmetic"}},
+    "rewards": [{"name": "reasoning_gym"}],
+}
+
+
+def sentence(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(apply_overrides(BASE, overrides))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("polcy.x=1", ["polcy is not a config field", "did you mean 'policy'?"]),
+        ("policy.optimiser.lr=1", ["policy.optimiser is not", "did you mean 'policy.optimizer'?"]),
+        ("policy.lr=1", ["policy.lr is not", "did you mean 'policy.optimizer.lr'?"]),
+        ("policy.layout.tq=2", ["policy.layout.tq is not", "'policy.layout.tp'"]),
+        ("rewards.0.weigth=2", ["rewards[0].weigth is not", "'rewards[0].weight'"]),
+        ("run.steps=0", ["run.steps is 0", "a whole number of at least 1"]),
+        ("run.steps=ten", ["run.steps is the text 'ten'", "a whole number of at least 1"]),
+        ("run.steps=1.5", ["run.steps is 1.5", "a whole number"]),
+        ("run.steps=true", ["run.steps is true", "a whole number"]),
+        ("run.name=7", ["run.name is 7", "text"]),
+        ("run.steps.x=1", ["run.steps is a section (x)", "a whole number"]),
+        ("run=", ["run is null", "a section with name, folder"]),
+        ("policy=3", ["policy is 3", "a section with layout"]),
+        ("rollout.port=99999", ["rollout.port is 99999", "a whole number from 1 to 65535 or null"]),
+        ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas is the list [0.9]", "a list of 2 numbers"]),
+        ("algorithm.name=gropo", ["'grpo', 'ppo' or 'reinforce_plus_plus'", "did you mean 'grpo'?"]),
+        ("algorithm.kl.where=both", ["algorithm.kl.where is the text 'both'", "'loss' or 'reward'"]),
+        ("policy.layout.tp=0", ["policy.layout.tp is 0", "at least 1"]),
+        ("policy.layout.sequence_parallel=true", ["policy.layout.sequence_parallel is true", "policy.layout.tp of at least 2"]),
+        ("reference.layout={vpp: 2}", ["reference.layout.vpp is 2", "reference.layout.pp of at least 2"]),
+        ("policy.layout.ep=2", ["policy.layout.etp=1", "does not divide"]),
+        ("model={}", ["model.path is missing", "text"]),
+        ("policy.optimizer.lr=.nan", ["policy.optimizer.lr is nan", "a number"]),
+        ("nonsense", ["'nonsense' is not of the form key=value"]),
+        ("rewards.1.weight=1", ["rewards.1", "0 to 0"]),
+        ("data.train.name=[a", ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[str]) -> None:
+    text = sentence(override)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt is 1", "'grpo'", "at least 2"]),
+        (["data.eval.seed=5"], ["data.eval.seed is 5", "seeds 0 to 999", "1000 or more"]),
+        (["data.train.source=jsonl"], ["data.train.path is null", "'jsonl'"]),
+        (["data.train.source=python", "data.train.name=nocolon"], ["'nocolon'", "package.module:function"]),
+        (["rollout.engine=replay"], ["rollout.replay_from is null"]),
+        (["rollout.replay_from=x.jsonl"], ["rollout.replay_from is 'x.jsonl'", "only 'replay' reads it"]),
+        (["rollout.max_total_tokens=100"], ["rollout.max_total_tokens is 100", "768 or more"]),
+        (["rollout.engine=embedded", "rollout.tp=2"], ["rollout.tp is 2", "it may be 1"]),
+        (["policy.max_tokens_per_micro_batch=767"], ["is 767", "768 or more"]),
+        (["critic.warmup_steps=3"], ["critic.warmup_steps is 3", "'gae'"]),
+        (["rewards=[]"], ["rewards is empty"]),
+        (["data.eval=null", "run.eval_every=2"], ["run.eval_every is 2", "data.eval is null"]),
+        (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr is 1", "at most policy.optimizer.lr = 1e-06"]),
+        (["algorithm.clip_low=1.0"], ["algorithm.clip_low is 1.0"]),
+    ],
+)
+def test_fields_that_contradict_each_other_are_named(overrides: list[str], parts: list[str]) -> None:
+    text = sentence(*overrides)
+    for part in parts:
+        assert part in text
+
+
+def test_further_problems_are_counted() -> None:
+    assert "(2 more problems in this config)" in sentence("run.a=1", "run.b=1", "run.steps=x")
+
+
+def test_a_key_given_twice_is_refused(tmp_path) -> None:
+    (tmp_path / "c.yaml").write_text("run:\n  steps: 1\n  steps: 2\n")
+    with pytest.raises(ConfigError, match=r"key 'steps' is given twice \(line 3"):
+        load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(("text", "part"), [("[1]", "the list [1]"), ("a: [", "not valid YAML"), ("", "null")])
+def test_a_file_that_is_no_config_is_named(tmp_path, text: str, part: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml")
+    assert part in str(caught.value)
+    assert "c.yaml" in str(caught.value)
+
+
+def test_overrides_leave_the_tree_they_are_given_untouched() -> None:
+    before = copy.deepcopy(BASE)
+    apply_overrides(BASE, ["rewards.0.weight=3", "run.steps=5"])
+    assert before == BASE
+
+
+def write_model(folder, **sizes: int) -> str:
+    import json
+
+    folder.mkdir()
+    tree = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 24, **sizes}
+    (folder / "config.json").write_text(json.dumps(tree))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 8 attention heads and 2 KV heads"),
+        (["policy.layout.pp=4"], "the model has 6 layers; the number of stages may be 1, 2, 3, 6"),
+        (["reference.layout={tp: 16}"], "reference.layout.tp is 16"),
+        (["policy.layout={ep: 2, dp: 2}"], "policy.layout.ep is 2, but the model has no experts"),
+        (["rollout.tp=3"], "rollout.tp is 3"),
+        (["model.path=models/typo"], "there is no such folder"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(tmp_path, overrides: list[str], part: str) -> None:
+    path = write_model(tmp_path / "model")
+    config = parse_config(apply_overrides(BASE, [f"model.path={path}", *overrides]))
+    with pytest.raises(MegarlError) as caught:
+        check_models(config)
+    assert part in str(caught.value)
+
+
+def test_tp_must_divide_the_feed_forward_width(tmp_path) -> None:
+    path = write_model(tmp_path / "model", intermediate_size=27)
+    config = parse_config(apply_overrides(BASE, [f"model.path={path}", "policy.layout.tp=2"]))
+    with pytest.raises(ConfigError, match=r"policy\.layout\.tp is 2, .* feed-forward width 27"):
+        check_models(config)
+
+
+def test_a_missing_model_folder_names_the_nearest_one(tmp_path) -> None:
+    write_model(tmp_path / "SmolLM2")
+    config = parse_config(apply_overrides(BASE, [f"model.path={tmp_path}/SmolLM"]))
+    with pytest.raises(MegarlError, match=r"did you mean '.*/SmolLM2'"):
+        check_models(config)

@@ -1,0 +1,104 @@
+"""The schema keeps its promises: small, documented, strict, and a resolved config reads back to itself."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megarl.config import Layout, leaves, load_config, parse_config, save_resolved, to_yaml
+from megarl.config.presets import PRESETS
+from megarl.config.yaml_tree import apply_overrides
+
+BASE: dict[str, Any] = {
+    "model": {"path": "nowhere"},
+    "data": {"train": {"name": "basic_arithmetic"}},
+    "rewards": [{"name": "reasoning_gym"}],
+}
+
+
+def test_the_config_stays_small() -> None:
+    sections = Counter(leaf.name.rpartition(".")[0] for leaf in leaves())
+    assert sum(sections.values()) < 150
+    assert max(sections.values()) < 20, sections.most_common(1)
+
+
+def test_every_leaf_has_a_one_line_description() -> None:
+    for leaf in leaves():
+        assert leaf.description.endswith("."), leaf.name
+        assert 8 <= len(leaf.description) <= 130, leaf.name
+
+
+def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> None:
+    tree = apply_overrides(
+        BASE, ["algorithm.name=ppo", "policy.layout={tp: 2, sequence_parallel: true}", "reference.layout={dp: 2}"]
+    )
+    config = parse_config(tree)
+    save_resolved(config, tmp_path / "run" / "config.yaml")
+    assert load_config(tmp_path / "run" / "config.yaml") == config
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["config.yaml"]
+    text = to_yaml(config)
+    for leaf in leaves():
+        assert f"{leaf.name.rpartition('.')[2]}:" in text
+
+
+def test_yaml_numbers_without_a_point_are_numbers() -> None:
+    config = parse_config(
+        apply_overrides(BASE, ["policy.optimizer.lr=3e-5", "algorithm.advantage_eps=1E-8", "critic.optimizer.lr=2e+0"])
+    )
+    assert config.policy.optimizer.lr == 3e-5
+    assert config.algorithm.advantage_eps == 1e-8
+    assert config.critic.optimizer.lr == 2.0
+
+
+def test_a_section_layout_is_a_layout() -> None:
+    config = parse_config(apply_overrides(BASE, ["policy.layout={tp: 2, pp: 2, dp: 2}"]))
+    layout = config.policy.layout
+    assert isinstance(layout, Layout)
+    assert layout.world_size == 8
+    assert layout.coords(5) == Layout(tp=2, pp=2, dp=2).coords(5)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_fills_only_what_the_user_left_out(name: str) -> None:
+    plain = parse_config(apply_overrides(BASE, [f"algorithm.name={name}"])).algorithm
+    preset = PRESETS[name]
+    assert plain.advantage == preset["advantage"]
+    assert plain.aggregation == preset["aggregation"]
+    assert plain.lam == preset["lam"]
+    assert plain.kl.model_dump() == preset["kl"]
+    mended = parse_config(
+        apply_overrides(BASE, [f"algorithm.name={name}", "algorithm.kl.coef=0.5", "algorithm.lam=0.5"])
+    ).algorithm
+    assert mended.kl.model_dump() == {**preset["kl"], "coef": 0.5}
+    assert mended.lam == 0.5
+    assert mended.advantage == preset["advantage"]
+
+
+@pytest.mark.parametrize(("override", "uses"), [("algorithm.name=ppo", True), ("algorithm.name=grpo", False)])
+def test_the_critic_is_used_only_where_the_advantage_needs_values(override: str, uses: bool) -> None:
+    assert parse_config(apply_overrides(BASE, [override])).uses_critic is uses
+
+
+def test_no_reference_without_a_kl_term() -> None:
+    assert parse_config(BASE).uses_reference
+    assert not parse_config(apply_overrides(BASE, ["algorithm.kl.coef=0.0"])).uses_reference
+
+
+def test_held_out_rows_keep_clear_of_the_training_rows() -> None:
+    tree = apply_overrides(BASE, ["data.eval={name: basic_arithmetic}"])
+    config = parse_config(tree)
+    assert config.data.eval is not None
+    assert config.data.eval.seed >= config.data.train.seed + 1000
+    other_task = apply_overrides(BASE, ["data.eval={name: gsm_symbolic, seed: 0}"])
+    assert parse_config(other_task).data.eval.seed == 0  # type: ignore[union-attr]
+
+
+def test_importing_the_config_imports_no_torch() -> None:
+    code = "import sys, megarl.config; print(sorted({'torch', 'megatron', 'ray', 'sglang', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,71 @@
+"""Doctor tells the same story as a run, names a fix for each problem, and survives libraries that crash on import."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megarl.launch import doctor
+
+
+def text_of(findings: list[doctor.Finding]) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(doctor.render(findings))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_this_machine_is_described_by_what_a_run_would_use() -> None:
+    findings = {finding.subject: finding for finding in doctor.examine()}
+    assert findings["layer spec"].what.split(":")[0] in ("reference", "transformer_engine")
+    assert "Adam" in findings["optimizer"].what
+    assert findings["versions"].what.startswith("megarl 0.")
+    assert f"{len(os.sched_getaffinity(0))} cores" in findings["machine"].what
+
+
+def test_every_problem_comes_with_a_fix() -> None:
+    missing = doctor._version_findings({"megarl": "0.1.0", "torch": None, "wandb": None, "tensorboard": "2"})
+    broken = doctor._trainer_findings({"error": "ImportError: libfoo.so"})
+    for finding in [*missing, *broken]:
+        assert finding.health == "ok" or finding.fix
+    assert not doctor.is_healthy(missing)
+    assert not doctor.is_healthy(broken)
+    assert "libfoo.so" in text_of(broken)
+    assert "fix:" in text_of(broken)
+
+
+def test_a_library_that_raises_on_import_does_not_take_doctor_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "pytorch.py").write_text("raise RuntimeError('no CUDA driver found')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    finding = doctor._transformer_engine_finding()
+    assert finding.health == "note"
+    assert "RuntimeError: no CUDA driver found" in finding.what
+    assert "transformer_engine" not in sys.modules
+
+
+def test_a_cluster_without_fused_kernels_is_told_so() -> None:
+    found = {
+        "platform": "cuda",
+        "torch_cuda": "13.0",
+        "devices": ["H200"],
+        "layer_spec": "reference",
+        "optimizer": "torch.optim.adamw.AdamW",
+    }
+    findings = doctor._trainer_findings(found)
+    assert [finding.health for finding in findings] == ["ok", "note", "note"]
+    assert all("megarl[gpu]" in finding.fix for finding in findings[1:])
+
+
+def test_a_crash_without_words_and_a_probe_without_end_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.probe("import os; os._exit(3)") == {"error": "exit code 3"}
+    monkeypatch.setattr(doctor, "PROBE_DEADLINE_S", 1)
+    assert "no answer" in doctor.probe("import time; time.sleep(30)")["error"]

@@ -1,0 +1,63 @@
+"""Progress: one plain line per step where there is no terminal, bars where there is, and the phase table at the end."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megarl.observe import Phases, Progress
+from megarl.observe.progress import duration
+
+
+class Clock:
+    """A clock that moves only when told."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def run_two_steps(console: Console) -> str:
+    clock = Clock()
+    phases = Phases(clock)
+    with Progress(5, phases, console=console) as progress:
+        for step in (1, 2):
+            with phases.step():
+                with phases("generate"):
+                    clock.now_s += 3
+                with phases("train"):
+                    clock.now_s += 1
+            progress.step_done(step, {"reward/mean": 0.125 * step, "speed/tokens_per_s": 1234.0, "other": 9})
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_plain_lines_say_reward_speed_time_and_where_it_went() -> None:
+    text = run_two_steps(Console(file=io.StringIO(), width=200))
+    lines = text.splitlines()
+    assert lines[0].startswith("step 1/5  reward 0.125  tokens/s 1,234  4.0 s  left ")
+    assert lines[1].startswith("step 2/5  reward 0.25")
+    assert "(generate 75%, train 25%, other 0%)" in lines[1]
+    assert "\x1b" not in text
+
+
+def test_the_final_table_has_every_phase() -> None:
+    text = run_two_steps(Console(file=io.StringIO(), width=200))
+    row = next(line for line in text.splitlines() if "generate" in line and "│" in line)
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["generate", "6.0", "3.00", "75.0%"]
+    assert "other" in text
+
+
+def test_a_terminal_gets_bars() -> None:
+    text = run_two_steps(Console(file=io.StringIO(), width=200, force_terminal=True))
+    assert "\x1b" in text
+    assert "2/5" in text
+    assert "reward 0.25" in text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (725, "12 min 05 s"), (11220, "3 h 07 min")])
+def test_durations_are_read_at_a_glance(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
