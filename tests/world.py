@@ -133,7 +133,7 @@ class _Rank:
         self.number = number
         self._stacks_path = folder / f"stacks-{number}-{time.monotonic_ns()}"
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(number, theirs, str(self._stacks_path)), daemon=True)
+        self.process = context.Process(target=_serve, args=(number, theirs, str(self._stacks_path)))
         with _environment(CpuPlatform().worker_env(threads)):
             self.process.start()
         theirs.close()
@@ -206,14 +206,18 @@ def _process_group(rank: int, size: int, rendezvous: str, timeout_s: float) -> I
 
 def _forget_megatron_state() -> None:
     """Undo what megatron keeps in module globals, where this process has imported it."""
-    if "megatron.core.parallel_state" not in sys.modules:
+    loaded = {name: sys.modules.get(f"megatron.core.{name}") for name in _MODULES_WITH_STATE}
+    if any(module is None for module in loaded.values()):
         return
-    from megatron.core import num_microbatches_calculator, parallel_state
-    from megatron.core.tensor_parallel import random
+    loaded["parallel_state"].destroy_model_parallel()
+    loaded["num_microbatches_calculator"].unset_num_microbatches_calculator()
+    loaded["tensor_parallel.random"].get_cuda_rng_tracker().reset()
+    loaded["transformer.moe.moe_utils"].get_moe_layer_wise_logging_tracker().clear()
 
-    parallel_state.destroy_model_parallel()
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    random.get_cuda_rng_tracker().reset()
-    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    if moe_utils is not None:
-        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+
+_MODULES_WITH_STATE = (
+    "parallel_state",
+    "num_microbatches_calculator",
+    "tensor_parallel.random",
+    "transformer.moe.moe_utils",
+)

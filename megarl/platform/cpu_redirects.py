@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ def apply_redirects() -> None:
     _device._device_constructors()
     for owner, attribute, replacement in redirects():
         setattr(owner, attribute, replacement)
+    _expect_no_gpu_packages()
     act_after_import("megatron.core.jit", _do_not_compile)
     act_after_import("megatron.core.transformer.moe.moe_utils", _dispatch_experts_on_cpu)
     act_after_import("megatron.core.tensor_parallel.random", _share_one_generator)
@@ -223,6 +225,12 @@ def _collective_redirects() -> Iterator[Redirect]:
 
 
 # --- names inside megatron --------------------------------------------------------------------------------------------
+
+
+def _expect_no_gpu_packages() -> None:
+    # Five modules of megatron warn, as they are imported, that Transformer Engine and Apex are absent. Neither exists here.
+    for message in ("Apex is not installed", "Transformer Engine and Apex are not installed"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
 
 
 def _do_not_compile(jit: Any) -> None:

@@ -1,0 +1,180 @@
+"""Where there is CUDA nothing is changed; where there is none, what changes is as small and as local as promised."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.platform.cpu import CpuPlatform
+from megarl.platform.cuda import CudaPlatform
+from tests.world import REPOSITORY, World
+
+
+def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def _changed_attributes(machine: str) -> set[str]:
+    ran = _python("-m", "tests.platform.untouched_by_cuda", machine)
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stdout.split())
+
+
+def test_with_cuda_torch_is_left_untouched() -> None:
+    assert _changed_attributes("cuda") == set()
+
+
+def test_without_cuda_only_the_listed_redirects_change_torch() -> None:
+    from megarl.platform.cpu_redirects import redirects
+
+    changed = {name for name in _changed_attributes("cpu") if not name.startswith("sys.meta_path")}
+    assert changed == {f"{redirect.owner.__name__}.{redirect.attribute}" for redirect in redirects()}
+
+
+def test_installing_after_megatron_is_refused_without_cuda() -> None:
+    ran = _python("-c", "import megatron.core; from megarl import platform; platform.install()")
+    assert ran.returncode == 1
+    assert "call it before the first import of megatron" in ran.stderr
+
+
+def _torch_under_redirects(rank: int, world_size: int) -> dict[str, object]:
+    assert CpuPlatform().device(3) == torch.cuda.current_device() == torch.device("cpu")
+    with torch.device("meta"):
+        on_meta = [torch.empty(2).device.type, torch.tensor([1]).device.type, torch.empty(2, device="cpu").device.type]
+    cuda_devices = ["cuda", "cuda:1", torch.device("cuda", 0), 0, torch.cuda.current_device()]
+    child = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.ones(1).type())"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    event, later = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    event.record()
+    later.record(torch.cuda.current_stream())
+    return {
+        "default device context": on_meta,
+        "factories": {torch.zeros(2, device=device).device.type for device in cuda_devices},
+        "pinned": torch.tensor([1.0], device="cuda", pin_memory=True).cuda(non_blocking=True).tolist(),
+        "is_available": torch.cuda.is_available(),
+        "type": [torch.ones(1).type(), torch.ones(1, dtype=torch.bfloat16).type(), torch.ones(1).type(torch.int64).type()],
+        "elapsed_ms_is_positive": event.elapsed_time(later) > 0,
+        "type in a child process": child.stdout.strip(),
+    }
+
+
+def test_torch_under_the_redirects_answers_for_the_cpu(world: World) -> None:
+    assert world.call(_torch_under_redirects, size=1)[0] == {
+        "default device context": ["meta", "meta", "cpu"],
+        "factories": {"cpu"},
+        "pinned": [1.0],
+        "is_available": False,
+        "type": ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.cuda.LongTensor"],
+        "elapsed_ms_is_positive": True,
+        "type in a child process": "torch.FloatTensor",
+    }
+
+
+def _draws_in_and_around_a_fork(rank: int, world_size: int) -> list[list[float]]:
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(5)
+    torch.manual_seed(11)
+    outside = [torch.rand(1).item()]
+    draws: list[float] = []
+    for _ in range(2):
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            draws.append(torch.rand(1).item())
+        outside.append(torch.rand(1).item())
+    torch.manual_seed(11)
+    return [draws, outside, torch.rand(3).tolist()]
+
+
+def test_megatrons_rng_fork_is_a_stream_of_its_own(world: World) -> None:
+    draws, outside, outside_without_forks = world.call(_draws_in_and_around_a_fork, size=1)[0]
+    assert outside == outside_without_forks
+    assert len({*draws, *outside}) == 5
+    seed_of_tensor_parallel_rank_0 = 5 + 2718  # model_parallel_cuda_manual_seed's documented offset
+    expected = torch.rand(2, generator=torch.Generator().manual_seed(seed_of_tensor_parallel_rank_0))
+    assert draws == pytest.approx(expected.tolist(), abs=0)
+
+
+def _gather_rows(rank: int, world_size: int, async_op: bool) -> list[list[list[float]]]:
+    mine = torch.full((rank, 2), float(rank))
+    outputs = [torch.full((other, 2), -1.0) for other in range(world_size)]
+    handle = torch.distributed.all_gather(outputs, mine, async_op=async_op)
+    if async_op:
+        handle.wait()
+    return [output.tolist() for output in outputs]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_gloo_gathers_tensors_of_unequal_and_zero_length(world: World, async_op: bool) -> None:
+    expected = [[[float(other)] * 2] * other for other in range(3)]
+    assert world.call(_gather_rows, async_op, size=3) == [expected] * 3
+
+
+def test_a_worker_started_with_worker_env_keeps_freed_memory() -> None:
+    program = (
+        "import resource, torch\n"
+        "def page_faults_of_20_blocks():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for _ in range(20):\n"
+        "        block = torch.empty(64 * 2**20, dtype=torch.uint8).fill_(1)\n"
+        "        del block\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "page_faults_of_20_blocks()  # glibc needs some rounds until a freed block is large enough for its aligned successor\n"
+        "print(page_faults_of_20_blocks(), torch.get_num_threads())\n"
+    )
+
+    def page_faults_and_threads(environment: dict[str, str]) -> list[int]:
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return [int(word) for word in ran.stdout.split()]
+
+    faults, threads = page_faults_and_threads(CpuPlatform().worker_env(threads=1))
+    assert threads == 1
+    assert faults < page_faults_and_threads({"MALLOC_MMAP_THRESHOLD_": "131072"})[0] / 20
+
+
+def test_worker_env_names_threads_and_connections() -> None:
+    for platform in (CpuPlatform(), CudaPlatform()):
+        environment = platform.worker_env(threads=3)
+        assert environment["OMP_NUM_THREADS"] == "3"
+        assert environment["OMP_WAIT_POLICY"] == "passive"
+        with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+            platform.worker_env(threads=0)
+    assert CudaPlatform().worker_env(1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_memory_on_a_cpu_is_resident_memory() -> None:
+    memory = CpuPlatform().memory()
+    resident_bytes = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert memory["allocated_bytes"] == pytest.approx(resident_bytes, rel=0.02)
+    assert memory["allocated_bytes"] <= memory["peak_bytes"] * 1.01 <= memory["total_bytes"]
+
+
+def test_a_seed_fixes_every_generator() -> None:
+    import random
+
+    import numpy
+
+    def draws() -> list[float]:
+        CpuPlatform().seed(2**40 + 3)
+        return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
+
+    assert draws() == draws()
