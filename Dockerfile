@@ -27,20 +27,26 @@ ENTRYPOINT ["megarl"]
 CMD ["doctor"]
 
 # ---- gpu ------------------------------------------------------------------------------------------------------------
-# NVIDIA's PyTorch image: CUDA 13, Python 3.12, and a torch with the transformer-engine and apex that were built for it.
+# NVIDIA's PyTorch image for its CUDA 13 toolkit, cuDNN, NCCL and compilers on Python 3.12. Its own torch is replaced by the
+# one that SGLang's kernels are built for, so transformer-engine and apex are built again, against that one: a process
+# has a single torch. CI has no GPU and does not build this target.
 FROM nvcr.io/nvidia/pytorch:25.10-py3 AS gpu
-RUN useradd --create-home --uid 10001 megarl && install -d -o megarl /app
+# the image's constraint file holds every package at its own version, torch included
+ENV PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1
+RUN pip uninstall --yes torch torchvision torchaudio triton transformer-engine apex flash-attn
 WORKDIR /app
-COPY setup.py pyproject.toml README.md LICENSE ./
-COPY requirements requirements
-COPY megarl megarl
-# The image's torch, transformer-engine and apex belong together: pip may not replace them (its own constraint file pins
-# them), so SGLang comes without its pins, and its kernels by name.
-RUN pip install --no-cache-dir ".[sglang,wandb]" \
- && pip install --no-cache-dir --no-deps sglang==0.5.23 compressed-tensors==0.18.0 gguf xgrammar==0.2.7 \
- && pip install --no-cache-dir --no-deps sgl-kernel flashinfer-python \
- && python -c "import torch; assert torch.version.cuda, 'the CUDA build of torch was replaced'"
+COPY setup.py pyproject.toml ./
+COPY megarl/__init__.py megarl/__init__.py
+RUN pip install ".[sglang,wandb]" sglang==0.5.23
+ARG MAX_JOBS=8
+ARG APEX=25.09
+RUN pip install --no-build-isolation "transformer-engine[pytorch]>=2.8,<3" \
+ && git clone --quiet --depth 1 --branch "$APEX" https://github.com/NVIDIA/apex /tmp/apex \
+ && APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation /tmp/apex \
+ && rm -rf /tmp/apex
+RUN useradd --create-home --uid 10001 megarl && chown megarl /app
 COPY --chown=megarl . .
+RUN pip install --no-deps --no-build-isolation -e .
 USER megarl
 ENTRYPOINT ["megarl"]
 CMD ["doctor"]
