@@ -203,7 +203,7 @@ def _sglang_findings() -> list[Finding]:
     if not (side_folder / "torchvision").is_dir():
         fix = f"pip install --no-deps --target {side_folder} torchvision==0.28.0"
         return [Finding("rollouts", f"SGLang on the CPU needs torchvision in {side_folder}", "problem", fix)]
-    findings = [Finding("rollouts", f"SGLang serves on the CPU, with torchvision from {side_folder}")]
+    findings = [Finding("rollouts", f"SGLang is installed for the CPU, its torchvision in {side_folder}")]
     if importlib.util.find_spec("torchvision") is not None:
         fix = "pip uninstall torchvision; SGLang's server finds its own copy"
         findings.append(Finding("torchvision", "is in this environment, where it breaks transformers on a CPU", "problem", fix))
