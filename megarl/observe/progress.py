@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
@@ -42,8 +42,7 @@ class Progress:
         if self.console.is_terminal:
             self._bars = Bars(
                 TextColumn("{task.description:<12}"),
-                BarColumn(),
-                MofNCompleteColumn(),
+                BarColumn(bar_width=20),
                 TextColumn("{task.fields[text]}"),
                 console=self.console,
             )
@@ -71,7 +70,7 @@ class Progress:
             parts.append(f"{times.wall_s:.1f} s")
         parts.append(f"left {duration(self._left_s(step))}")
         if self._bars is not None and self._step_bar is not None:
-            self._bars.update(self._step_bar, completed=step, text=" · ".join(parts))
+            self._bars.update(self._step_bar, completed=step, text=" · ".join([f"{step}/{self._total}", *parts]))
             self._show_shares()
             return
         longest = sorted(times.phase_s.items(), key=lambda item: -item[1])[:3] if times is not None and times.wall_s else []
@@ -83,9 +82,9 @@ class Progress:
         return (time.monotonic() - self._started_s) / done * (self._total - step)
 
     def _phase_changed(self, name: str | None) -> None:
-        if self._bars is None or name is None:
+        if self._bars is None:
             return
-        if name not in self._phase_bars:
+        if name is not None and name not in self._phase_bars:
             self._phase_bars[name] = self._bars.add_task(f"  {name}", total=100, text="")
         for other, bar in self._phase_bars.items():
             self._bars.update(bar, description=f"{'>' if other == name else ' '} {other}")
@@ -95,8 +94,8 @@ class Progress:
             return
         for name, spent in self._phases.totals().items():
             if name in self._phase_bars:
-                percent = round(100 * spent["share"])
-                self._bars.update(self._phase_bars[name], completed=percent, text=f"{spent['seconds']:.1f} s in all")
+                text = f"{spent['share']:.0%} · {spent['seconds']:.1f} s in all"
+                self._bars.update(self._phase_bars[name], completed=100 * spent["share"], text=text)
 
 
 def phase_table(phases: Phases) -> Table:
@@ -111,7 +110,7 @@ def phase_table(phases: Phases) -> Table:
     if phases.outside():
         table.add_section()
         for name, spent in phases.outside().items():
-            table.add_row(name, f"{spent['seconds']:.1f}", "outside", "steps")
+            table.add_row(f"{name} (outside steps)", f"{spent['seconds']:.1f}", "", "")
     return table
 
 
