@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megarl.megatron.build import ModelOptions, build_model
 from megarl.megatron.optimizer import OptimizerOptions, build_optimizer
+from megarl.megatron.optimizer_state import load_moments, sharded_moments
 from megarl.data.stream import MicroBatch
 from megarl.megatron.step import LossFunction, forward, forward_backward
 from megarl.megatron.weights import export_weights, load_weights
@@ -86,16 +87,15 @@ class Role:
         for number, chunk in enumerate(self.chunks):
             unwrap_model(chunk).load_state_dict(state[f"model{number}"], strict=True)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_moments(self.optimizer, self.chunks, state["moments"])
             self.scheduler.load_state_dict(state["scheduler"])
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        models = {f"model{n}": unwrap_model(chunk).sharded_state_dict() for n, chunk in enumerate(self.chunks)}
-        state: dict[str, Any] = dict(models)
+        state: dict[str, Any] = {
+            f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(self.chunks)
+        }
         if self.optimizer is not None:
-            merged = {f"{k}.{name}" if len(models) > 1 else name: v for k, m in models.items() for name, v in m.items()}
-            state["optimizer"] = self.optimizer.sharded_state_dict(
-                merged, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fully_reshardable"}
-            )
+            models = dict(state)
+            state["moments"] = sharded_moments(self.optimizer, self.chunks, models, is_loading=is_loading)
             state["scheduler"] = self.scheduler.state_dict()
         return state

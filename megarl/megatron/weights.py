@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -35,6 +36,9 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folder: HFFolder, weight_map: WeightMap) -> None:
     """Fill every parameter from the Hugging Face folder; a fresh value head keeps its initialisation.
 
+    Also marks the parameters that tensor parallelism splits, which megatron-core does only as part of its own random
+    initialisation: the gradient norm counts an unmarked parameter once instead of once per shard.
+
     Raises:
         ModelError: a tensor is missing or has the wrong shape.
     """
@@ -46,6 +50,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             rule = weight_map.rule_for(name)
             shard = rule.shard_from_hf(folder.get_slice, tp_rank, options.layout.tp, _padded_vocab(folder, options))
             parameter.copy_(shard)
+            if rule.tp_axis is not None and not hasattr(parameter, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(parameter, True, rule.tp_axis, 1)
 
 
 def export_weights(

@@ -1,0 +1,113 @@
+"""Adam's moments per parameter, whole, in the parameter's own sharding: a checkpoint that any layout can load.
+
+megarl writes this itself because megatron-core 0.16's `fully_reshardable` format reads past the padding between gradient
+buckets (tied embeddings under pipeline parallelism have two), and restores torch Adam's step as one tensor that all
+parameters share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+KEYS = ("param", "exp_avg", "exp_avg_sq")
+"""`param` is the float32 master copy, which BF16 training cannot do without."""
+
+
+def sharded_moments(
+    optimizer: Any, chunks: Sequence[torch.nn.Module], model_state: dict[str, Any], *, is_loading: bool
+) -> dict[str, Any]:
+    """`{"step": int, "<number of the parameter>.<key>": sharded tensor}` for megatron-core's dist_checkpointing.
+
+    Collective over data parallelism when saving: each rank contributes the slices it owns. When loading, the tensors
+    are empty places to load into.
+    """
+    metadata = {id(sharded.data): sharded for sharded in nested_values(model_state) if _is_tensor(sharded)}
+    state: dict[str, Any] = {"step": 0 if is_loading else _step(optimizer)}
+    for number, (part, parameter) in enumerate(_parameters(optimizer)):
+        sharded = metadata[id(parameter)]
+        whole = torch.zeros(len(KEYS), parameter.numel(), device=parameter.device)
+        if not is_loading:
+            owned = _owned(part, parameter)
+            if owned is not None:
+                place, tensors = owned
+                for row, key in enumerate(KEYS):
+                    whole[row, place] = tensors[key].float()
+            torch.distributed.all_reduce(whole, group=part.data_parallel_group)
+        for row, key in enumerate(KEYS):
+            changes: dict[str, Any] = {
+                "key": f"optimizer.{key}.{sharded.key}",
+                "data": whole[row].view(parameter.shape),
+            }
+            if not isinstance(sharded, ShardedTensorFactory):
+                changes["dtype"] = torch.float32
+            state[f"{number}.{key}"] = replace(sharded, **changes)
+    return state
+
+
+def load_moments(optimizer: Any, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
+    """Put loaded moments into the optimizer: each rank takes the slices it owns. Call after the model's own weights."""
+    # Adam makes its moments in its first step, so one on zero gradients comes first; everything it changes is loaded over.
+    weights = [parameter.detach().clone() for _, parameter in _parameters(optimizer)]
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.step()
+    with torch.no_grad():
+        for number, (part, parameter) in enumerate(_parameters(optimizer)):
+            parameter.copy_(weights[number])
+            owned = _owned(part, parameter)
+            if owned is None:
+                continue
+            place, tensors = owned
+            for key in KEYS:
+                tensors[key].copy_(state[f"{number}.{key}"].flatten()[place])
+            if "step" in tensors:
+                tensors["step"].fill_(state["step"])
+    for part in _parts(optimizer):
+        for group in part.optimizer.param_groups:
+            if "step" in group:  # Transformer Engine's and apex's Adam count per group
+                group["step"] = state["step"]
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _parameters(optimizer: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
+    """(distributed optimizer, parameter) of every parameter of this rank's model, in the buffers' order."""
+    for part in _parts(optimizer):
+        for buffer in part.buffers:
+            for parameter in buffer.param_index_map:
+                yield part, parameter
+
+
+def _owned(part: Any, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
+    """(the slice of the flat parameter that this rank's optimizer owns, its tensors by key); None if it owns nothing."""
+    if parameter not in part.model_param_group_index_map:
+        return None
+    buffer_index, dtype, bucket_index = part.model_param_gbuf_map[parameter]
+    owned = part.gbuf_ranges[buffer_index][dtype][bucket_index]["param_map"][parameter]["param"]
+    group, order = part.model_param_group_index_map[parameter]
+    main = part.optimizer.param_groups[group]["params"][order]
+    return slice(owned.start, owned.end), {"param": main, **part.optimizer.state[main]}
+
+
+def _step(optimizer: Any) -> int:
+    for part in _parts(optimizer):
+        for state in part.optimizer.state.values():
+            if "step" in state:
+                return int(state["step"])
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                return int(group["step"])
+    return 0
