@@ -35,8 +35,8 @@ def test_training_lowers_the_loss(dense_on_one_rank: Run, moe_on_one_rank: Run) 
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [({"tp": 2}, 2), ({"pp": 2}, 2), ({}, 2), ({"tp": 2, "pp": 2}, 4), ({"tp": 2}, 4)],
-    ids=["tp2", "pp2", "dp2", "tp2-pp2", "tp2-dp2"],
+    [({"tp": 2}, 2), ({"pp": 2}, 2), ({}, 2), ({"tp": 2, "pp": 2}, 4), ({"tp": 2}, 4), ({"optimizer_instances": 2}, 4)],
+    ids=["tp2", "pp2", "dp2", "tp2-pp2", "tp2-dp2", "dp4-two-optimizer-instances"],
 )
 def test_a_dense_model_trains_alike_in_every_layout(
     world: World, dense_on_one_rank: Run, layout: dict[str, int], ranks: int

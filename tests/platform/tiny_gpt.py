@@ -16,7 +16,7 @@ EXPERTS = 4
 
 
 def train(rank: int, world_size: int, layout: dict[str, int], moe: bool, steps: int) -> dict[str, list[float]]:
-    """Train `steps` steps under `layout` (tp, pp, ep, etp) and return each step's mean token loss and gradient norm.
+    """Train under `layout` (tp, pp, ep, etp, optimizer_instances); return each step's mean token loss and gradient norm.
 
     The loss is the sum over all response tokens of the global batch over their number, so it does not depend on how the
     batch is cut; the numbers are the same on every rank.
@@ -26,17 +26,21 @@ def train(rank: int, world_size: int, layout: dict[str, int], moe: bool, steps: 
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    instances = layout.get("optimizer_instances", 1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.get("tp", 1),
         pipeline_model_parallel_size=layout.get("pp", 1),
         expert_model_parallel_size=layout.get("ep", 1),
         expert_tensor_parallel_size=layout.get("etp", 1),
+        num_distributed_optimizer_instances=instances,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     config = _config(layout, moe)
     model = _build(config, moe)
     fill_by_name(model)
-    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+    ddp_config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, num_distributed_optimizer_instances=instances
+    )
     chunk = DistributedDataParallel(config, ddp_config, model)
     optimizer_config = OptimizerConfig(optimizer="adam", lr=1e-3, clip_grad=0.5, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(optimizer_config, [chunk])
@@ -107,6 +111,8 @@ def _config(layout: dict[str, int], moe: bool) -> Any:
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_ffn_hidden_size": FFN,
+        "moe_shared_expert_intermediate_size": FFN,
+        "moe_shared_expert_overlap": True,
     }
     return TransformerConfig(
         num_layers=LAYERS,
