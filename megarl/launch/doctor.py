@@ -39,8 +39,8 @@ found = {"platform": platform.name, "torch_cuda": torch.version.cuda}
 found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if platform.name == "cuda" else []
 import megatron.core.optimizer as optimizer
 found["optimizer"] = f"{optimizer.Adam.__module__}.{optimizer.Adam.__name__}"
-from megarl.megatron import layer_specs
-found["layer_spec"] = layer_specs.choose("auto", platform.name)
+from megarl.megatron.options import choose_layer_spec
+found["layer_spec"] = choose_layer_spec("auto", platform.name)
 print("PROBE" + json.dumps(found))
 """
 _IMPORT_PROBE = "import importlib, sys; importlib.import_module(sys.argv[1]); print('PROBE{}')"

@@ -71,9 +71,7 @@ def _index(segments: list[Segment], device: torch.device) -> SegmentIndex:
     causal = own[..., None] >= own[:, None]
     width, height = prefix.shape[1], own.shape[1]
     mask = torch.cat([in_prefix[:, None].expand(-1, height, width), causal.expand(len(segments), -1, -1)], dim=2)
-    return SegmentIndex(
-        queries.to(device), keys.to(device), mask[:, None].to(device), source.to(device), target.to(device)
-    )
+    return SegmentIndex(queries.to(device), keys.to(device), mask[:, None].to(device), source.to(device), target.to(device))
 
 
 class ReferenceAttention(torch.nn.Module):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -15,26 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
+from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ACTIVATIONS = {"silu": torch.nn.functional.silu}
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model)."""
-
-    path: str
-    layout: Layout
-    head: Literal["log_probs", "value"] = "log_probs"
-    layer_spec: str = "reference"
-    dtype: str = "float32"
-    recompute: str = "none"
-    temperature: float = 1.0
-    logit_chunk_tokens: int = 512
-    trainable: bool = True
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:

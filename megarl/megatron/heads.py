@@ -145,14 +145,10 @@ class LogProbHead(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
-def _enter_tensor_parallel_region(
-    hidden: Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup
-) -> Tensor:
+def _enter_tensor_parallel_region(hidden: Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> Tensor:
     """The whole stream on every TP rank; the backward pass sums the ranks' partial gradients."""
     if config.sequence_parallel:
-        return tensor_parallel.gather_from_sequence_parallel_region(
-            hidden, tensor_parallel_output_grad=True, group=group
-        )
+        return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
     return tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=group)
 
 

@@ -6,7 +6,6 @@ streams with shared prompts. Its parameter names are those of `local`.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
@@ -19,10 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.errors import ConfigError
 from megarl.megatron.attention import ReferenceAttention
-
-NAMES = ("transformer_engine", "local", "reference")
 
 
 class ReferenceRMSNorm(torch.nn.Module):
@@ -55,27 +51,6 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def forward(self, rotary_seq_len: int, **unused: Any) -> Tensor:
         """Angles `[S, 1, 1, d]` at the current positions."""
         return self.rotary(rotary_seq_len, packed_seq=True)[self.position_ids]
-
-
-def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported here (on a host without a GPU the import raises RuntimeError)."""
-    try:
-        importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, RuntimeError, OSError):
-        return False
-    return True
-
-
-def choose(name: str, platform_name: str) -> str:
-    """Resolve `auto`: Transformer Engine where it imports and there is a GPU, else `reference`."""
-    if name != "auto":
-        if name == "transformer_engine" and not has_transformer_engine():
-            raise ConfigError(
-                "model.layer_spec is 'transformer_engine', but transformer_engine cannot be imported here; "
-                "it may be 'reference', 'local' or 'auto'"
-            )
-        return name
-    return "transformer_engine" if platform_name == "cuda" and has_transformer_engine() else "reference"
 
 
 def block_spec(name: str, config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules | ModuleSpec:

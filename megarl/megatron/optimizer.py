@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.megatron.build import DTYPES
-
-
-@dataclass(frozen=True)
-class OptimizerOptions:
-    """Adam with decoupled weight decay. `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates."""
-
-    lr: float
-    min_lr: float = 0.0
-    warmup_steps: int = 0
-    total_steps: int = 1
-    schedule: str = "constant"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
+from megarl.megatron.options import OptimizerOptions
 
 
 def build_optimizer(

@@ -14,10 +14,11 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megarl.megatron.build import ModelOptions, build_model
-from megarl.megatron.optimizer import OptimizerOptions, build_optimizer
-from megarl.megatron.optimizer_state import load_moments, sharded_moments
 from megarl.data.stream import MicroBatch
+from megarl.megatron.build import build_model
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.optimizer_state import load_moments, sharded_moments
+from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.step import LossFunction, forward, forward_backward
 from megarl.megatron.weights import export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
@@ -42,8 +43,7 @@ class Role:
     def reports(self) -> bool:
         """Whether this rank's results speak for its data-parallel replica: last stage, first tensor rank."""
         return (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, score_last: bool = False) -> dict[int, Tensor]:

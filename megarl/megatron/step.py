@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megarl.megatron.attention import stream_attention
-from megarl.megatron.build import ModelOptions
 from megarl.data.stream import MicroBatch, PackedStream, pack, split_shared_prompts
+from megarl.megatron.attention import stream_attention
+from megarl.megatron.options import ModelOptions
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, float]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums)."""
@@ -55,7 +55,7 @@ def forward_backward(
     totals: dict[str, float] = {}
     for metrics in _run(chunks, options, micro_batches, loss_function, forward_only=False, score_last=score_last):
         for name, value in metrics.items():
-            totals[name] = max(totals[name], value) if name in totals and "max" in name else totals.get(name, 0) + value
+            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     return totals
 
 

@@ -15,7 +15,8 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megarl.megatron.build import ModelOptions, padded_vocab_size
+from megarl.megatron.build import padded_vocab_size
+from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.weight_map import WeightMap
 

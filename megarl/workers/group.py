@@ -19,14 +19,14 @@ class WorkerGroup:
     def __init__(self, name: str, layout: Layout, actors: Sequence[Any], stack_folder: str) -> None:
         self.name, self.layout, self.actors, self.stack_folder = name, layout, list(actors), stack_folder
 
-    def connect(self, *, seed: int, local_ranks: Sequence[int], deadline_s: float) -> list[int]:
+    def connect(self, *, seed: int, deadline_s: float) -> list[int]:
         """Bring up the world; returns the ranks' process ids."""
-        address = wait_for(
-            [self.actors[0].address.remote()], phase=f"start of {self.name}", deadline_s=deadline_s, group=self
-        )[0]
+        address = wait_for([self.actors[0].address.remote()], phase=f"start of {self.name}", deadline_s=deadline_s, group=self)[
+            0
+        ]
         return self.call(
             "connect",
-            [(address, local_rank, seed, deadline_s) for local_rank in local_ranks],
+            (address, seed, deadline_s),
             phase=f"start of {self.name}",
             deadline_s=deadline_s,
         )

@@ -35,11 +35,12 @@ class TrainWorker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def connect(self, address: tuple[str, int], local_rank: int, seed: int, timeout_s: float) -> int:
+    def connect(self, address: tuple[str, int], seed: int, timeout_s: float) -> int:
         """Join torch.distributed at `address` and make the layout's process groups; returns this process's id."""
         import torch
 
-        self.platform.set_device(local_rank)
+        # Ray shows an actor only the device it was given, so the first one visible is its own.
+        self.platform.set_device(0)
         torch.distributed.init_process_group(
             self.platform.collective_backend,
             init_method=f"tcp://{address[0]}:{address[1]}",
@@ -62,23 +63,19 @@ class TrainWorker:
         """Free a role that is no longer needed."""
         del self.roles[role]
 
-    def forward(self, role: str, micro_batches: list[Any]) -> dict[int, Any]:
+    def forward(self, role: str, micro_batches: list[Any], score_last: bool) -> dict[int, Any]:
         """`{response index: float32 [L, C]}`; empty where this rank does not report."""
-        return self.roles[role].forward(micro_batches)
+        return self.roles[role].forward(micro_batches, score_last=score_last)
 
     def update(self, role: str, micro_batches: list[Any], loss_function: Any) -> dict[str, float]:
         """One optimizer step; metric sums of this rank."""
         return self.roles[role].update(micro_batches, loss_function)
 
-    def open_sync(self, role: str, links: list[Any]) -> None:
-        """Connect this rank to the engines, if it leads a pipeline stage."""
-        from megarl.workers.weight_sync import WeightSender
+    def push_weights(self, role: str, engines: list[Any], engine_tp: int) -> dict[str, str]:
+        """Send this rank's part of the weights to every engine through shared memory; checksums by tensor name."""
+        from megarl.workers.weight_sync import push_as_tensors
 
-        self.sender = WeightSender(self.roles[role], links)
-
-    def push_weights(self, version: int) -> dict[str, Any]:
-        """Send this rank's part of the weights to every engine; checksums by Hugging Face name."""
-        return self.sender.push(version)
+        return push_as_tensors(self.roles[role].export(), engines, engine_tp)
 
     def save_role(self, role: str, folder: str) -> None:
         """Write the role's distributed checkpoint; collective over the world."""
@@ -87,10 +84,6 @@ class TrainWorker:
     def load_role(self, role: str, folder: str) -> None:
         """Read the role's distributed checkpoint; collective over the world."""
         self.roles[role].load(folder)
-
-    def export_role(self, role: str, folder: str) -> None:
-        """Write the role as a Hugging Face folder; collective over the world."""
-        self.roles[role].export_folder(folder)
 
     def peak_memory_bytes(self) -> int:
         """Highest memory of this process: on a device the allocator's, on the CPU resident memory."""

@@ -81,8 +81,8 @@ def objective(output: torch.Tensor, stream: Any) -> tuple[torch.Tensor, dict[str
 
 
 def run_role(rank: int, world_size: int, path: str, layout: Layout, spec: str, save_to: str | None) -> dict[str, Any]:
-    from megarl.megatron.build import ModelOptions, initialize_layout
-    from megarl.megatron.optimizer import OptimizerOptions
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.roles import Role
 
     initialize_layout(layout, seed=1)

@@ -1,0 +1,5 @@
+"""Saving and resuming a run."""
+
+from megarl.checkpoint.run_checkpoint import CheckpointFolder
+
+__all__ = ["CheckpointFolder"]

@@ -1,0 +1,61 @@
+"""How a role is built, as plain values: the driver makes them, the ranks obey. Imports neither torch nor megatron-core."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Literal
+
+from megarl.config.layout import Layout
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model)."""
+
+    path: str
+    layout: Layout
+    head: Literal["log_probs", "value"] = "log_probs"
+    layer_spec: str = "reference"
+    dtype: str = "float32"
+    recompute: str = "none"
+    temperature: float = 1.0
+    logit_chunk_tokens: int = 512
+    trainable: bool = True
+
+
+@dataclass(frozen=True)
+class OptimizerOptions:
+    """Adam with decoupled weight decay. `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates."""
+
+    lr: float
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int = 1
+    schedule: str = "constant"
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine can be imported here (on a host without a GPU the import raises RuntimeError)."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
+
+
+def choose_layer_spec(name: str, platform_name: str) -> str:
+    """Resolve `auto`: Transformer Engine where it imports and there is a GPU, else `reference`."""
+    if name != "auto":
+        if name == "transformer_engine" and not has_transformer_engine():
+            raise ConfigError(
+                "model.layer_spec is 'transformer_engine', but transformer_engine cannot be imported here; "
+                "it may be 'reference', 'local' or 'auto'"
+            )
+        return name
+    return "transformer_engine" if platform_name == "cuda" and has_transformer_engine() else "reference"

@@ -1,0 +1,35 @@
+"""The figures that every run checks itself by: trainer against reference at the start, trainer against engine after a sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class Gates:
+    """Collects the parity figures over a run; `None` where a run had no occasion to measure one."""
+
+    def __init__(self) -> None:
+        self._first_kl: float | None = None
+        self._before_sync: float | None = None
+        self._after_sync: float | None = None
+
+    def see(self, step: int, metrics: Mapping[str, float], *, synced: bool) -> None:
+        """Take in the metrics of `step` (from 1); `synced`: its samples came from weights that were pushed."""
+        if step == 1:
+            self._first_kl = metrics.get("kl/reference")
+        worst = metrics.get("mismatch/log_prob_max")
+        if worst is None:
+            return
+        if synced:
+            self._after_sync = max(worst, self._after_sync or 0.0)
+        else:
+            self._before_sync = max(worst, self._before_sync or 0.0)
+
+    def figures(self) -> dict[str, float | None]:
+        """`kl_to_reference_at_first_step` (k3, nats per token) and the largest |Δ log-prob| of trainer against engine, for
+        the weights that the engine loaded itself and for weights that were pushed to it."""
+        return {
+            "kl_to_reference_at_first_step": self._first_kl,
+            "log_prob_max_difference_as_loaded": self._before_sync,
+            "log_prob_max_difference_after_sync": self._after_sync,
+        }
