@@ -1,0 +1,83 @@
+"""Estimators of the KL divergence to another policy from sampled tokens, and the controller of its weight (METHODS §4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.errors import ConfigError, nearest
+
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
+
+
+def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
+    """Estimate KL(π‖π_ref) at tokens sampled from π, in nats (http://joschu.net/blog/kl-approx.html).
+
+    With d = log π − log π_ref: `k1` d; `k2` ½d²; `k3` exp(−d) + d − 1, never negative; `abs` |d|. As *values* k1 and k3
+    are unbiased. As *losses* they differ: the mean gradient of k1 is 0 and that of k2 is the gradient of this KL; that
+    of k3 is the gradient of KL(π_ref‖π), which agrees with it near π = π_ref.
+
+    Args:
+        log_probs: float `[...]`, of the policy that sampled the tokens; gradients flow through it.
+        ref_log_probs: float, same shape.
+        estimator: one of `KL_ESTIMATORS`.
+
+    Returns:
+        The shape and dtype of `log_probs`.
+
+    Raises:
+        ConfigError: `estimator` is unknown.
+    """
+    difference = log_probs - ref_log_probs
+    if estimator == "k1":
+        return difference
+    if estimator == "k2":
+        return difference * difference / 2
+    if estimator == "k3":
+        return torch.expm1(-difference) + difference
+    if estimator == "abs":
+        return difference.abs()
+    known = ", ".join(KL_ESTIMATORS)
+    raise ConfigError(f"KL estimator is '{estimator}', but it may be one of {known}{nearest(estimator, KL_ESTIMATORS)}")
+
+
+class AdaptiveKl:
+    """β that is steered towards a target KL, for the KL term in the reward (Ziegler et al., arXiv 1909.08593 §2.2).
+
+    Args:
+        coef: the first β, at least 0.
+        target: KL that β is steered to, in the units of what `update` is given; above 0.
+        horizon: number of samples over which β can change by a factor of about e^0.2; above 0.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    LARGEST_ERROR = 0.2
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        for name, value, valid in (
+            ("coef", coef, coef >= 0),
+            ("target", target, target > 0),
+            ("horizon", horizon, horizon > 0),
+        ):
+            if not valid:
+                bound = "at least 0" if name == "coef" else "above 0"
+                raise ConfigError(f"adaptive KL {name} is {value}, but it may be {bound}")
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, samples: int) -> float:
+        """Move β after a step of `samples` responses whose mean KL was `kl`, and return it."""
+        error = min(max(kl / self.target - 1, -self.LARGEST_ERROR), self.LARGEST_ERROR)
+        self.coef *= max(1 + error * samples / self.horizon, 0.0)
+        return self.coef
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must keep; target and horizon come from the config."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from `state_dict()`'s answer."""
+        self.coef = state["coef"]

@@ -1,0 +1,148 @@
+"""The policy losses of METHODS §1: one number per sampled token, to be minimised, weighted by `aggregation` afterwards.
+
+All share one signature, so that a loss is a name in the config. They assume that masked tokens were left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.kl import kl_per_token
+from megarl.algorithms.registry import Registry
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The constants of the policy losses; each loss reads the ones it names."""
+
+    clip_low: float = 0.2
+    """ε_low: ratios are clipped at 1 − ε_low."""
+    clip_high: float = 0.2
+    """ε_high: ratios are clipped at 1 + ε_high."""
+    dual_clip: float = 3.0
+    """c of `dual_clip`, above 1."""
+    kl_coef: float = 1.0
+    """β of `kl_penalty`, the weight of KL(π_old‖π_θ); no relation to the KL to the reference."""
+
+
+class PolicyLoss(Protocol):
+    """A policy loss: (log-probs, old log-probs, advantages) → (loss per token, sums over tokens).
+
+    Args:
+        log_probs: float `[N]`, log π_θ of the N sampled tokens of a micro-batch; gradients flow through it.
+        old_log_probs: float `[N]`, of the policy that the ratio ρ is taken to; no gradient.
+        advantages: float `[N]`; no gradient.
+        response: int64 `[N]`, which response of the call each token belongs to, 0..R-1. *All* sampled tokens of a
+            response must be in the same call (micro-batches never split one): `gspo` takes their mean.
+        settings: the constants.
+
+    Returns:
+        The loss `[N]`, and scalar sums over the tokens without gradient: `ratio`, Σρ (`gspo`: of the sequence ratio);
+        `clipped`, the number of tokens whose gradient clipping cut (`cispo`: whose weight it changed).
+    """
+
+    def __call__(
+        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+    """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A) `[N]`, and where its gradient is cut (bool `[N]`).
+
+    The gradient is cut where ρ has already left the interval in the direction that A asks for: ρ > 1+ε_high with A > 0,
+    ρ < 1−ε_low with A < 0.
+    """
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+    cut = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
+    return loss, cut
+
+
+def _sums(ratio: Tensor, cut: Tensor) -> dict[str, Tensor]:
+    return {"ratio": ratio.detach().float().sum(), "clipped": cut.float().sum()}
+
+
+@POLICY_LOSSES.register("clip")
+def clip(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped surrogate (arXiv 1707.06347); with ε_high = 0.28, DAPO's clip-higher (2503.14476). See `PolicyLoss`."""
+    ratio = (log_probs - old_log_probs).exp()
+    loss, cut = clipped_surrogate(ratio, advantages, settings)
+    return loss, _sums(ratio, cut)
+
+
+@POLICY_LOSSES.register("dual_clip")
+def dual_clip(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clip`, and for A < 0 never above −c·A, however large the ratio (arXiv 1912.09729). See `PolicyLoss`."""
+    ratio = (log_probs - old_log_probs).exp()
+    loss, cut = clipped_surrogate(ratio, advantages, settings)
+    bound = -settings.dual_clip * advantages
+    beyond = (advantages < 0) & (loss > bound)
+    return torch.where(beyond, bound, loss), _sums(ratio, cut | beyond)
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clip` with the sequence ratio s_i = exp(mean_t(logp − logp_old)) (GSPO-token, arXiv 2507.18071 eq. 13–14).
+
+    The value at every token of response i is that of s_i; the gradient at token t is s_i·A_t·∇logp_t, so that
+    `seq_mean_token_mean` gives GSPO's own gradient. ε is of the order of 3e-4 (low) and 4e-4 (high).
+    The mean needs all tokens of a response in the same call. See `PolicyLoss`.
+    """
+    difference = (log_probs - old_log_probs).detach()
+    responses = int(response.max()) + 1 if len(response) else 0
+    total = difference.new_zeros(responses).index_add(0, response, difference)
+    tokens = torch.bincount(response, minlength=responses)
+    log_ratio = (total / tokens)[response]
+    ratio = (log_ratio + log_probs - log_probs.detach()).exp()
+    loss, cut = clipped_surrogate(ratio, advantages, settings)
+    return loss, _sums(ratio, cut)
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−sg(clip(ρ, 1−ε_low, 1+ε_high))·A·logp: the weight is clipped, no token loses its gradient (arXiv 2506.13585).
+
+    See `PolicyLoss`.
+    """
+    ratio = (log_probs - old_log_probs).detach().exp()
+    weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -weight * advantages * log_probs, _sums(ratio, weight != ratio)
+
+
+@POLICY_LOSSES.register("reinforce")
+def reinforce(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−A·logp (Williams 1992); right on-policy only, the ratio is reported and not used. See `PolicyLoss`."""
+    ratio = (log_probs - old_log_probs).detach().exp()
+    return -advantages * log_probs, {"ratio": ratio.float().sum()}
+
+
+@POLICY_LOSSES.register("kl_penalty")
+def kl_penalty(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−ρA + β·KL(π_old‖π_θ), PPO's penalty form (arXiv 1707.06347 §4), with β = `settings.kl_coef`. See `PolicyLoss`.
+
+    The tokens were sampled from π_old, so k3 = ρ − 1 − log ρ estimates this KL without bias, in value and in gradient.
+    The extra sum `kl_old` is Σ k3.
+    """
+    ratio = (log_probs - old_log_probs).exp()
+    kl = kl_per_token(old_log_probs, log_probs, "k3")
+    loss = -ratio * advantages + settings.kl_coef * kl
+    return loss, {"ratio": ratio.detach().float().sum(), "kl_old": kl.detach().float().sum()}
