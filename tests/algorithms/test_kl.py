@@ -1,0 +1,96 @@
+"""KL estimators: formulas, what they estimate in value and gradient over a whole vocabulary, and the adaptive weight."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import KL_ESTIMATORS, AdaptiveKl, kl_per_token
+from megarl.config.presets import KlEstimator
+from megarl.errors import ConfigError
+
+
+def policies() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits, their log-probs, and the reference's, over a vocabulary of 6."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, generator=generator, dtype=torch.float64, requires_grad=True)
+    return logits, logits.log_softmax(0), torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+
+
+def test_the_config_names_the_estimators() -> None:
+    assert set(get_args(KlEstimator)) == set(KL_ESTIMATORS)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_every_estimator_is_its_formula(estimator: str) -> None:
+    _, new, reference = policies()
+    formula = {
+        "k1": lambda d: d,
+        "k2": lambda d: 0.5 * d * d,
+        "k3": lambda d: math.exp(-d) - (-d) - 1,
+        "abs": abs,
+    }[estimator]
+    want = [formula(a - b) for a, b in zip(new.tolist(), reference.tolist(), strict=True)]
+    got = kl_per_token(new, reference, estimator).detach()
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased_values(estimator: str) -> None:
+    _, new, reference = policies()
+    exact = (new.exp() * (new - reference)).sum()
+    torch.testing.assert_close((new.exp() * kl_per_token(new, reference, estimator)).sum(), exact, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("estimator", "direction"), [("k1", "none"), ("k2", "forward"), ("k3", "backward")])
+def test_as_losses_the_estimators_follow_the_gradient_that_their_docstring_names(estimator: str, direction: str) -> None:
+    logits, new, reference = policies()
+    (got,) = torch.autograd.grad(
+        (new.detach().exp() * kl_per_token(new, reference, estimator)).sum(), logits, retain_graph=True
+    )
+    exact = {
+        "none": 0 * new.sum(),
+        "forward": (new.exp() * (new - reference)).sum(),
+        "backward": (reference.exp() * (reference - new)).sum(),
+    }[direction]
+    (want,) = torch.autograd.grad(exact, logits)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+
+
+def test_k3_is_never_negative_and_zero_at_the_reference() -> None:
+    log_probs = -torch.rand(10_000, generator=torch.Generator().manual_seed(2)) * 5
+    nearly = log_probs + 1e-4 * torch.randn(10_000, generator=torch.Generator().manual_seed(3))
+    assert kl_per_token(log_probs, log_probs, "k3").abs().max() == 0
+    assert kl_per_token(nearly, log_probs, "k3").min() >= -1e-11  # float32: the terms of 1e-4 cancel to 5e-9
+
+
+def test_an_unknown_estimator_is_one_sentence_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"'abss'.*k1, k2, k3, abs \(did you mean 'abs'\?\)"):
+        kl_per_token(torch.zeros(1), torch.zeros(1), "abss")
+
+
+def test_adaptive_kl_moves_towards_its_target_by_a_bounded_step() -> None:
+    controller = AdaptiveKl(0.1, target=6.0, horizon=1000.0)
+    assert controller.update(6.0, samples=100) == pytest.approx(0.1)
+    assert controller.update(6.6, samples=100) == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    before = controller.coef
+    assert controller.update(600.0, samples=100) == pytest.approx(before * (1 + 0.2 * 0.1))
+    before = controller.coef
+    assert controller.update(0.0, samples=100) == pytest.approx(before * (1 - 0.2 * 0.1))
+
+
+def test_adaptive_kl_continues_from_a_checkpoint() -> None:
+    first, second = AdaptiveKl(0.1, 6.0, 100.0), AdaptiveKl(0.1, 6.0, 100.0)
+    first.update(60.0, 32)
+    second.load_state_dict(first.state_dict())
+    assert second.update(3.0, 32) == first.update(3.0, 32)
+
+
+@pytest.mark.parametrize("arguments", [(-0.1, 6.0, 10.0), (0.1, 0.0, 10.0), (0.1, 6.0, 0.0)])
+def test_adaptive_kl_refuses_what_cannot_steer(arguments: tuple[float, float, float]) -> None:
+    with pytest.raises(ConfigError, match="adaptive KL"):
+        AdaptiveKl(*arguments)
