@@ -44,18 +44,20 @@ class VocabParallelLogProbs(torch.autograd.Function):
         for rows in _chunks(len(hidden), chunk_tokens):
             logits = _logits(hidden[rows], weight, vocab_start, vocab_size, temperature)
             local_target, here = _local(targets[rows], vocab_start, weight.shape[0])
-            picked = logits.gather(1, local_target[:, None])[:, 0] * here
+            picked = logits.gather(1, local_target[:, None])[:, 0]
             peak = logits.amax(dim=1)
             if group.size() > 1:
                 torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
-            exponentials = (logits - peak[:, None]).exp_()
+            logits -= peak[:, None]
+            exponentials = logits.exp()
             logits.masked_fill_(logits == -torch.inf, 0.0)
-            sums = torch.stack([exponentials.sum(1), (exponentials * logits).sum(1), picked])
+            sums = torch.stack([exponentials.sum(1), (exponentials * logits).sum(1), (picked - peak) * here])
             if group.size() > 1:
                 torch.distributed.all_reduce(sums, group=group)
+            # Everything relative to the peak: subtracting two large numbers last would cost digits.
+            entropy[rows] = sums[0].log() - sums[1] / sums[0]
+            log_probs[rows] = sums[2] - sums[0].log()
             log_z[rows] = sums[0].log() + peak
-            entropy[rows] = log_z[rows] - sums[1] / sums[0]
-            log_probs[rows] = sums[2] - log_z[rows]
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.settings = (vocab_start, vocab_size, temperature, chunk_tokens)
         return log_probs, entropy
