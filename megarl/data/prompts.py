@@ -1,0 +1,147 @@
+"""Rows of a data set as plain dicts, from files, from reasoning-gym tasks, or from a function of the user.
+
+Knows nothing of tokens. Whatever is wrong with a source becomes a DataError that names the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.config.checks import PROCEDURAL_ROWS
+from megarl.data.user_function import describe, load_user_function
+from megarl.errors import DataError, nearest
+
+Row = dict[str, Any]
+
+
+class Source(Protocol):
+    """What `load_rows` reads of a `SourceConfig`."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def name(self) -> str | None: ...
+    @property
+    def path(self) -> str | None: ...
+    @property
+    def args(self) -> dict[str, Any]: ...
+    @property
+    def limit(self) -> int | None: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def load_rows(source: Source) -> list[Row]:
+    """All rows of `source`, at least one, at most `source.limit`, in the source's own order.
+
+    Raises:
+        DataError: a file is missing, empty or damaged, a task is unknown or refuses its arguments, or a function of
+            the user raised or gave something else than dicts.
+    """
+    readers = {"jsonl": _jsonl_rows, "parquet": _parquet_rows, "python": _python_rows, "reasoning_gym": _reasoning_gym_rows}
+    if source.source not in readers:
+        raise DataError(
+            f"data source is '{source.source}'{nearest(source.source, readers)}; it may be one of {', '.join(readers)}"
+        )
+    rows = list(islice(readers[source.source](source), source.limit))
+    if not rows:
+        raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
+    return rows
+
+
+def describe_source(source: Source) -> str:
+    """The source as error messages name it: its file, task or function."""
+    if source.source in ("jsonl", "parquet"):
+        return f"'{source.path}'"
+    return f"{source.source} source '{source.name}'"
+
+
+def _existing_file(source: Source) -> Path:
+    path = Path(source.path or "")
+    if not path.is_file():
+        siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise DataError(f"'{source.path}' is no file{nearest(str(path), siblings)}; a {source.source} source needs one")
+    return path
+
+
+def _jsonl_rows(source: Source) -> Iterator[Row]:
+    path = _existing_file(source)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise DataError(f"'{path}' line {number} is not valid UTF-8: {error.reason}") from None
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"'{path}' line {number} is not valid JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise DataError(f"'{path}' line {number} is a JSON {_json_type(row)}, but every line must be an object")
+            yield row
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    return names[type(value)]
+
+
+def _parquet_rows(source: Source) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = _existing_file(source)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"'{path}' cannot be read as parquet: {error}") from None
+
+
+def _python_rows(source: Source) -> Iterator[Row]:
+    name = source.name or ""
+    function = load_user_function(name, DataError)
+    rows: Iterable[Any]
+    try:
+        rows = function(**source.args)
+        if isinstance(rows, dict | str) or not isinstance(rows, Iterable):
+            raise DataError(f"{describe_source(source)} returned a {type(rows).__name__}, but it must return a list of dicts")
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                raise DataError(f"{describe_source(source)}: row {number} is a {type(row).__name__}, but it must be a dict")
+            yield row
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{describe_source(source)} raised {describe(error)}") from error
+
+
+def _reasoning_gym_rows(source: Source) -> Iterator[Row]:
+    """Row i is item 0 of the task seeded with seed + i: it depends on nothing else, for every task."""
+    from reasoning_gym import create_dataset
+    from reasoning_gym.factory import DATASETS
+
+    task = source.name or ""
+    if task not in DATASETS:
+        raise DataError(
+            f"reasoning_gym has no task '{task}'{nearest(task, DATASETS)}; it has {len(DATASETS)}, such as 'basic_arithmetic'"
+        )
+    settings = [name for name in DATASETS[task][1].__dataclass_fields__ if name not in ("seed", "size")]
+    for name in source.args:
+        if name not in settings:
+            raise DataError(
+                f"reasoning_gym task '{task}' has no argument '{name}'{nearest(name, settings)}; it has {', '.join(settings)}"
+            )
+    for number in range(source.limit or PROCEDURAL_ROWS):
+        try:
+            item = create_dataset(task, **source.args, seed=source.seed + number, size=1)[0]
+        except Exception as error:
+            raise DataError(
+                f"reasoning_gym task '{task}' with arguments {source.args} could not make row {number}: {describe(error)}"
+            ) from error
+        yield {**item, "data_source": task}
