@@ -8,7 +8,6 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +123,7 @@ def _stream_redirects() -> Iterator[Redirect]:
     yield Redirect(torch.cuda, "Stream", CpuStream)
     yield Redirect(torch.cuda, "current_stream", lambda device=None: only_stream)
     yield Redirect(torch.cuda, "default_stream", lambda device=None: only_stream)
-    yield Redirect(torch.cuda, "stream", lambda stream: nullcontext(stream))
+    # torch.cuda.stream(...) is not among them: without a device torch makes it an empty context by itself.
 
 
 # --- random numbers ---------------------------------------------------------------------------------------------------

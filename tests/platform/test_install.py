@@ -50,6 +50,7 @@ def _torch_under_redirects(rank: int, world_size: int) -> dict[str, object]:
     with torch.device("meta"):
         on_meta = [torch.empty(2).device.type, torch.tensor([1]).device.type, torch.empty(2, device="cpu").device.type]
     cuda_devices = ["cuda", "cuda:1", torch.device("cuda", 0), 0, torch.cuda.current_device()]
+    factories = (torch.empty, torch.ones, torch.tensor, torch.zeros)
     child = subprocess.run(
         [sys.executable, "-c", "import torch; print(torch.ones(1).type())"],
         capture_output=True,
@@ -59,7 +60,8 @@ def _torch_under_redirects(rank: int, world_size: int) -> dict[str, object]:
     )
     return {
         "default device context": on_meta,
-        "factories": {torch.zeros(2, device=device).device.type for device in cuda_devices},
+        "factories": {factory(2, device=device).device for factory in factories for device in cuda_devices},
+        "like": {torch.empty_like(torch.ones(2), device=device).device for device in cuda_devices},
         "pinned": torch.tensor([1.0], device="cuda", pin_memory=True).cuda(non_blocking=True).tolist(),
         "is_available": torch.cuda.is_available(),
         "type": [torch.ones(1).type(), torch.ones(1, dtype=torch.bfloat16).type(), torch.ones(1).type(torch.int64).type()],
@@ -70,7 +72,8 @@ def _torch_under_redirects(rank: int, world_size: int) -> dict[str, object]:
 def test_torch_under_the_redirects_answers_for_the_cpu(world: World) -> None:
     assert world.call(_torch_under_redirects, size=1)[0] == {
         "default device context": ["meta", "meta", "cpu"],
-        "factories": {"cpu"},
+        "factories": {torch.device("cpu")},
+        "like": {torch.device("cpu")},
         "pinned": [1.0],
         "is_available": False,
         "type": ["torch.cuda.FloatTensor", "torch.cuda.BFloat16Tensor", "torch.cuda.LongTensor"],

@@ -44,8 +44,8 @@ def test_a_dense_model_trains_alike_in_every_layout(
     _assert_equal(world.call(train, layout, False, STEPS, size=ranks), dense_on_one_rank)
 
 
-# etp 2 alone is left out: with ep 1 megatron-core averages expert gradients over the dense data-parallel group, which is only
-# right where etp equals tp (layers.py marks expert weights `allreduce=False` for ep > 1 only).
+# etp 2 with ep 1 is left out: there megatron-core 0.16.1 averages expert gradients over the dense data-parallel group, which
+# is right only where etp equals tp (it marks expert weights `allreduce=False` for ep > 1 alone). 0.19.2 does it right.
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [({}, 2), ({"ep": 2}, 2), ({"ep": 2, "etp": 2}, 4), ({"ep": 2, "pp": 2}, 4)],
