@@ -1,0 +1,34 @@
+"""What every source of reward is to `RewardSources`: a callable from samples to verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megarl.data.sample import Sample
+from megarl.errors import RewardError, nearest
+
+Verdict = float | None
+"""A reward, or None where a verifier could not judge (its gold answer cannot be parsed, or it failed or took too long)."""
+
+
+class Scorer(Protocol):
+    """Scores samples in order; may be called from any thread, one call at a time."""
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> Sequence[Verdict]:
+        """One verdict per sample. `until` is the `time.monotonic()` after which nobody waits for the answer."""
+        ...
+
+
+def gold_answer(sample: Sample, answer_key: str, reward: str) -> Any:
+    """The gold answer in the sample's data row.
+
+    Raises:
+        RewardError: the row has no such key.
+    """
+    if answer_key not in sample.row:
+        raise RewardError(
+            f"reward '{reward}': row {sample.row_id} has no key '{answer_key}' (data.answer_key)"
+            f"{nearest(answer_key, sample.row)}; it has {', '.join(sample.row)}"
+        )
+    return sample.row[answer_key]

@@ -1,0 +1,125 @@
+"""All sources of reward of a run behind one `score`, which has a deadline and says who missed it."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megarl.config.schema import DataConfig
+from megarl.data.sample import Sample
+from megarl.errors import RewardError, nearest
+from megarl.rewards.exact_number import ExactNumber
+from megarl.rewards.math_verifier import MathVerify
+from megarl.rewards.reasoning_gym_task import ReasoningGymTask
+from megarl.rewards.scorer import Scorer, Verdict
+from megarl.rewards.user_reward import UserReward
+
+BUILT_IN: dict[str, Any] = {"math_verify": MathVerify, "exact_number": ExactNumber, "reasoning_gym": ReasoningGymTask}
+
+
+class RewardSetting(Protocol):
+    """What `build_rewards` reads of a `RewardConfig`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def args(self) -> dict[str, Any]: ...
+
+
+def build_rewards(configs: Sequence[RewardSetting], data: DataConfig) -> RewardSources:
+    """The sources that `configs` name. A name used again counts under `name#2`, `name#3` and so on.
+
+    Raises:
+        RewardError: a name is neither built in nor a function that can be imported, or it does not take its arguments.
+    """
+    sources: list[tuple[str, float, Scorer]] = []
+    for config in configs:
+        earlier = sum(label.partition("#")[0] == config.name for label, _, _ in sources)
+        label = f"{config.name}#{earlier + 1}" if earlier else config.name
+        sources.append((label, config.weight, _scorer(config, data)))
+    return RewardSources(sources)
+
+
+def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:
+    if config.name in BUILT_IN:
+        try:
+            return BUILT_IN[config.name](data, **config.args)
+        except TypeError as error:
+            raise RewardError(f"reward '{config.name}' does not take the arguments {config.args}: {error}") from None
+    if ":" not in config.name:
+        raise RewardError(
+            f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it may be {', '.join(BUILT_IN)}, "
+            "'package.module:function' or 'path/to/file.py:function'"
+        )
+    return UserReward(config.name, config.args)
+
+
+class RewardSources:
+    """The weighted sum of sources of reward.
+
+    `failures` counts, per `row_id`, the samples that a verifier could not judge; each got 0 from it.
+    """
+
+    def __init__(self, sources: Sequence[tuple[str, float, Scorer]]) -> None:
+        """`sources`: label, weight and scorer of each."""
+        self.sources = list(sources)
+        self.failures: dict[str, int] = {}
+
+    def score(self, samples: list[Sample], deadline_s: float = 600.0) -> list[float]:
+        """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.
+
+        Args:
+            samples: finished samples.
+            deadline_s: seconds for all sources together.
+
+        Raises:
+            RewardError: a source failed, gave no finite numbers, or the deadline passed while it worked.
+        """
+        until = time.monotonic() + deadline_s
+        totals = [0.0] * len(samples)
+        if not samples:
+            return totals
+        for label, weight, scorer in self.sources:
+            verdicts = _within(scorer, samples, until, label, deadline_s)
+            if len(verdicts) != len(samples):
+                raise RewardError(f"reward '{label}' gave {len(verdicts)} rewards for {len(samples)} samples")
+            for place, (sample, verdict) in enumerate(zip(samples, verdicts, strict=True)):
+                if verdict is None:
+                    self.failures[sample.row_id] = self.failures.get(sample.row_id, 0) + 1
+                reward = 0.0 if verdict is None else verdict
+                if not math.isfinite(reward):
+                    raise RewardError(
+                        f"reward '{label}' gave {reward} to sample {sample.sample_id}; it must be a finite number"
+                    )
+                sample.rewards[label] = reward
+                totals[place] += weight * reward
+        return totals
+
+
+def _within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Verdict]:
+    """Call `scorer` in a thread of its own, which is left behind if it does not finish."""
+    outcome: queue.SimpleQueue[tuple[Sequence[Verdict] | None, BaseException | None]] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            outcome.put((scorer(samples, until), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
+            outcome.put((None, error))
+
+    threading.Thread(target=work, name=f"reward {label}", daemon=True).start()
+    try:
+        verdicts, error = outcome.get(timeout=max(until - time.monotonic(), 0))
+    except queue.Empty:
+        raise RewardError(
+            f"reward '{label}' did not score {len(samples)} samples before the deadline of {deadline_s:g} s for all rewards"
+        ) from None
+    if error is not None:
+        raise error
+    assert verdicts is not None
+    return verdicts

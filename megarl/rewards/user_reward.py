@@ -1,0 +1,86 @@
+"""A reward function of the user: `f(samples, **args) -> list[float]`, or `f(sample, **args) -> float`, sync or async.
+
+Whatever it does wrong becomes a RewardError that names it and what it returned; nothing is replaced by 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.sample import Sample
+from megarl.data.user_function import describe, load_user_function
+from megarl.errors import RewardError
+
+
+class UserReward:
+    """The function called `name`. It scores one sample at a time if its first parameter is `sample` or `single` is true."""
+
+    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
+        """Import the function and check that it takes `args` (without `single`).
+
+        Raises:
+            RewardError: it cannot be imported, or refuses the arguments.
+        """
+        self.name = name
+        self.args = {key: value for key, value in args.items() if key != "single"}
+        self.function = load_user_function(name, RewardError)
+        self.single = bool(args["single"]) if "single" in args else _first_parameter(self.function) == "sample"
+        try:
+            inspect.signature(self.function).bind(None, **self.args)
+        except TypeError as error:
+            raise RewardError(f"reward function '{name}' does not take the arguments {self.args}: {error}") from None
+        except ValueError:  # built in C, without a signature
+            pass
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
+        """One finite reward per sample."""
+        try:
+            answer = asyncio.run(self._ask(samples))
+        except Exception as error:
+            raise RewardError(f"reward function '{self.name}' raised {describe(error)}") from error
+        if hasattr(answer, "tolist"):  # NumPy arrays and tensors
+            answer = answer.tolist()
+        if not isinstance(answer, list | tuple):
+            raise RewardError(
+                f"reward function '{self.name}' returned {_show(answer)}, but it must return a list of {len(samples)} numbers"
+            )
+        if len(answer) != len(samples):
+            raise RewardError(f"reward function '{self.name}' returned {len(answer)} rewards for {len(samples)} samples")
+        return [self._number(value, sample) for value, sample in zip(answer, samples, strict=True)]
+
+    async def _ask(self, samples: Sequence[Sample]) -> Any:
+        """Calls of a single-sample function run at the same time if it is async."""
+        if not self.single:
+            answer = self.function(list(samples), **self.args)
+            return await answer if inspect.isawaitable(answer) else answer
+        answers = [self.function(sample, **self.args) for sample in samples]
+        if answers and inspect.isawaitable(answers[0]):
+            return list(await asyncio.gather(*answers))
+        return answers
+
+    def _number(self, value: Any, sample: Sample) -> float:
+        if hasattr(value, "item") and getattr(value, "shape", None) == ():  # NumPy scalars and 0-d tensors
+            value = value.item()
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise RewardError(
+                f"reward function '{self.name}' returned {_show(value)} for sample {sample.sample_id}, but a reward must be a "
+                "finite number"
+            )
+        return float(value)
+
+
+def _first_parameter(function: Any) -> str:
+    try:
+        return next(iter(inspect.signature(function).parameters), "")
+    except ValueError:
+        return ""
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
