@@ -1,0 +1,165 @@
+"""What SGLang's own checksums of its parameters must be, computed from the weights that were sent.
+
+SGLang fuses q, k, v and gate, up, and splits over tensor-parallel ranks; `/weights_checker` hashes what each rank holds
+(sha256 on CPU, a Triton hash on CUDA). This file says what each rank must hold. Pure functions and one accumulator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megarl.errors import EngineError
+
+VOCAB_PADDING = 64  # SGLang's VocabParallelEmbedding pads the vocabulary to a multiple of this
+
+# HF suffix -> (engine suffix, position in the fused parameter)
+FUSED = {
+    "self_attn.q_proj": ("self_attn.qkv_proj", 0),
+    "self_attn.k_proj": ("self_attn.qkv_proj", 1),
+    "self_attn.v_proj": ("self_attn.qkv_proj", 2),
+    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
+    "mlp.up_proj": ("mlp.gate_up_proj", 1),
+}
+PARTS = {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}
+SPLIT_BY_COLUMN = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+SPLIT_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """What decides how the engine holds a dense model's weights."""
+
+    kv_heads: int
+    tied_embeddings: bool
+    dtype: torch.dtype
+    tp: int = 1
+
+    @classmethod
+    def of_model(cls, model_path: str | Path, dtype: str, tp: int = 1) -> EngineLayout:
+        """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype`."""
+        try:
+            config = json.loads((Path(model_path) / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{model_path}/config.json cannot be read ({error}); it must be a Hugging Face folder") from error
+        return cls(
+            kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            dtype=getattr(torch, dtype),
+            tp=tp,
+        )
+
+
+def engine_name(name: str) -> tuple[str, int]:
+    """(parameter of the engine, position of this weight in it) of a Hugging Face name."""
+    for suffix, (fused, position) in FUSED.items():
+        if f".{suffix}." in name:
+            return name.replace(suffix, fused), position
+    return name, 0
+
+
+def rank_slice(name: str, weight: torch.Tensor, rank: int, layout: EngineLayout) -> torch.Tensor:
+    """The part of `weight` that tensor-parallel `rank` holds, contiguous, in the engine's dtype."""
+    tp, part = layout.tp, weight
+    if name.endswith(SPLIT_BY_VOCABULARY):
+        padding = -len(weight) % VOCAB_PADDING
+        if padding:
+            part = torch.cat([weight, weight.new_zeros(padding, *weight.shape[1:])])
+        part = part.tensor_split(tp)[rank] if tp > 1 else part
+    elif tp == 1:
+        pass
+    elif ".k_proj." in name or ".v_proj." in name:
+        # fewer kv heads than ranks: neighbouring ranks hold copies of the same head
+        shares = min(tp, layout.kv_heads)
+        part = weight.chunk(shares)[rank * shares // tp]
+    elif name.endswith(SPLIT_BY_COLUMN):
+        part = weight.chunk(tp, dim=1)[rank]
+    elif any(f".{suffix}." in name for suffix in FUSED):
+        part = weight.chunk(tp)[rank]
+    return part.detach().to(layout.dtype).contiguous()
+
+
+def _hash(parts: Sequence[torch.Tensor]) -> str:
+    """SGLang's hash of the concatenation of `parts` (sglang/srt/managers/mm_utils.py, tensor_hash), 16 hex digits."""
+    if parts[0].is_cuda:
+        from sglang.srt.managers.mm_utils import tensor_hash
+
+        return f"{tensor_hash(torch.cat([part.flatten() for part in parts])):016x}"
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(memoryview(part.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()[:16]
+
+
+class SentChecksums:
+    """Collects the checksums of the weights that one sender sent in one update.
+
+    The weights that the engine fuses (q, k, v of a layer; gate, up of a layer) must come through one sender, in any
+    buckets and order.
+    """
+
+    def __init__(self, layout: EngineLayout) -> None:
+        self._layout = layout
+        self._waiting: dict[str, dict[int, list[torch.Tensor]]] = {}
+        self._done: dict[str, str] = {}
+
+    def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take in the weights of `bucket`; what must wait for its neighbours is copied."""
+        fresh: set[str] = set()
+        for name, weight in bucket:
+            if name == "lm_head.weight" and self._layout.tied_embeddings:
+                raise EngineError("lm_head.weight was sent although the model ties it to the embeddings; leave it out")
+            parameter, position = engine_name(name)
+            slices = [rank_slice(name, weight, rank, self._layout) for rank in range(self._layout.tp)]
+            self._waiting.setdefault(parameter, {})[position] = slices
+            fresh.add(parameter)
+            parts = self._waiting[parameter]
+            if len(parts) == _part_count(parameter):
+                for rank in range(self._layout.tp):
+                    self._done[f"{parameter}@{rank}"] = _hash([parts[i][rank] for i in sorted(parts)])
+                del self._waiting[parameter]
+                fresh.discard(parameter)
+        for parameter in fresh:
+            for position, slices in self._waiting[parameter].items():
+                self._waiting[parameter][position] = [part.clone() for part in slices]
+
+    def result(self) -> dict[str, str]:
+        """`<engine parameter>@<tp rank>` -> checksum, of everything added.
+
+        Raises:
+            EngineError: a fused parameter lacks some of its parts.
+        """
+        for parameter, parts in self._waiting.items():
+            raise EngineError(f"only {len(parts)} of the {_part_count(parameter)} weights that make {parameter} were sent")
+        return dict(self._done)
+
+
+def _part_count(parameter: str) -> int:
+    return next((count for suffix, count in PARTS.items() if f".{suffix}." in parameter), 1)
+
+
+def compare(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
+    """Check that the engine holds exactly what was sent, parameter by parameter.
+
+    Raises:
+        EngineError: names the first parameters that differ, were not sent, or are not in the engine.
+    """
+    differ = sorted(name for name in sent.keys() & held.keys() if sent[name] != held[name])
+    missing = sorted(held.keys() - sent.keys())
+    unknown = sorted(sent.keys() - held.keys())
+    problems = [
+        ("the engine's values differ from those sent for", differ),
+        ("nobody sent", missing),
+        ("the engine has no parameter for", unknown),
+    ]
+    found = [f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" for what, names in problems if names]
+    if found:
+        raise EngineError(
+            f"weight update failed its check ({len(differ)} differ, {len(missing)} missing, {len(unknown)} unknown of {len(held)}): "
+            + "; ".join(found)
+        )

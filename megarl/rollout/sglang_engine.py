@@ -1,0 +1,296 @@
+"""The engine protocol on an SGLang server: token ids in, token ids, log-probs and weight versions out.
+
+The driver owns the server through this class; the processes that hold weights send them with `sglang_senders`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+
+from megarl.errors import DeadlineError, EngineError
+from megarl.rollout.checksums import EngineLayout, compare
+from megarl.rollout.engine import Bucket, Generation, Progress, SamplingParams, check_request
+from megarl.rollout.sglang_senders import Endpoint, TensorSender
+from megarl.rollout.sglang_server import ServerOptions, SglangServer
+
+MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
+CONTROL_TIMEOUT_S = 300.0
+
+
+class SglangEngine:
+    """An SGLang server and its client. Made by `await SglangEngine.start(options)`.
+
+    `initial_version` declares which version the weights in `model_path` are; None: none, weights must be sent first.
+    """
+
+    def __init__(self, server: SglangServer, initial_version: int | None = None) -> None:
+        options = server.options
+        self.server = server
+        self.endpoint = Endpoint(server.url, EngineLayout.of_model(options.model_path, options.dtype, options.tp))
+        self._version = initial_version
+        self._paused = self._asleep = False
+        self._updating: int | None = None
+        self._session_open = False
+        self._sender = TensorSender(self.endpoint)
+        self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
+
+    @classmethod
+    async def start(cls, options: ServerOptions, initial_version: int | None = None) -> SglangEngine:
+        """Start a server and return its engine; see `SglangServer.start` for what is raised."""
+        server = SglangServer(options)
+        await asyncio.to_thread(server.start)
+        try:
+            engine = cls(server, initial_version)
+            if initial_version is not None:
+                async with engine._session(CONTROL_TIMEOUT_S) as session:
+                    await engine._set_server_version(session, initial_version)
+        except BaseException:
+            await asyncio.to_thread(server.stop)
+            raise
+        return engine
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    # generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        on_progress: Progress | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        version = check_request(prompts, n, keys, self._version)
+        if self._asleep:
+            raise EngineError("the engine sleeps; wake it and send it weights before generating")
+        ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
+        progress = _Counter(on_progress)
+        sampling = _sampling(params)
+        async with self._session(None) as session:
+            work = asyncio.gather(
+                *(
+                    self._group(session, list(prompt), sampling, group, version, progress)
+                    for prompt, group in zip(prompts, ids, strict=True)
+                )
+            )
+            try:
+                return await asyncio.wait_for(work, deadline_s)
+            except BaseException as error:
+                await asyncio.shield(self._abort(itertools.chain.from_iterable(ids)))
+                if isinstance(error, asyncio.TimeoutError):
+                    raise DeadlineError(
+                        f"generation was not complete after {deadline_s:g} s: {progress.samples} of {len(prompts) * n} responses "
+                        f"from {self.server.url}"
+                    ) from error
+                raise
+
+    async def _group(
+        self,
+        session: aiohttp.ClientSession,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        ids: Sequence[str],
+        version: int,
+        progress: _Counter,
+    ) -> list[Generation]:
+        """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
+        if len(ids) > 1:
+            warm_up = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
+            await self._post(session, "generate", warm_up)
+        return list(
+            await asyncio.gather(*(self._sample(session, prompt, sampling, rid, version, progress) for rid in ids))
+        )
+
+    async def _sample(
+        self,
+        session: aiohttp.ClientSession,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        rid: str,
+        version: int,
+        progress: _Counter,
+    ) -> Generation:
+        body = {"input_ids": prompt, "sampling_params": sampling, "rid": rid, "return_logprob": True}
+        answer = await self._post(session, "generate", body)
+        generation = _generation(answer, version, self.server.url)
+        progress.add(generation)
+        return generation
+
+    async def _abort(self, ids: Any) -> None:
+        """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
+        with contextlib.suppress(EngineError, asyncio.TimeoutError):
+            async with self._session(10.0) as session:
+                await asyncio.gather(*(self._post(session, "abort_request", {"rid": rid}) for rid in ids))
+
+    async def abort_all(self) -> None:
+        await self._control("abort_request", {"abort_all": True})
+
+    async def pause(self) -> None:
+        # retract: caches are recomputed, under the weights then current, when sampling continues
+        await self._control("pause_generation", {"mode": "retract"})
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        if self._updating is None:
+            await self._control("continue_generation", {})
+
+    # weights ------------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, version: int) -> None:
+        if self._updating is not None:
+            raise EngineError(f"the update to version {self._updating} is still open; end it before beginning {version}")
+        if self._asleep:
+            raise EngineError("the engine sleeps; wake it before sending weights")
+        self._version, self._updating = None, version
+        self._sender = TensorSender(self.endpoint)
+        async with self._session(CONTROL_TIMEOUT_S) as session:
+            await self._post(session, "pause_generation", {"mode": "retract"})
+            if self._session_open:  # left by an update that failed
+                await self._post(session, "end_weight_update", {})
+            await self._post(session, "begin_weight_update", {})
+            self._session_open = True
+
+    async def apply_update(self, bucket: Bucket) -> None:
+        if self._updating is None:
+            raise EngineError("no weight update is open; call begin_update first")
+        await asyncio.to_thread(self._sender.send, bucket)
+
+    async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
+        if self._updating != version:
+            raise EngineError(f"end_update({version}) does not end the update that was begun ({self._updating})")
+        self._updating = None
+        sent = {**self._sender.checksums(), **(checksums or {})}
+        async with self._session(CONTROL_TIMEOUT_S) as session:
+            await self._post(session, "end_weight_update", {})
+            self._session_open = False
+            answer = await self._post(session, "weights_checker", {"action": "checksum"})
+            held = {
+                f"{name}@{rank['parallelism_info'][0]['tp_rank']}": value
+                for rank in answer["ranks"]
+                for name, value in rank["checksums"].items()
+            }
+            compare(sent, held)
+            await self._post(session, "flush_cache", {})
+            await self._set_server_version(session, version)
+            self._version = version
+            if not self._paused:
+                await self._post(session, "continue_generation", {})
+
+    async def _set_server_version(self, session: aiohttp.ClientSession, version: int) -> None:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._post(session, "update_weight_version", body)
+
+    async def sleep(self) -> None:
+        self._version, self._asleep = None, True
+        await self._control("release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        await self._control("resume_memory_occupation", {})
+        self._asleep = False
+
+    # the process --------------------------------------------------------------------------------------------------
+
+    async def health(self) -> None:
+        if not self.server.alive:
+            raise EngineError(f"the SGLang server at {self.server.url} is not running; {self.server.log_tail()}")
+        async with self._session(10.0) as session:
+            await self._request(session, "GET", "health", None)
+
+    async def restart(self) -> None:
+        """Start the server anew on a fresh port; the weights then have no known version."""
+        await self.stop()
+        await asyncio.to_thread(self.server.start)
+        self.__init__(self.server)  # type: ignore[misc]
+
+    async def stop(self) -> None:
+        self._version = None
+        await asyncio.to_thread(self.server.stop)
+
+    # transport ----------------------------------------------------------------------------------------------------
+
+    def _session(self, timeout_s: float | None) -> aiohttp.ClientSession:
+        """A session of its own for each operation, so that an engine may be used from any event loop."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=MAX_IN_FLIGHT), timeout=aiohttp.ClientTimeout(total=timeout_s)
+        )
+
+    async def _control(self, endpoint: str, body: dict[str, Any]) -> Any:
+        async with self._session(CONTROL_TIMEOUT_S) as session:
+            return await self._post(session, endpoint, body)
+
+    async def _post(self, session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]) -> Any:
+        return await self._request(session, "POST", endpoint, body)
+
+    async def _request(self, session: aiohttp.ClientSession, method: str, endpoint: str, body: dict[str, Any] | None) -> Any:
+        url = f"{self.server.url}/{endpoint}"
+        try:
+            async with session.request(method, url, json=body) as response:
+                if response.status != 200:
+                    raise EngineError(f"{url} answered {response.status}: {(await response.text())[:1000]}")
+                if response.content_type == "application/json":
+                    return await response.json()
+                return await response.text()
+        except aiohttp.ClientError as error:
+            why = f"; {self.server.log_tail()}" if not self.server.alive else ""
+            raise EngineError(f"{url} did not answer: {error}{why}") from error
+        except asyncio.TimeoutError as error:
+            raise EngineError(f"{url} did not answer in time") from error
+
+
+class _Counter:
+    """Counts finished samples and tells the caller."""
+
+    def __init__(self, on_progress: Progress | None) -> None:
+        self.samples = self.tokens = 0
+        self._on_progress = on_progress
+
+    def add(self, generation: Generation) -> None:
+        self.samples += 1
+        self.tokens += len(generation.response_ids)
+        if self._on_progress is not None:
+            self._on_progress(self.samples, self.tokens)
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """`params` in SGLang's names."""
+    return {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else -1,
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+
+
+def _generation(answer: Mapping[str, Any], version: int, url: str) -> Generation:
+    """SGLang's answer to one request as a Generation; `version` is that of the tokens it names none for."""
+    try:
+        info = answer["meta_info"]
+        ids = [int(token) for token in answer["output_ids"]]
+        log_probs = [float(entry[0]) for entry in info["output_token_logprobs"]][: len(ids)]
+        versions = [version] * len(ids)
+        for start, end, name in _version_spans(info.get("weight_versions")):
+            versions[start:end] = [int(name)] * (min(end, len(ids)) - start)
+        reason = info["finish_reason"]["type"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{url}/generate ended a response with the unknown reason {reason!r}")
+    return Generation(ids, log_probs, versions, reason)
+
+
+def _version_spans(spans: Any) -> list[tuple[int, int, str]]:
+    return [(int(span["start"]), int(span["end"]), span["version"]) for span in spans or []]

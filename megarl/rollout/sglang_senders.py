@@ -1,0 +1,233 @@
+"""The trainer's side of a weight update into an SGLang server, for the processes that hold the weights.
+
+The driver opens the update with `SglangEngine.begin_update`; each sender then sends its buckets from its own process; the
+driver closes it with `end_update(version, checksums of all senders)`. Synchronous, no SGLang import on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from megarl.errors import EngineError
+from megarl.rollout.checksums import EngineLayout, SentChecksums
+from megarl.rollout.engine import Bucket
+from megarl.rollout.payload import LOAD_FORMAT, Staging
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server is and how it holds weights; can be sent to another process."""
+
+    url: str
+    layout: EngineLayout
+
+
+class TensorSender:
+    """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine."""
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
+        self.endpoint, self.timeout_s = endpoint, timeout_s
+        self._staging = Staging()
+        self._checksums = SentChecksums(endpoint.layout)
+
+    def send(self, bucket: Bucket) -> None:
+        """Send `bucket`; returns when the engine has taken it over.
+
+        Raises:
+            EngineError: no update is open, or the engine refused the weights.
+        """
+        if not bucket:
+            return
+        payload = self._staging.pack(bucket)
+        body = {
+            "serialized_named_tensors": [payload] * self.endpoint.layout.tp,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,  # once, at the end of the update
+        }
+        hashing = _Hashing(self._checksums, bucket)
+        try:
+            call(self.endpoint.url, "update_weights_from_tensor", body, self.timeout_s)
+        finally:
+            hashing.join()
+        hashing.check()
+
+    def checksums(self) -> dict[str, str]:
+        """Checksums of everything sent since the last call; ends this sender's part of the update."""
+        done, self._checksums = self._checksums, SentChecksums(self.endpoint.layout)
+        return done.result()
+
+
+class DistributedSender:
+    """Sends weights over a process group of this process (rank 0) and the server's tensor-parallel ranks.
+
+    `backend` is `gloo` on CPU and `nccl` on CUDA. Use as a context manager: leaving it destroys the group on both sides.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        master_address: str,
+        master_port: int,
+        backend: str = "gloo",
+        group_name: str = "megarl_weights",
+        timeout_s: float = 300.0,
+    ) -> None:
+        self.endpoint, self.timeout_s, self.group_name = endpoint, timeout_s, group_name
+        self._checksums = SentChecksums(endpoint.layout)
+        world_size = 1 + endpoint.layout.tp
+        joining = _Call(
+            endpoint.url,
+            "init_weights_update_group",
+            {
+                "master_address": master_address,
+                "master_port": master_port,
+                "rank_offset": 1,
+                "world_size": world_size,
+                "group_name": group_name,
+                "backend": backend,
+            },
+            timeout_s,
+        )
+        init_method = f"tcp://{master_address}:{master_port}"
+        self._group = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
+        joining.result()
+
+    def send(self, bucket: Bucket) -> None:
+        """Broadcast `bucket` to the engine's ranks; returns when the engine has loaded it."""
+        if not bucket:
+            return
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
+            "shapes": [list(weight.shape) for _, weight in bucket],
+            "group_name": self.group_name,
+            "load_format": LOAD_FORMAT,
+            "flush_cache": False,
+        }
+        flat = torch.cat([weight.detach().reshape(-1).view(torch.uint8) for _, weight in bucket])
+        loading = _Call(self.endpoint.url, "update_weights_from_distributed", body, self.timeout_s)
+        # the engine refuses at once where no update is open, and then never joins the broadcast
+        if loading.failed_within(0.02):
+            loading.result()
+        hashing = _Hashing(self._checksums, bucket)
+        torch.distributed.broadcast(flat, src=0, group=self._group)
+        hashing.join()
+        loading.result()
+        hashing.check()
+
+    def checksums(self) -> dict[str, str]:
+        """Checksums of everything sent since the last call; ends this sender's part of the update."""
+        done, self._checksums = self._checksums, SentChecksums(self.endpoint.layout)
+        return done.result()
+
+    def close(self) -> None:
+        """Destroy the group here and in the engine."""
+        if self._group is not None:
+            group, self._group = self._group, None
+            body = {"group_name": self.group_name}
+            call(self.endpoint.url, "destroy_weights_update_group", body, self.timeout_s)
+            torch.distributed.destroy_process_group(group)
+
+    def __enter__(self) -> DistributedSender:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def call(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """POST `body` to the server and return its answer.
+
+    Raises:
+        EngineError: naming the URL and what it answered.
+    """
+    request = urllib.request.Request(
+        f"{url}/{endpoint}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer = response.read()
+    except urllib.error.HTTPError as error:
+        raise EngineError(f"{url}/{endpoint} answered {error.code}: {error.read().decode(errors='replace')[:1000]}") from error
+    except OSError as error:
+        raise EngineError(f"{url}/{endpoint} did not answer: {error}") from error
+    try:
+        return dict(json.loads(answer))
+    except ValueError:
+        return {"text": answer.decode(errors="replace")}
+
+
+class _Call:
+    """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
+
+    def __init__(self, url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> None:
+        self._error: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, args=(url, endpoint, body, timeout_s), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> None:
+        try:
+            call(url, endpoint, body, timeout_s)
+        except EngineError as error:
+            self._error = error
+
+    def failed_within(self, wait_s: float) -> bool:
+        """Whether the call ends with an error within `wait_s` seconds."""
+        self._thread.join(wait_s)
+        return not self._thread.is_alive() and self._error is not None
+
+    def result(self) -> None:
+        """Wait for the answer; raises EngineError if it is one."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class _Hashing:
+    """Checksums of a bucket, computed in a thread while the engine loads it (hashing releases the GIL)."""
+
+    def __init__(self, checksums: SentChecksums, bucket: Bucket) -> None:
+        self._error: Exception | None = None
+        self._checksums, self._bucket = checksums, bucket
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._checksums.add(self._bucket)
+        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread by check()
+            self._error = error
+
+    def join(self) -> None:
+        """Wait until the bucket has been read."""
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raise what hashing raised."""
+        if self._error is not None:
+            raise self._error
+
+
+def _join_group(
+    backend: str, init_method: str, world_size: int, rank: int, group_name: str, timeout_s: float
+) -> torch.distributed.ProcessGroup:
+    """A process group beside the default one, made as SGLang's init_custom_process_group makes its side of it."""
+    from torch.distributed import distributed_c10d as c10d
+
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, world_size = next(c10d.rendezvous(init_method, rank, world_size, timeout=timeout))
+    store.set_timeout(timeout)
+    group, _ = c10d._new_process_group_helper(
+        world_size, rank, [], c10d.Backend(backend), c10d.PrefixStore(group_name, store), group_name=group_name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
