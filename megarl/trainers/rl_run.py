@@ -153,7 +153,7 @@ class RlRun:
     def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """A group of responses to every prompt."""
         with self.phases("generate"):
-            return self.rollouts.generate(prompts, seed=self.config.run.seed + self.step)
+            return self.rollouts.generate(prompts)
 
     def score(self, samples: list[Sample]) -> list[float]:
         """One reward per sample: the weighted sum of all sources."""

@@ -97,12 +97,20 @@ class Roles:
             results.append(combine(answers))
         return results
 
-    def push_weights(self, engines: Sequence[Any], engine_tp: int, deadline_s: float) -> dict[str, str]:
-        """Send the policy to the engines; returns the checksum of every tensor sent."""
-        group = self.groups[POLICY]
-        arguments = (POLICY, list(engines), engine_tp)
-        answers = group.call("push_weights", arguments, phase="weight sync", deadline_s=deadline_s)
-        return {name: checksum for answer in answers for name, checksum in answer.items()}
+    def open_senders(self, targets: Sequence[Any], transport: str, deadline_s: float) -> None:
+        """Connect the policy's ranks to the engines, one stage after the other (each may open a process group)."""
+        for actor in self.groups[POLICY].actors:
+            reference = actor.open_senders.remote(list(targets), transport)
+            wait_for([reference], phase="connection to the engines", deadline_s=deadline_s)
+
+    def push_weights(self, deadline_s: float) -> list[dict[str, str]]:
+        """Send the policy to the engines; per engine the checksum of every tensor sent."""
+        answers = self.groups[POLICY].call("push_weights", (POLICY,), phase="weight sync", deadline_s=deadline_s)
+        merged: list[dict[str, str]] = [{} for _ in max(answers, key=len)]
+        for answer in answers:
+            for engine, checksums in enumerate(answer):
+                merged[engine] |= checksums
+        return merged
 
     def save(self, folder: str) -> None:
         """Write every trained role into a folder of its own below `folder`."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.data.sample import Prompt, Sample
-from megarl.rollout import EngineOptions, Generation, SamplingParams
+from megarl.rollout.build import EngineOptions
+from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainers.roles import Roles
 from megarl.workers.cluster import Cluster
 from megarl.workers.group import wait_for
@@ -27,17 +28,18 @@ class Rollouts:
         logs.mkdir(parents=True, exist_ok=True)
         threads = config.rollout.threads or cluster.cores
         options = [self._options(number, threads, logs, cluster.platform.name) for number in range(config.rollout.engines)]
-        self.engines = cluster.start_engines(config.rollout.engine, options, threads)
+        self.engines = cluster.start_engines(options, threads)
+        self._connected = False
 
     def begin_start(self) -> list[Any]:
         """Start every engine; the trainer loads meanwhile. Give the result to `finish_start`."""
-        return [engine.call.remote("start") for engine in self.engines]
+        return [engine.start.remote() for engine in self.engines]
 
     def finish_start(self, starting: list[Any]) -> None:
         """Wait until the engines answer."""
         wait_for(starting, phase="engine start", deadline_s=self.config.rollout.deadlines.start_s)
 
-    def generate(self, prompts: Sequence[Prompt], *, seed: int = 0, greedy: bool = False) -> list[Sample]:
+    def generate(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, or the single greedy one, grouped by prompt in order."""
         config = self.config.rollout
         per_prompt = 1 if greedy else config.samples_per_prompt
@@ -48,7 +50,6 @@ class Rollouts:
             top_k=config.top_k,
             greedy=greedy or config.greedy,
             stop_token_ids=self._stop_token_ids(),
-            seed=seed,
         )
         shares = [list(prompts[number :: len(self.engines)]) for number in range(len(self.engines))]
         references = [
@@ -77,14 +78,19 @@ class Rollouts:
     def update_weights(self, roles: Roles) -> None:
         """Push the policy into every engine under a new version; the engines check every tensor they received."""
         deadline_s = self.config.rollout.deadlines.update_s
+        if not self._connected:
+            endpoints = wait_for([engine.endpoint.remote() for engine in self.engines], phase="sync", deadline_s=deadline_s)
+            targets = [endpoint or engine for endpoint, engine in zip(endpoints, self.engines, strict=True)]
+            roles.open_senders(targets, self.config.rollout.sync, deadline_s)
+            self._connected = True
         version = self.version + 1
-        self._all("begin_update", version)
-        checksums = roles.push_weights(self.engines, self.config.rollout.tp, deadline_s)
-        self._all("end_update", version, checksums)
+        self._all("begin_update", [(version,)] * len(self.engines))
+        checksums = roles.push_weights(deadline_s)
+        self._all("end_update", [(version, sums) for sums in checksums])
         self.version, self.stale = version, False
 
-    def _all(self, method: str, *arguments: Any) -> None:
-        references = [engine.call.remote(method, *arguments) for engine in self.engines]
+    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+        references = [engine.call.remote(method, *args) for engine, args in zip(self.engines, arguments, strict=True)]
         wait_for(references, phase="weight sync", deadline_s=self.config.rollout.deadlines.update_s)
 
     def _sample(self, prompt: Prompt, number: int, generation: Generation) -> Sample:
@@ -113,6 +119,7 @@ class Rollouts:
         requests = -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines)
         on_cuda = platform_name == "cuda"
         return EngineOptions(
+            kind=rollout.engine,
             model_path=str(Path(config.model.path).resolve()),
             dtype=config.model.dtype,
             tp=rollout.tp,
@@ -120,9 +127,9 @@ class Rollouts:
             port=rollout.port + number if rollout.port is not None else None,
             max_total_tokens=rollout.max_total_tokens or (None if on_cuda else requests * tokens + 1024),
             max_running_requests=rollout.max_running_requests or (None if on_cuda else max(requests, 64)),
-            log_path=str(logs / f"engine-{number}.log"),
+            log_file=str(logs / f"engine-{number}.log"),
             seed=config.run.seed + number,
-            start_deadline_s=rollout.deadlines.start_s,
+            start_timeout_s=rollout.deadlines.start_s,
             replay_from=rollout.replay_from,
-            on_cuda=on_cuda,
+            device="cuda" if on_cuda else "cpu",
         )

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
 
-from megarl.rollout import build_engine
+from megarl.rollout.build import EngineOptions, start_engine
+from megarl.rollout.sglang_engine import SglangEngine
+from megarl.rollout.sglang_senders import Endpoint
 
 
 @ray.remote(max_concurrency=16)
 class EngineActor:
     """Holds an engine; every protocol method is forwarded by name, so errors reach the caller as the engine raised them."""
 
-    def __init__(self, kind: str, options: Any) -> None:
-        self.engine = build_engine(kind, options)
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.engine: Any = None
+
+    async def start(self) -> None:
+        """Start the engine; its weights, those of the model folder, are version 0."""
+        self.engine = await start_engine(self.options)
+
+    async def endpoint(self) -> Endpoint | None:
+        """Where senders reach the engine directly; None: through this actor."""
+        return self.engine.endpoint if isinstance(self.engine, SglangEngine) else None
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `engine.method(*arguments, **keywords)`."""
         return await getattr(self.engine, method)(*arguments, **keywords)
 
-    async def version(self) -> int:
-        """Version of the weights that the engine serves."""
-        return self.engine.version
-
     async def stop(self) -> None:
         """End the engine and its processes."""
-        await self.engine.stop()
+        if self.engine is not None:
+            await asyncio.shield(self.engine.stop())

@@ -28,6 +28,7 @@ class TrainWorker:
 
         torch.set_num_threads(threads)
         self.roles: dict[str, Any] = {}
+        self.senders: list[Any] = []
 
     def address(self) -> tuple[str, int]:
         """(IP of this node, a port that was free a moment ago), for rank 0 to lead the world's rendezvous."""
@@ -71,11 +72,20 @@ class TrainWorker:
         """One optimizer step; metric sums of this rank."""
         return self.roles[role].update(micro_batches, loss_function)
 
-    def push_weights(self, role: str, engines: list[Any], engine_tp: int) -> dict[str, str]:
-        """Send this rank's part of the weights to every engine through shared memory; checksums by tensor name."""
-        from megarl.workers.weight_sync import push_as_tensors
+    def open_senders(self, targets: list[Any], transport: str) -> None:
+        """Connect to the engines, where this rank has weights to send: it leads a pipeline stage."""
+        from megarl.workers.weight_sync import open_sender
 
-        return push_as_tensors(self.roles[role].export(), engines, engine_tp)
+        if self.layout.coords(self.rank).tp or self.layout.coords(self.rank).dp or self.layout.coords(self.rank).cp:
+            return
+        backend = self.platform.collective_backend
+        self.senders = [open_sender(target, transport, self.address(), backend) for target in targets]
+
+    def push_weights(self, role: str) -> list[dict[str, str]]:
+        """Send this rank's part of the weights to every engine; per engine the checksums by tensor name."""
+        from megarl.workers.weight_sync import push
+
+        return push(self.roles[role].export(), self.senders)
 
     def save_role(self, role: str, folder: str) -> None:
         """Write the role's distributed checkpoint; collective over the world."""

@@ -1,21 +1,59 @@
 """Pushing a role's weights from the training ranks into the engines, bucket by bucket, with a checksum per tensor.
 
-Each pipeline stage's leading rank sends its own tensors; nothing is gathered across stages. While an engine takes in
-one bucket the next is being exported.
+Each pipeline stage's leading rank sends its own tensors straight to the engines; nothing is gathered across stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from torch import Tensor
 
-from megarl.rollout.payload import checksum, serialize_bucket
+from megarl.rollout.sglang_senders import DistributedSender, Endpoint, TensorSender
 
 BUCKET_BYTES = 128 * 2**20
-"""Tensors sent at once; two buckets exist at a time."""
+"""Tensors sent at once, at most."""
+
+Target = Any
+"""An SGLang server's `Endpoint`, or the Ray handle of an actor that holds an engine without a server."""
+
+
+class Sender(Protocol):
+    """What pushes one rank's tensors into one engine."""
+
+    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Send some tensors; they may be changed as soon as this has returned."""
+
+    def checksums(self) -> dict[str, str]:
+        """Checksums of everything sent since the last call."""
+
+
+class ActorSender:
+    """Sends through the engine's actor; the engine itself takes the checksums."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def send(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Hand the tensors to the engine by way of Ray's object store."""
+        ray.get(self.actor.call.remote("apply_update", list(bucket)))
+
+    def checksums(self) -> dict[str, str]:
+        """Nothing to add: see the class."""
+        return {}
+
+
+def open_sender(target: Target, transport: str, group_address: tuple[str, int], backend: str) -> Sender:
+    """The sender for `target`. `transport` is `tensors` (shared memory) or `process_group` (rendezvous at `group_address`)."""
+    if not isinstance(target, Endpoint):
+        return ActorSender(target)
+    if transport == "tensors":
+        return TensorSender(target)
+    address, port = group_address
+    name = f"megarl_weights_{port}"
+    return DistributedSender(target, master_address=address, master_port=port, backend=backend, group_name=name)
 
 
 def buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, Tensor]]]:
@@ -32,14 +70,9 @@ def buckets(tensors: Iterator[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BY
         yield bucket
 
 
-def push_as_tensors(tensors: Iterator[tuple[str, Tensor]], engines: Sequence[Any], engine_tp: int) -> dict[str, str]:
-    """Send tensors to every engine through shared memory; returns the checksum of each by Hugging Face name."""
-    checksums: dict[str, str] = {}
-    waiting: list[Any] = []
+def push(tensors: Iterator[tuple[str, Tensor]], senders: Sequence[Sender]) -> list[dict[str, str]]:
+    """Send tensors through every sender; returns each one's checksums."""
     for bucket in buckets(tensors):
-        payloads = serialize_bucket(bucket, engine_tp)
-        checksums |= {name: checksum(tensor) for name, tensor in bucket}
-        ray.get(waiting)
-        waiting = [engine.call.remote("update_from_payloads", payloads) for engine in engines]
-    ray.get(waiting)
-    return checksums
+        for sender in senders:
+            sender.send(bucket)
+    return [sender.checksums() for sender in senders]
