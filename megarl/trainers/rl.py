@@ -30,8 +30,7 @@ def train(config: Config) -> dict[str, Any]:
                 run.estimate_advantages(batch, rewards)
                 for rows in run.mini_batches(batch):
                     run.update(batch, rows)  # critic and policy
+            run.evaluate_if_due()
             run.report(batch)
             run.save_if_due()
-            run.evaluate_if_due()
-        run.evaluate("after")
         return run.finish()

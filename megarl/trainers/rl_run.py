@@ -250,25 +250,28 @@ class RlRun:
                 self._save()
 
     def evaluate_if_due(self) -> None:
-        """Evaluate at `run.eval_every`, but for the last step, after which `evaluate("after")` comes anyway."""
+        """Evaluate at `run.eval_every` and after the last step."""
         every = self.config.run.eval_every
-        if every and self.step % every == 0 and not self.finished:
+        if self.finished:
+            self.evaluate("after")
+        elif every and self.step % every == 0:
             self.evaluate(f"step {self.step}")
 
     def evaluate(self, when: str) -> None:
         """Answer the held-out prompts greedily with the current policy and score the answers."""
         if not self.eval_prompts or self.evaluations.get(when) is not None:
             return
+        self.sync_weights()
         with self.phases("evaluate"):
-            self.sync_weights()
             started = time.perf_counter()
             samples = self.rollouts.generate(self.eval_prompts, greedy=True)
             scores = self.rewards.score(samples)
             result = evaluation(scores, self.config) | {"seconds": time.perf_counter() - started}
         self.evaluations[when] = result
         self.progress.say(f"evaluation {when}: accuracy {result['accuracy']:.1%} of {len(samples)} held-out prompts")
-        if self.step:
-            self.trackers.log(self.step, {f"eval/{name}": value for name, value in result.items()})
+        self.metrics |= {f"eval/{name}": value for name, value in result.items()}
+        if not self.step:
+            self.trackers.log(0, self.metrics)
 
     def finish(self) -> dict[str, Any]:
         """Write `summary.json` and return it; a run that was already finished keeps the summary that it has."""

@@ -9,7 +9,6 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.data.sample import Prompt, Sample
-from megarl.rollout.build import EngineOptions
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainers.roles import Roles
 from megarl.workers.cluster import Cluster
@@ -28,7 +27,8 @@ class Rollouts:
         logs.mkdir(parents=True, exist_ok=True)
         threads = config.rollout.threads or cluster.cores
         options = [self._options(number, threads, logs, cluster.platform.name) for number in range(config.rollout.engines)]
-        self.engines = cluster.start_engines(options, threads)
+        model_path = str(Path(config.model.path).resolve())
+        self.engines = cluster.start_engines(config.rollout.engine, model_path, options, threads)
         self._connected = False
 
     def begin_start(self) -> list[Any]:
@@ -113,23 +113,24 @@ class Rollouts:
     def _stop_token_ids(self) -> tuple[int, ...]:
         return (self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else ()
 
-    def _options(self, number: int, threads: int, logs: Path, platform_name: str) -> EngineOptions:
+    def _options(self, number: int, threads: int, logs: Path, platform_name: str) -> dict[str, Any]:
         config, rollout = self.config, self.config.rollout
+        if rollout.engine == "replay":
+            return {"replay_from": rollout.replay_from}
+        if rollout.engine == "embedded":
+            return {"dtype": config.model.dtype, "seed": config.run.seed + number, "initial_version": 0}
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         requests = -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines)
-        on_cuda = platform_name == "cuda"
-        return EngineOptions(
-            kind=rollout.engine,
-            model_path=str(Path(config.model.path).resolve()),
-            dtype=config.model.dtype,
-            tp=rollout.tp,
-            threads=threads,
-            port=rollout.port + number if rollout.port is not None else None,
-            max_total_tokens=rollout.max_total_tokens or (None if on_cuda else requests * tokens + 1024),
-            max_running_requests=rollout.max_running_requests or (None if on_cuda else max(requests, 64)),
-            log_file=str(logs / f"engine-{number}.log"),
-            seed=config.run.seed + number,
-            start_timeout_s=rollout.deadlines.start_s,
-            replay_from=rollout.replay_from,
-            device="cuda" if on_cuda else "cpu",
-        )
+        on_cpu = platform_name == "cpu"
+        return {
+            "initial_version": 0,
+            "log_file": logs / f"engine-{number}.log",
+            "device": platform_name,
+            "dtype": config.model.dtype,
+            "tp": rollout.tp,
+            "threads": threads,
+            "port": rollout.port + number if rollout.port is not None else None,
+            "max_total_tokens": rollout.max_total_tokens or (requests * tokens + 1024 if on_cpu else None),
+            "max_running_requests": rollout.max_running_requests or (max(requests, 64) if on_cpu else None),
+            "start_timeout_s": rollout.deadlines.start_s,
+        }

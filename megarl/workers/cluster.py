@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import megarl.platform
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError
-from megarl.rollout.build import EngineOptions
 from megarl.workers.engine_actor import EngineActor
 from megarl.workers.group import WorkerGroup
 from megarl.workers.train_worker import TrainWorker
@@ -107,10 +106,10 @@ class Cluster:
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
 
-    def start_engines(self, options: Sequence[EngineOptions], threads: int) -> list[Any]:
+    def start_engines(self, kind: str, model_path: str, options: Sequence[dict[str, Any]], threads: int) -> list[Any]:
         """Create one engine actor per entry of `options`; they start their servers when asked."""
         self.engines = [
-            EngineActor.options(**self._where(bundle, threads)).remote(option)
+            EngineActor.options(**self._where(bundle, threads)).remote(kind, model_path, option)
             for bundle, option in zip(self.places.engines, options, strict=True)
         ]
         return self.engines

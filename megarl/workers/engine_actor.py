@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from megarl.rollout.build import EngineOptions, start_engine
+from megarl.rollout.build import build_engine
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_senders import Endpoint
 
@@ -16,13 +16,13 @@ from megarl.rollout.sglang_senders import Endpoint
 class EngineActor:
     """Holds an engine; every protocol method is forwarded by name, so errors reach the caller as the engine raised them."""
 
-    def __init__(self, options: EngineOptions) -> None:
-        self.options = options
+    def __init__(self, kind: str, model_path: str, options: dict[str, Any]) -> None:
+        self.kind, self.model_path, self.options = kind, model_path, options
         self.engine: Any = None
 
     async def start(self) -> None:
         """Start the engine; its weights, those of the model folder, are version 0."""
-        self.engine = await start_engine(self.options)
+        self.engine = await build_engine(self.kind, self.model_path, self.options)
 
     async def endpoint(self) -> Endpoint | None:
         """Where senders reach the engine directly; None: through this actor."""
