@@ -30,7 +30,7 @@ def load_user_function(name: str, error: type[MegarlError]) -> Callable[..., Any
         module = _load_file(Path(where), name, error) if where.endswith(".py") else _load_module(where)
     except MegarlError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise error(f"'{name}': {where} cannot be imported: {describe(cause)}") from cause
     function = getattr(module, attribute, None)
     if not callable(function):

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from megarl.data.sample import Sample
@@ -40,8 +40,8 @@ class UserReward:
     def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
         """One finite reward per sample."""
         try:
-            answer = asyncio.run(self._ask(samples))
-        except Exception as error:
+            answer = self._ask(samples)
+        except (Exception, SystemExit) as error:
             raise RewardError(f"reward function '{self.name}' raised {describe(error)}") from error
         if hasattr(answer, "tolist"):  # NumPy arrays and tensors
             answer = answer.tolist()
@@ -53,25 +53,31 @@ class UserReward:
             raise RewardError(f"reward function '{self.name}' returned {len(answer)} rewards for {len(samples)} samples")
         return [self._number(value, sample) for value, sample in zip(answer, samples, strict=True)]
 
-    async def _ask(self, samples: Sequence[Sample]) -> Any:
-        """Calls of a single-sample function run at the same time if it is async."""
+    def _ask(self, samples: Sequence[Sample]) -> Any:
+        """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once."""
         if not self.single:
             answer = self.function(list(samples), **self.args)
-            return await answer if inspect.isawaitable(answer) else answer
+            return asyncio.run(_gather([answer]))[0] if inspect.isawaitable(answer) else answer
         answers = [self.function(sample, **self.args) for sample in samples]
-        if answers and inspect.isawaitable(answers[0]):
-            return list(await asyncio.gather(*answers))
-        return answers
+        return asyncio.run(_gather(answers)) if answers and inspect.isawaitable(answers[0]) else answers
 
     def _number(self, value: Any, sample: Sample) -> float:
         if hasattr(value, "item") and getattr(value, "shape", None) == ():  # NumPy scalars and 0-d tensors
             value = value.item()
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        try:
+            reward = float(value) if isinstance(value, numbers.Real) else math.nan
+        except OverflowError:  # an int beyond the largest float
+            reward = math.inf
+        if not math.isfinite(reward):
             raise RewardError(
                 f"reward function '{self.name}' returned {_show(value)} for sample {sample.sample_id}, but a reward must be a "
                 "finite number"
             )
-        return float(value)
+        return reward
+
+
+async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*awaitables))
 
 
 def _first_parameter(function: Any) -> str:

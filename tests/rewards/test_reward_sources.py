@@ -1,0 +1,147 @@
+"""Sources add up with their weights, and a source that fails is an error that names it, never a reward."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.data.sample import Sample
+from megarl.errors import RewardError
+from megarl.rewards import RewardSources, build_rewards
+
+DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
+
+
+def _samples(count: int) -> list[Sample]:
+    return [
+        Sample(f"s{i}", f"g{i}", f"train-{i}", [1], [], [], [], [], "stop", response_text=str(i), row={"answer": "0"})
+        for i in range(count)
+    ]
+
+
+def _function(folder: Path, body: str, **args: Any) -> RewardSources:
+    file = folder / "mine.py"
+    file.write_text(body)
+    return build_rewards([RewardConfig(name=f"{file}:f", args=args)], DATA)
+
+
+def test_reward_is_the_weighted_sum_and_parts_stay_on_the_sample(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def f(samples, scale): return [scale * int(s.response_text) for s in samples]\n")
+    settings = [
+        RewardConfig(name=f"{file}:f", weight=0.5, args={"scale": 3}),
+        RewardConfig(name="exact_number", weight=-2.0),
+        RewardConfig(name=f"{file}:f", args={"scale": 10}),
+    ]
+    samples = _samples(3)
+    assert build_rewards(settings, DATA).score(samples) == [-2.0, 11.5, 23.0]
+    assert samples[0].rewards == {f"{file}:f": 0.0, "exact_number": 1.0, f"{file}:f#2": 0.0}
+    assert samples[2].rewards == {f"{file}:f": 6.0, "exact_number": 0.0, f"{file}:f#2": 20.0}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def f(samples): return [float(s.response_text) for s in samples]",
+        "def f(sample): return int(sample.response_text)",
+        "async def f(samples): return tuple(float(s.response_text) for s in samples)",
+        "import asyncio\nasync def f(sample):\n    await asyncio.sleep(0.01 * (5 - int(sample.response_text)))\n"
+        "    return float(sample.response_text)",
+        "import asyncio\nasync def g(s): return float(s.response_text)\ndef f(sample): return asyncio.run(g(sample))",
+        "import numpy\ndef f(samples): return numpy.array([float(s.response_text) for s in samples], dtype='float32')",
+        "import torch\ndef f(sample): return torch.tensor(float(sample.response_text))",
+    ],
+)
+def test_every_form_of_function_scores_in_the_order_of_the_samples(tmp_path: Path, body: str) -> None:
+    assert _function(tmp_path, body).score(_samples(4)) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_single_may_be_said_instead_of_guessed(tmp_path: Path) -> None:
+    assert _function(tmp_path, "def f(x, *, k): return k", single=True, k=2).score(_samples(3)) == [2.0] * 3
+
+
+def test_async_calls_of_single_samples_run_at_the_same_time(tmp_path: Path) -> None:
+    body = "import asyncio\nasync def f(sample):\n    await asyncio.sleep(0.2)\n    return 1\n"
+    started = time.monotonic()
+    assert _function(tmp_path, body).score(_samples(50)) == [1.0] * 50
+    assert time.monotonic() - started < 5  # one after another would take 10 s
+
+
+def test_installed_functions_are_found_by_module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "my_own_rewards.py").write_text("def half(sample): return 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere", *__import__("sys").path])
+    assert build_rewards([RewardConfig(name="my_own_rewards:half")], DATA).score(_samples(1)) == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("def f(samples):\n    raise KeyError('gold')", r"mine\.py:f' raised KeyError: 'gold' \(.*mine\.py line 2\)"),
+        ("def f(samples): return [1.0]", r"mine\.py:f' returned 1 rewards for 3 samples"),
+        ("def f(samples): return 1.0", r"mine\.py:f' returned 1\.0 \(float\), but it must return a list of 3 numbers"),
+        ("def f(samples): return None", r"returned None \(NoneType\)"),
+        ("def f(samples): return {0: 1, 1: 2, 2: 3}", r"returned \{0: 1.* \(dict\)"),
+        ("def f(samples): return [1, 'good', 2]", r"returned 'good' \(str\) for sample s1, but a reward must be a finite"),
+        ("def f(samples): return [1, None, 2]", r"returned None \(NoneType\) for sample s1"),
+        ("def f(samples): return [1, 2, float('nan')]", r"returned nan \(float\) for sample s2"),
+        ("def f(sample): return float('-inf')", r"returned -inf \(float\) for sample s0"),
+        ("import numpy\ndef f(samples): return numpy.zeros((3, 1))", r"returned \[0\.0\] \(list\) for sample s0"),
+        ("async def f(sample): raise ValueError('late')", r"raised ValueError: late"),
+        ("def f(samples): return [0, 10**400, 0]", r"returned 1000.* \(int\) for sample s1"),
+        ("def f(samples): raise SystemExit(3)", r"mine\.py:f' raised SystemExit: 3"),
+    ],
+)
+def test_bad_answers_name_the_function_and_what_it_returned(tmp_path: Path, body: str, sentence: str) -> None:
+    with pytest.raises(RewardError, match=sentence):
+        _function(tmp_path, body).score(_samples(3))
+
+
+def test_deadline_names_the_source_that_missed_it(tmp_path: Path) -> None:
+    release = threading.Event()
+    rewards = _function(tmp_path, "def f(samples, release):\n    release.wait(60)\n    return [0.0]", release=release)
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=r"mine\.py:f' did not score 2 samples before the deadline of 0\.2 s"):
+        rewards.score(_samples(2), deadline_s=0.2)
+    assert time.monotonic() - started < 10
+    release.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "sentence"),
+    [
+        ("math_verfy", {}, r"no reward 'math_verfy' \(did you mean 'math_verify'\?\)"),
+        ("exact_number", {"strict": True}, r"'exact_number' does not take the arguments \{'strict': True\}"),
+        ("no_such_module_here:f", {}, "cannot be imported: ModuleNotFoundError"),
+        ("json:dumpz", {}, r"json has no function 'dumpz' \(did you mean 'dump'\?\)"),
+        ("gone/mine.py:f", {}, r"there is no file gone/mine\.py"),
+        (":f", {}, "names no function"),
+        ("textwrap:dedent", {"width": 3}, r"'textwrap:dedent' does not take the arguments \{'width': 3\}"),
+    ],
+)
+def test_unusable_names_and_arguments_are_refused_before_the_run(name: str, args: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RewardError, match=sentence):
+        build_rewards([RewardConfig(name=name, args=args)], DATA)
+
+
+def test_a_file_that_does_not_compile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"mine\.py cannot be imported: SyntaxError"):
+        _function(tmp_path, "def f(:\n")
+
+
+def test_scorer_that_gives_no_number_is_an_error() -> None:
+    def infinite(samples: Any, until: float) -> list[float]:
+        return [float("inf")] * len(samples)
+
+    with pytest.raises(RewardError, match="'broken' gave inf to sample s0"):
+        RewardSources([("broken", 1.0, infinite)]).score(_samples(2))
+
+
+def test_no_samples_and_no_sources_are_no_rewards() -> None:
+    assert build_rewards([], DATA).score(_samples(2)) == [0.0, 0.0]
+    assert build_rewards([RewardConfig(name="exact_number")], DATA).score([]) == []
