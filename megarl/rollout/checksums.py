@@ -90,9 +90,14 @@ def _hash(parts: Sequence[torch.Tensor]) -> str:
         from sglang.srt.managers.mm_utils import tensor_hash
 
         return f"{tensor_hash(torch.cat([part.flatten() for part in parts])):016x}"
+    return sha256_start(parts)
+
+
+def sha256_start(parts: Sequence[torch.Tensor]) -> str:
+    """First 16 hex digits of the sha256 of the bytes of `parts`, one after the other."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(memoryview(part.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
 
@@ -159,7 +164,5 @@ def compare(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
     ]
     found = [f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" for what, names in problems if names]
     if found:
-        raise EngineError(
-            f"weight update failed its check ({len(differ)} differ, {len(missing)} missing, {len(unknown)} unknown of {len(held)}): "
-            + "; ".join(found)
-        )
+        counts = f"{len(differ)} differ, {len(missing)} missing, {len(unknown)} unknown of {len(held)}"
+        raise EngineError(f"weight update failed its check ({counts}): " + "; ".join(found))

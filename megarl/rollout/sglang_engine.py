@@ -89,10 +89,10 @@ class SglangEngine:
                 return await asyncio.wait_for(work, deadline_s)
             except BaseException as error:
                 await asyncio.shield(self._abort(itertools.chain.from_iterable(ids)))
-                if isinstance(error, asyncio.TimeoutError):
+                if isinstance(error, TimeoutError):
                     raise DeadlineError(
-                        f"generation was not complete after {deadline_s:g} s: {progress.samples} of {len(prompts) * n} responses "
-                        f"from {self.server.url}"
+                        f"generation was not complete after {deadline_s:g} s: {progress.samples} of {len(prompts) * n} "
+                        f"responses had come from {self.server.url}"
                     ) from error
                 raise
 
@@ -109,9 +109,7 @@ class SglangEngine:
         if len(ids) > 1:
             warm_up = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
             await self._post(session, "generate", warm_up)
-        return list(
-            await asyncio.gather(*(self._sample(session, prompt, sampling, rid, version, progress) for rid in ids))
-        )
+        return list(await asyncio.gather(*(self._sample(session, prompt, sampling, rid, version, progress) for rid in ids)))
 
     async def _sample(
         self,
@@ -130,7 +128,7 @@ class SglangEngine:
 
     async def _abort(self, ids: Any) -> None:
         """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
-        with contextlib.suppress(EngineError, asyncio.TimeoutError):
+        with contextlib.suppress(EngineError, TimeoutError):
             async with self._session(10.0) as session:
                 await asyncio.gather(*(self._post(session, "abort_request", {"rid": rid}) for rid in ids))
 
@@ -246,7 +244,7 @@ class SglangEngine:
         except aiohttp.ClientError as error:
             why = f"; {self.server.log_tail()}" if not self.server.alive else ""
             raise EngineError(f"{url} did not answer: {error}{why}") from error
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise EngineError(f"{url} did not answer in time") from error
 
 

@@ -98,7 +98,7 @@ class DistributedSender:
             timeout_s,
         )
         init_method = f"tcp://{master_address}:{master_port}"
-        self._group = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
+        self._group: Any = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
         joining.result()
 
     def send(self, bucket: Bucket) -> None:
@@ -227,7 +227,13 @@ def _join_group(
     store, rank, world_size = next(c10d.rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group, _ = c10d._new_process_group_helper(
-        world_size, rank, [], c10d.Backend(backend), c10d.PrefixStore(group_name, store), group_name=group_name, timeout=timeout
+        world_size,
+        rank,
+        [],
+        c10d.Backend(backend),
+        c10d.PrefixStore(group_name, store),
+        group_name=group_name,  # type: ignore[arg-type]
+        timeout=timeout,
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group

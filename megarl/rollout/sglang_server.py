@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -151,13 +150,11 @@ class SglangServer:
             code = self._process.poll()
             if code is not None:
                 raise EngineError(f"the SGLang server ended with exit code {code} before it answered; {self.log_tail()}")
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                with urllib.request.urlopen(f"{self.url}/model_info", timeout=2):
-                    return
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/model_info", timeout=2):
+                return
             if time.monotonic() > deadline:
-                raise EngineError(
-                    f"the SGLang server at {self.url} did not answer within {self.options.start_timeout_s:g} s; {self.log_tail()}"
-                )
+                limit_s = self.options.start_timeout_s
+                raise EngineError(f"the SGLang server at {self.url} did not answer within {limit_s:g} s; {self.log_tail()}")
             time.sleep(0.1)
 
     @property

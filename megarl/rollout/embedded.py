@@ -1,0 +1,328 @@
+"""Generation by the Hugging Face model inside this process: the engine for machines without SGLang, and its reference.
+
+Seeded sampling: what a sample draws depends on the engine's seed, its key and its index alone, never on its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.errors import DeadlineError, EngineError
+from megarl.rollout.checksums import compare, sha256_start
+from megarl.rollout.engine import Bucket, FinishReason, Generation, Progress, SamplingParams, check_request
+
+
+@dataclass
+class _Row:
+    """One response under way."""
+
+    prompt: list[int]
+    generator: torch.Generator
+    response: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class EmbeddedEngine:
+    """Batched generation with a KV cache, left padding and one prefill per prompt.
+
+    `max_batch_samples` responses are computed at once; the rest wait. `initial_version` declares which version the weights
+    in `model_path` are; None: none, weights must be sent first.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        seed: int = 0,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_batch_samples: int = 64,
+        initial_version: int | None = None,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
+        self._model.requires_grad_(False)
+        self._seed, self._max_batch_samples = seed, max_batch_samples
+        self._version = initial_version
+        self._updating: int | None = None
+        self._sent: dict[str, str] = {}
+        self._asleep = self._paused = self._stopped = False
+        self._calls = 0
+        self._aborts = 0  # rows begun before the last abort end at their next token
+        self._weights_epoch = 0  # caches made in an earlier epoch are stale
+        self._wanting_turn = 0
+        self._turn = threading.Condition()  # held for each token, and for each change to the weights
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._version
+
+    # generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        on_progress: Progress | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        check_request(prompts, n, keys, self._version)
+        self._calls += 1
+        keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
+        rows = [
+            _Row(list(prompt), torch.Generator().manual_seed(_seed(self._seed, key, index)))
+            for prompt, key in zip(prompts, keys, strict=True)
+            for index in range(n)
+        ]
+        cancelled = threading.Event()
+        deadline = time.monotonic() + deadline_s
+        work = asyncio.create_task(asyncio.to_thread(self._run, rows, params, on_progress, deadline, cancelled))
+        try:
+            await asyncio.shield(work)
+        except BaseException:
+            cancelled.set()
+            if not work.done():
+                await asyncio.wait([work])
+            raise
+        generations = [_finished(row) for row in rows]
+        return [generations[i : i + n] for i in range(0, len(rows), n)]
+
+    def _run(
+        self,
+        rows: list[_Row],
+        params: SamplingParams,
+        on_progress: Progress | None,
+        deadline: float,
+        cancelled: threading.Event,
+    ) -> None:
+        """Complete `rows`, `max_batch_samples` at a time."""
+        begun, aborts = time.monotonic(), self._aborts
+        for start in range(0, len(rows), self._max_batch_samples):
+            batch = _Batch(self._model, rows[start : start + self._max_batch_samples], params)
+            epoch = -1
+            while batch.rows:
+                with self._turn:
+                    self._wait_for_weights(deadline, cancelled, aborts)
+                    if cancelled.is_set():
+                        return
+                    if aborts != self._aborts:
+                        batch.abort()
+                        break
+                    if time.monotonic() > deadline:
+                        done = sum(row.finish_reason is not None for row in rows)
+                        limit_s = deadline - begun
+                        raise DeadlineError(
+                            f"generation was not complete after {limit_s:.3g} s: {done} of {len(rows)} responses"
+                        )
+                    if epoch != self._weights_epoch:
+                        epoch = self._weights_epoch
+                        batch.prefill()
+                    assert self._version is not None  # _wait_for_weights saw to it
+                    ended = batch.next_token(self._version)
+                if ended and on_progress is not None:
+                    done_rows = [row for row in rows if row.finish_reason is not None]
+                    on_progress(len(done_rows), sum(len(row.response) for row in done_rows))
+
+    def _wait_for_weights(self, deadline: float, cancelled: threading.Event, aborts: int) -> None:
+        """Wait while paused or without weights, and let whoever wants to change something have its turn; `_turn` is held."""
+        while self._paused or self._version is None or self._wanting_turn:
+            if self._stopped:
+                raise EngineError("the engine was stopped while it was generating")
+            if cancelled.is_set() or aborts != self._aborts or time.monotonic() > deadline:
+                return
+            self._turn.wait(timeout=max(0.001, min(1.0, deadline - time.monotonic())))
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Hold the weights and flags between two tokens of whatever is being generated, and wake who waits for them."""
+        self._wanting_turn += 1  # a lock alone is not fair: the generating thread would take it again at once
+        with self._turn:
+            self._wanting_turn -= 1
+            yield
+            self._turn.notify_all()
+
+    async def pause(self) -> None:
+        with self._change():
+            self._paused = True
+
+    async def resume(self) -> None:
+        with self._change():
+            self._paused = False
+
+    async def abort_all(self) -> None:
+        with self._change():
+            self._aborts += 1
+
+    # weights ------------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, version: int) -> None:
+        if self._updating is not None:
+            raise EngineError(f"the update to version {self._updating} is still open; end it before beginning {version}")
+        if self._asleep:
+            raise EngineError("the engine sleeps; wake it before sending weights")
+        with self._change():
+            self._version, self._updating, self._sent = None, version, {}
+            self._weights_epoch += 1
+
+    async def apply_update(self, bucket: Bucket) -> None:
+        if self._updating is None:
+            raise EngineError("no weight update is open; call begin_update first")
+        held = dict(self._model.named_parameters())  # a tied lm_head appears once, as the embeddings
+        with self._change():
+            for name, weight in bucket:
+                if name not in held:
+                    raise EngineError(f"the model has no parameter {name} of its own")
+                if held[name].shape != weight.shape:
+                    raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(held[name].shape)}")
+                held[name].data.copy_(weight.detach())
+                self._sent[name] = sha256_start([weight.detach().to(held[name].dtype)])
+
+    async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
+        if self._updating != version:
+            raise EngineError(f"end_update({version}) does not end the update that was begun ({self._updating})")
+        self._updating = None
+        compare(
+            {**self._sent, **(checksums or {})},
+            {name: sha256_start([p.detach()]) for name, p in self._model.named_parameters()},
+        )
+        with self._change():
+            self._version = version
+
+    async def sleep(self) -> None:
+        with self._change():
+            self._version, self._asleep = None, True
+
+    async def wake(self) -> None:
+        self._asleep = False
+
+    async def health(self) -> None:
+        if self._stopped:
+            raise EngineError("the engine was stopped")
+
+    async def stop(self) -> None:
+        with self._change():
+            self._version, self._stopped = None, True
+
+
+class _Batch:
+    """Rows computed together. `prefill` before the first `next_token` and whenever the weights have changed."""
+
+    def __init__(self, model: Any, rows: list[_Row], params: SamplingParams) -> None:
+        self.rows = list(rows)
+        self._model, self._params = model, params
+        ends = model.generation_config.eos_token_id
+        self._ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
+        self._cache: Any = None
+        self._mask = torch.empty(0)
+        self._logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Compute the caches of all rows from their tokens; equal token sequences are computed once."""
+        sequences: dict[tuple[int, ...], int] = {}
+        where = [sequences.setdefault((*row.prompt, *row.response), len(sequences)) for row in self.rows]
+        longest = max(map(len, sequences))
+        ids = torch.tensor([[0] * (longest - len(s)) + list(s) for s in sequences], device=self._model.device)
+        mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences], device=self._model.device)
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        rows = torch.tensor(where, device=self._model.device)
+        self._cache = output.past_key_values
+        self._cache.batch_select_indices(rows)
+        self._mask, self._logits = mask[rows], output.logits[rows, -1]
+
+    @torch.inference_mode()
+    def next_token(self, version: int) -> bool:
+        """Sample one token for every row and compute what comes after it; returns whether any row ended."""
+        tokens, log_probs = _sample(self._logits.float(), self._params, [row.generator for row in self.rows])
+        for row, token, log_prob in zip(self.rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            row.response.append(token)
+            row.log_probs.append(log_prob)
+            row.versions.append(version)
+            if token in self._ends:
+                row.finish_reason = "stop"
+            elif len(row.response) == self._params.max_new_tokens:
+                row.finish_reason = "length"
+        going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
+        ended = len(going_on) < len(self.rows)
+        if ended and going_on:
+            kept = torch.tensor(going_on, device=tokens.device)
+            self._cache.batch_select_indices(kept)
+            self._mask, tokens = self._mask[kept], tokens[kept]
+        self.rows = [self.rows[i] for i in going_on]
+        if self.rows:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
+            output = self._model(
+                input_ids=tokens[:, None],
+                attention_mask=self._mask,
+                position_ids=self._mask.sum(1, keepdim=True) - 1,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            self._logits = output.logits[:, -1]
+        return ended
+
+    def abort(self) -> None:
+        """End every row where it is."""
+        for row in self.rows:
+            row.finish_reason = "abort"
+        self.rows = []
+
+
+def _sample(
+    logits: torch.Tensor, params: SamplingParams, generators: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample from float32 `logits` [B, V] with one generator per row; returns tokens [B] and their log-probs [B].
+
+    Log-probs are those of the full distribution under the temperature; top-k and then top-p only limit what is drawn.
+    """
+    if params.greedy:
+        tokens = logits.argmax(-1)
+        return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    full = (logits / params.temperature).log_softmax(-1)
+    probs = full.double().exp()
+    if params.top_k > 0 or params.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        if params.top_k > 0:
+            ordered[:, params.top_k :] = 0
+        # a token stays if those likelier than it do not reach top_p yet; so the likeliest always stays
+        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(1, order, ordered)
+    # inverse of the cumulative distribution: one number per row, so a row's draw does not depend on its batch
+    cumulative = probs.cumsum(-1)
+    drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
+    drawn = drawn.to(logits.device) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens, full.gather(1, tokens[:, None])[:, 0]
+
+
+def _finished(row: _Row) -> Generation:
+    return Generation(row.response, row.log_probs, row.versions, row.finish_reason or "abort")
+
+
+def _seed(seed: int, key: str, index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{key}/{index}".encode()).digest()[:8], "big") >> 1
