@@ -61,7 +61,7 @@ def test_math_verify_compares_values(math_verify: RewardSources, gold: Any, resp
     assert math_verify.failures == before
 
 
-@pytest.mark.parametrize("gold", ["hello", "", "  ", None, "A", "$"])
+@pytest.mark.parametrize("gold", ["hello", "", "  ", None, "A", "$", "$\\frac{$", "\\boxed{)(}", "$=$"])
 def test_unparseable_gold_is_counted_per_row_and_never_rewarded(math_verify: RewardSources, gold: Any) -> None:
     rewards = RewardSources(math_verify.sources)
     responses = [str(gold), "5", "\\boxed{hello}", ""]
