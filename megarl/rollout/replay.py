@@ -20,7 +20,7 @@ class ReplayEngine:
     Weights are not needed: updates only set the version, and every answer carries the versions that were recorded.
     """
 
-    def __init__(self, replay_from: str | Path) -> None:
+    def __init__(self, replay_from: str | Path, *, initial_version: int | None = None) -> None:
         self._file = Path(replay_from)
         self._groups: dict[str, list[Sample]] = {}
         try:
@@ -29,11 +29,13 @@ class ReplayEngine:
             raise EngineError(f"rollout.replay_from is {self._file}, which cannot be read: {error.strerror}") from error
         for number, line in enumerate(lines, start=1):
             try:
-                sample = Sample(**json.loads(line))
-            except (TypeError, ValueError) as error:
+                record = json.loads(line)
+                record.pop("step", None)  # a run's samples.jsonl says at which step each was made
+                sample = Sample(**record)
+            except (AttributeError, TypeError, ValueError) as error:
                 raise EngineError(f"{self._file}:{number} is not a recorded sample: {error}") from error
             self._groups.setdefault(sample.group_id, []).append(sample)
-        self._version: int | None = None
+        self._version = initial_version
 
     @property
     def weight_version(self) -> int | None:

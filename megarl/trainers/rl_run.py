@@ -83,9 +83,9 @@ class RlRun:
             return
         with self.phases("start"):
             self._start(tokenizer)
-            if resume_from is not None:
+            if resume_from is not None and state is not None:
                 self.roles.restore(str(resume_from.resolve()))
-                self.rollouts.stale = True
+                self.rollouts.resume_after(state["weight_version"])
         self._restore_state(state)
 
     def _start(self, tokenizer: Any) -> None:
@@ -302,7 +302,12 @@ class RlRun:
     def _save(self) -> None:
         with self.checkpoints.writing(self.step) as folder:
             self.roles.save(str(folder.resolve()))
-            state = {"step": self.step, "sampler": self.sampler.state_dict(), "evaluations": self.evaluations}
+            state = {
+                "step": self.step,
+                "sampler": self.sampler.state_dict(),
+                "evaluations": self.evaluations,
+                "weight_version": self.rollouts.version,
+            }
             write_state(folder, state)
 
     @property

@@ -39,6 +39,10 @@ class Rollouts:
         """Wait until the engines answer."""
         wait_for(starting, phase="engine start", deadline_s=self.config.rollout.deadlines.start_s)
 
+    def resume_after(self, version: int) -> None:
+        """Continue a run whose engines last had `version`; these engines have yet to be given the policy's weights."""
+        self.version, self.stale = version, True
+
     def generate(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, or the single greedy one, grouped by prompt in order."""
         config = self.config.rollout
@@ -116,7 +120,7 @@ class Rollouts:
     def _options(self, number: int, threads: int, logs: Path, platform_name: str) -> dict[str, Any]:
         config, rollout = self.config, self.config.rollout
         if rollout.engine == "replay":
-            return {"replay_from": rollout.replay_from}
+            return {"replay_from": rollout.replay_from, "initial_version": 0}
         if rollout.engine == "embedded":
             return {"dtype": config.model.dtype, "seed": config.run.seed + number, "initial_version": 0}
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
