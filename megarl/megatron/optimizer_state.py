@@ -21,7 +21,7 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 
 
 def sharded_moments(
-    optimizer: Any, chunks: Sequence[torch.nn.Module], model_state: dict[str, Any], *, is_loading: bool
+    optimizer: Any, chunks: Sequence[Any], model_state: dict[str, Any], *, is_loading: bool
 ) -> dict[str, Any]:
     """`{"step": int, "<number of the parameter>.<key>": sharded tensor}` for megatron-core's dist_checkpointing.
 
@@ -51,7 +51,7 @@ def sharded_moments(
     return state
 
 
-def load_moments(optimizer: Any, chunks: Sequence[torch.nn.Module], state: dict[str, Any]) -> None:
+def load_moments(optimizer: Any, chunks: Sequence[Any], state: dict[str, Any]) -> None:
     """Put loaded moments into the optimizer: each rank takes the slices it owns. Call after the model's own weights."""
     # Adam makes its moments in its first step, so one on zero gradients comes first; everything it changes is loaded over.
     weights = [parameter.detach().clone() for _, parameter in _parameters(optimizer)]

@@ -21,7 +21,7 @@ LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, float]]]
 
 
 def forward(
-    chunks: Sequence[torch.nn.Module], options: ModelOptions, micro_batches: Sequence[MicroBatch], *, score_last: bool = False
+    chunks: Sequence[Any], options: ModelOptions, micro_batches: Sequence[MicroBatch], *, score_last: bool = False
 ) -> dict[int, Tensor]:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
@@ -42,7 +42,7 @@ def forward(
 
 
 def forward_backward(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Any],
     options: ModelOptions,
     micro_batches: Sequence[MicroBatch],
     loss_function: LossFunction,
@@ -60,7 +60,7 @@ def forward_backward(
 
 
 def _run(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Any],
     options: ModelOptions,
     micro_batches: Sequence[MicroBatch],
     loss_function: LossFunction,

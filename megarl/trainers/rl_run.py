@@ -15,23 +15,21 @@ from megarl.algorithms import LossSettings
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write_state
 from megarl.config import Config, save_resolved
 from megarl.data.batch import Batch
-from megarl.data.plan import FlopsModel
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import PromptSampler
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ConfigError
-from megarl.megatron.options import choose_layer_spec
-from megarl.models.registry import load_hf_config
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
 from megarl.rewards import build_rewards
+from megarl.trainers.evaluate import evaluation
 from megarl.trainers.experience import estimate_advantages, mini_batch_rows, reward_statistics, set_loss_weights
 from megarl.trainers.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
-from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, Roles, group_requests
+from megarl.trainers.processes import open_cluster, open_roles
+from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, group_requests
 from megarl.trainers.rollouts import Rollouts
 from megarl.trainers.samples_file import SamplesFile
-from megarl.workers.cluster import Cluster
 
 
 class RlRun:
@@ -90,21 +88,11 @@ class RlRun:
 
     def _start(self, tokenizer: Any) -> None:
         config = self.config
-        cluster = Cluster(
-            group_requests(config),
-            engines=config.rollout.engines,
-            engine_tp=config.rollout.tp,
-            colocated=config.resources.placement == "colocated",
-            ray_address=config.resources.ray_address,
-            log_folder=str(self.folder / "logs"),
-            start_deadline_s=config.resources.deadlines.start_s,
-        )
+        cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
         self.rollouts = Rollouts(config, cluster, tokenizer)
         starting = self.rollouts.begin_start()
-        groups = dict(cluster.start_groups(config.run.seed))
-        layer_spec = choose_layer_spec(config.model.layer_spec, cluster.platform.name)
-        self.roles = Roles(config, groups, layer_spec, FlopsModel.from_hf_config(load_hf_config(config.model.path)))
+        self.roles = open_roles(config, cluster)
         self.roles.load(POLICY)
         if config.uses_critic:
             self.roles.load(CRITIC)
@@ -112,7 +100,9 @@ class RlRun:
             self.roles.load(REFERENCE)
         self.rollouts.finish_start(starting)
         self.gates = Gates()
-        self.progress.say(f"layer spec {layer_spec}, platform {cluster.platform.name}, engine {config.rollout.engine}")
+        self.progress.say(
+            f"layer spec {self.roles.layer_spec}, platform {cluster.platform.name}, engine {config.rollout.engine}"
+        )
 
     def _refuse_to_overwrite(self, state: dict[str, Any] | None) -> None:
         metrics = self.folder / "metrics.jsonl"
@@ -326,10 +316,3 @@ class RlRun:
             kl_estimator=algorithm.kl.estimator,
             entropy_coef=algorithm.entropy_coef,
         )
-
-
-def evaluation(scores: Sequence[float], config: Config) -> dict[str, float]:
-    """`reward` (mean) and `accuracy`: the share of responses that got all the reward there is."""
-    full = sum(reward.weight for reward in config.rewards if reward.weight > 0)
-    correct = sum(score >= full - 1e-9 for score in scores)
-    return {"reward": sum(scores) / len(scores), "accuracy": correct / len(scores), "prompts": float(len(scores))}

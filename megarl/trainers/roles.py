@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
@@ -117,9 +115,9 @@ class Roles:
         for role in self._trained():
             self._call(self.group_of(role), "save_role", (role, f"{folder}/{role}"), "save", self._deadlines.save_s)
 
-    def restore(self, folder: str) -> None:
-        """Read every trained role back."""
-        for role in self._trained():
+    def restore(self, folder: str, roles: Sequence[str] | None = None) -> None:
+        """Read trained roles back; all of them unless `roles` says which."""
+        for role in roles or self._trained():
             self._call(self.group_of(role), "load_role", (role, f"{folder}/{role}"), "resume", self._deadlines.save_s)
 
     def group_of(self, role: str) -> WorkerGroup:
@@ -138,13 +136,12 @@ class Roles:
 
     def _shares(self, role: str, batch: Batch, rows: Sequence[int], columns: Sequence[str]) -> list[Any]:
         """For every rank of the role's group, a reference to its replica's micro-batches."""
-        layout = self.group_of(role).layout
+        group = self.group_of(role)
         units = batch.units(rows, columns, share_prompts=self.share_prompts)
         limit = (self.config.critic if role == CRITIC else self.config.policy).max_tokens_per_micro_batch
         sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
-        plan = plan_micro_batches(sizes, ranks=layout.dp, max_tokens=limit, flops=self.flops)
-        replicas = [ray.put([_part(units, micro_batch) for micro_batch in share]) for share in plan]
-        return [replicas[layout.coords(rank).dp] for rank in range(layout.world_size)]
+        plan = plan_micro_batches(sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops)
+        return group.share([[_part(units, micro_batch) for micro_batch in share] for share in plan])
 
 
 def _part(units: Sequence[Unit], micro_batch: Sequence[tuple[int, Sequence[int]]]) -> MicroBatch:

@@ -19,9 +19,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import megarl.platform
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError
-from megarl.workers.engine_actor import EngineActor
+from megarl.workers import engine_actor, train_worker
 from megarl.workers.group import WorkerGroup
-from megarl.workers.train_worker import TrainWorker
+
+# Ray's decorator gives classes methods that their types do not show.
+TrainWorker: Any = train_worker.TrainWorker
+EngineActor: Any = engine_actor.EngineActor
 
 
 @dataclass(frozen=True)

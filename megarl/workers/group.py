@@ -50,6 +50,11 @@ class WorkerGroup:
         per_rank = [arguments] * len(self.actors) if isinstance(arguments, tuple) else arguments
         return [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, per_rank, strict=True)]
 
+    def share(self, replicas: Sequence[Any]) -> list[Any]:
+        """For every rank a reference to its data-parallel replica's value, each put once into the object store."""
+        references = [ray.put(value) for value in replicas]
+        return [references[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+
     def dump_stacks(self) -> None:
         """Ask every rank for its Python stacks, even one that is stuck in a call; gives up after a few seconds."""
         os.makedirs(self.stack_folder, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Roles on real megatron-core worlds: every layout gives Hugging Face's log-probs, and the weights of its AdamW after updates."""
+"""Roles on real megatron-core worlds: every layout gives Hugging Face's log-probs, and its weights after AdamW updates."""
 
 from __future__ import annotations
 

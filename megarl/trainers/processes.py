@@ -1,0 +1,33 @@
+"""Starting what a run consists of: the cluster that its config describes, and the roles on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import Config
+from megarl.data.plan import FlopsModel
+from megarl.megatron.options import choose_layer_spec
+from megarl.models.registry import load_hf_config
+from megarl.trainers.roles import Roles
+from megarl.workers.cluster import Cluster, GroupRequest
+
+
+def open_cluster(config: Config, requests: Sequence[GroupRequest], log_folder: str | Path) -> Cluster:
+    """The cluster that `config` describes, for these groups of ranks."""
+    return Cluster(
+        requests,
+        engines=config.rollout.engines,
+        engine_tp=config.rollout.tp,
+        colocated=config.resources.placement == "colocated",
+        ray_address=config.resources.ray_address,
+        log_folder=str(log_folder),
+        start_deadline_s=config.resources.deadlines.start_s,
+    )
+
+
+def open_roles(config: Config, cluster: Cluster) -> Roles:
+    """Start the cluster's groups of ranks; their roles are loaded one by one."""
+    groups = dict(cluster.start_groups(config.run.seed))
+    layer_spec = choose_layer_spec(config.model.layer_spec, cluster.platform.name)
+    return Roles(config, groups, layer_spec, FlopsModel.from_hf_config(load_hf_config(config.model.path)))
