@@ -20,9 +20,7 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 """`param` is the float32 master copy, which BF16 training cannot do without."""
 
 
-def sharded_moments(
-    optimizer: Any, chunks: Sequence[Any], model_state: dict[str, Any], *, is_loading: bool
-) -> dict[str, Any]:
+def sharded_moments(optimizer: Any, chunks: Sequence[Any], model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """`{"step": int, "<number of the parameter>.<key>": sharded tensor}` for megatron-core's dist_checkpointing.
 
     Collective over data parallelism when saving: each rank contributes the slices it owns. When loading, the tensors

@@ -27,9 +27,7 @@ def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float,
     vocab = 37  # three rows of padding
     targets = torch.randint(0, vocab, (10,), generator=generator)
     grad_log_probs, grad_entropy = torch.randn(2, 10, generator=generator)
-    log_probs, entropy = VocabParallelLogProbs.apply(
-        hidden, weight, targets, 0, vocab, temperature, chunk_tokens, OneRank()
-    )
+    log_probs, entropy = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, temperature, chunk_tokens, OneRank())
     (log_probs * grad_log_probs + entropy * grad_entropy).sum().backward()
 
     exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
@@ -39,7 +37,8 @@ def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float,
     (exact_log_probs * grad_log_probs + exact_entropy * grad_entropy).sum().backward()
     torch.testing.assert_close(log_probs.double(), exact_log_probs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
-    assert exact_hidden.grad is not None and exact_weight.grad is not None
+    assert exact_hidden.grad is not None
+    assert exact_weight.grad is not None
     torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-5)
     assert not weight.grad[vocab:].any()

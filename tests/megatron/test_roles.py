@@ -162,9 +162,7 @@ def test_qwen_trains_like_hugging_face(world: World, folders: dict[str, Path], f
 
 
 @pytest.mark.parametrize("name", ["one", "tp2", "pp2"])
-def test_megatron_cores_local_spec_agrees_with_hugging_face_too(
-    world: World, folders: dict[str, Path], name: str
-) -> None:
+def test_megatron_cores_local_spec_agrees_with_hugging_face_too(world: World, folders: dict[str, Path], name: str) -> None:
     layout = LAYOUTS[name]
     answers = world.call(run_role, str(folders["llama"]), layout, "local", None, size=layout.world_size)
     check(answers, layout, folders["llama"])
