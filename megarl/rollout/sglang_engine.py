@@ -22,6 +22,7 @@ from megarl.rollout.sglang_server import ServerOptions, SglangServer
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
+ABORT_GRACE_S = 1.0  # how long the server has to return what an aborted response got so far
 
 
 class SglangEngine:
@@ -39,6 +40,7 @@ class SglangEngine:
         self._updating: int | None = None
         self._session_open = False
         self._sender = TensorSender(self.endpoint)
+        self._rounds: set[_Round] = set()
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
 
     @classmethod
@@ -76,55 +78,58 @@ class SglangEngine:
         if self._asleep:
             raise EngineError("the engine sleeps; wake it and send it weights before generating")
         ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
-        progress = _Counter(on_progress)
-        sampling = _sampling(params)
         async with self._session(None) as session:
-            work = asyncio.gather(
-                *(
-                    self._group(session, list(prompt), sampling, group, version, progress)
-                    for prompt, group in zip(prompts, ids, strict=True)
-                )
-            )
+            round_ = _Round(session, _sampling(params), version, on_progress)
+            self._rounds.add(round_)
+            work = asyncio.gather(*(self._group(round_, list(p), group) for p, group in zip(prompts, ids, strict=True)))
             try:
                 return await asyncio.wait_for(work, deadline_s)
             except BaseException as error:
                 await asyncio.shield(self._abort(itertools.chain.from_iterable(ids)))
                 if isinstance(error, TimeoutError):
                     raise DeadlineError(
-                        f"generation was not complete after {deadline_s:g} s: {progress.samples} of {len(prompts) * n} "
+                        f"generation was not complete after {deadline_s:g} s: {round_.samples} of {len(prompts) * n} "
                         f"responses had come from {self.server.url}"
                     ) from error
                 raise
+            finally:
+                self._rounds.discard(round_)
 
-    async def _group(
-        self,
-        session: aiohttp.ClientSession,
-        prompt: list[int],
-        sampling: dict[str, Any],
-        ids: Sequence[str],
-        version: int,
-        progress: _Counter,
-    ) -> list[Generation]:
+    async def _group(self, round_: _Round, prompt: list[int], ids: Sequence[str]) -> list[Generation]:
         """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
         if len(ids) > 1:
             warm_up = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
-            await self._post(session, "generate", warm_up)
-        return list(await asyncio.gather(*(self._sample(session, prompt, sampling, rid, version, progress) for rid in ids)))
+            await self._unless_aborted(round_, warm_up)
+        return list(await asyncio.gather(*(self._sample(round_, prompt, rid) for rid in ids)))
 
-    async def _sample(
-        self,
-        session: aiohttp.ClientSession,
-        prompt: list[int],
-        sampling: dict[str, Any],
-        rid: str,
-        version: int,
-        progress: _Counter,
-    ) -> Generation:
-        body = {"input_ids": prompt, "sampling_params": sampling, "rid": rid, "return_logprob": True}
-        answer = await self._post(session, "generate", body)
-        generation = _generation(answer, version, self.server.url)
-        progress.add(generation)
+    async def _sample(self, round_: _Round, prompt: list[int], rid: str) -> Generation:
+        body = {"input_ids": prompt, "sampling_params": round_.sampling, "rid": rid, "return_logprob": True}
+        answer = await self._unless_aborted(round_, body)
+        generation = Generation([], [], [], "abort") if answer is None else _generation(answer, round_.version, self.server.url)
+        round_.add(generation)
         return generation
+
+    async def _unless_aborted(self, round_: _Round, body: dict[str, Any]) -> Any:
+        """The server's answer; None if the round was aborted and the server has nothing to say about this request.
+
+        An abort that overtakes a request on its way to the server, or meets it before a paused server took it in, would
+        otherwise leave it running.
+        """
+        if round_.aborted.is_set():
+            return None
+        posting = asyncio.ensure_future(self._post(round_.session, "generate", body))
+        aborted = asyncio.ensure_future(round_.aborted.wait())
+        try:
+            await asyncio.wait({posting, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            if not posting.done():
+                await asyncio.wait({posting}, timeout=ABORT_GRACE_S)
+            if posting.done():
+                return posting.result()
+            await self._abort([body["rid"]])
+            return None
+        finally:
+            aborted.cancel()
+            posting.cancel()
 
     async def _abort(self, ids: Any) -> None:
         """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
@@ -133,6 +138,8 @@ class SglangEngine:
                 await asyncio.gather(*(self._post(session, "abort_request", {"rid": rid}) for rid in ids))
 
     async def abort_all(self) -> None:
+        for round_ in list(self._rounds):
+            round_.loop.call_soon_threadsafe(round_.aborted.set)
         await self._control("abort_request", {"abort_all": True})
 
     async def pause(self) -> None:
@@ -248,14 +255,19 @@ class SglangEngine:
             raise EngineError(f"{url} did not answer in time") from error
 
 
-class _Counter:
-    """Counts finished samples and tells the caller."""
+class _Round:
+    """One call of `generate`: what its requests have in common, and how far it is."""
 
-    def __init__(self, on_progress: Progress | None) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, sampling: dict[str, Any], version: int, on_progress: Progress | None
+    ) -> None:
+        self.session, self.sampling, self.version = session, sampling, version
+        self.loop, self.aborted = asyncio.get_running_loop(), asyncio.Event()
         self.samples = self.tokens = 0
         self._on_progress = on_progress
 
     def add(self, generation: Generation) -> None:
+        """Count a finished sample and tell the caller."""
         self.samples += 1
         self.tokens += len(generation.response_ids)
         if self._on_progress is not None:

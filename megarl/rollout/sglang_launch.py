@@ -1,6 +1,6 @@
 """Entry point of the SGLang server process: `python -m megarl.rollout.sglang_launch <SGLang's own arguments>`.
 
-The process ends with its whole group as soon as the pipe on its standard input closes, that is when the process that
+The process ends with all its children as soon as the pipe on its standard input closes, that is when the process that
 started it is gone, however it went. SGLang's spawned children import this module again (as `__mp_main__`), so what is done
 at import time holds in all of them.
 """
@@ -8,10 +8,11 @@ at import time holds in all of them.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 from pathlib import Path
+
+from megarl.rollout.process_tree import end_tree
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from megarl.rollout import sglang_cpu
@@ -20,23 +21,23 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 
 
 def _end_with_parent() -> None:
-    """Wait until standard input closes, then kill this process group (and so every child SGLang made)."""
+    """Wait until standard input closes, then end this process and every child SGLang made."""
     while os.read(0, 4096):
         pass
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+    end_tree(os.getpid(), spare_root=True)
+    os._exit(1)
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until terminated; `arguments` are those of `sglang serve`."""
+    """Serve until killed; `arguments` are those of `sglang serve`. Children never outlive this process."""
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
 
     try:
         run_server(prepare_server_args(arguments))
     finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+        end_tree(os.getpid(), spare_root=True)
 
 
 if __name__ == "__main__":

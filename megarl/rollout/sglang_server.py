@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,13 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
-
 from megarl.errors import EngineError
+from megarl.rollout.process_tree import end_tree
 
 HOST = "127.0.0.1"
 LOG_TAIL_LINES = 15
-STOP_GRACE_S = 5.0
+STOP_TIMEOUT_S = 10.0
 
 # Keeps glibc from handing large blocks back to the kernel after every forward pass (docs/DESIGN section 5).
 KEEP_MEMORY = {
@@ -176,36 +174,14 @@ class SglangServer:
         return "\n".join([f"{self.options.log_file} ends with:", *lines[-LOG_TAIL_LINES:]])
 
     def stop(self) -> None:
-        """End the server: SIGTERM to its group, SIGKILL after a few seconds; returns when every process is gone."""
+        """Kill the server and everything it started; returns when every process is gone. There is no state to save."""
         process, self._process = self._process, None
         if process is None:
             return
-        tree = _tree(process.pid)
-        _signal_group(process.pid, signal.SIGTERM)
-        _, left = psutil.wait_procs(tree, timeout=STOP_GRACE_S)
-        if left:
-            _signal_group(process.pid, signal.SIGKILL)
-            for survivor in left:  # one that left the group
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    survivor.kill()
-            psutil.wait_procs(left, timeout=STOP_GRACE_S)
-        process.wait(timeout=STOP_GRACE_S)
+        end_tree(process.pid)
+        process.wait(timeout=STOP_TIMEOUT_S)
         if process.stdin is not None:
             process.stdin.close()
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants, as far as they live."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
 
 
 def _claim_port(wanted: int | None) -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megarl.rollout.embedded import EmbeddedEngine
+from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_server import ServerOptions
 from tests.rollout.tiny import TINY, save_tiny
@@ -33,8 +34,12 @@ def sglang_engine(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         start_timeout_s=240,
     )
     engine = asyncio.run(SglangEngine.start(options))
+    assert engine.server.pid is not None
+    tree = tree_of(engine.server.pid)
     yield engine
     asyncio.run(engine.stop())
+    assert len(tree) > 2  # the server, its scheduler and its detokenizer at least
+    assert [process for process in tree if process.is_running()] == []
 
 
 @pytest.fixture(scope="session")

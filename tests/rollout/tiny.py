@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +64,9 @@ async def sync(engine: Engine, weights: Weights, version: int) -> None:
     await engine.end_update(version)
 
 
-def reference_log_probs(model: LlamaForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float) -> torch.Tensor:
+def reference_log_probs(
+    model: LlamaForCausalLM, prompt: Sequence[int], response: Sequence[int], temperature: float
+) -> torch.Tensor:
     """Log-probs [len(response)] of `response` after `prompt`, one full forward pass without cache or padding."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
@@ -82,8 +83,3 @@ def largest_difference(
             expected = reference_log_probs(model, prompt, one.response_ids, temperature)
             worst = max(worst, (torch.tensor(one.log_probs) - expected).abs().max().item())
     return worst
-
-
-def run(coroutine: object) -> object:
-    """The coroutine's result; each test has an event loop of its own, the engines do not mind."""
-    return asyncio.run(coroutine)  # type: ignore[arg-type]

@@ -1,0 +1,216 @@
+"""SGLang alone: its process, weights over a process group, several senders, and values that were damaged on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megarl.errors import EngineError
+from megarl.rollout import payload
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.process_tree import tree_of
+from megarl.rollout.sglang_engine import SglangEngine
+from megarl.rollout.sglang_senders import DistributedSender, TensorSender
+from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer
+from tests.rollout.tiny import PROMPTS, Weights, halves, largest_difference, load, sync, weights_of
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+SENDS_A_FILE = """
+import json, sys, torch
+from megarl.rollout.checksums import EngineLayout
+from megarl.rollout.sglang_senders import Endpoint, TensorSender
+url, model_path, weights_file = sys.argv[1:]
+sender = TensorSender(Endpoint(url, EngineLayout.of_model(model_path, "float32")))
+sender.send(list(torch.load(weights_file).items()))
+print(json.dumps(sender.checksums()))
+"""
+
+
+def stages(weights: Weights) -> list[Weights]:
+    """`weights` as two pipeline stages hold them: the layers before 1, and the rest."""
+    first = [pair for pair in weights if ".layers.0." in pair[0] or "embed" in pair[0]]
+    return [first, [pair for pair in weights if pair[0] not in dict(first)]]
+
+
+def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        new = load(tiny_path, seed=3)
+        mine, theirs = stages(weights_of(new))
+        torch.save(dict(theirs), tmp_path / "stage1.pt")
+        await sglang_engine.begin_update(4)
+        arguments = [sglang_engine.endpoint.url, str(tiny_path), str(tmp_path / "stage1.pt")]
+        other = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDS_A_FILE, *arguments, stdout=subprocess.PIPE)
+        await sglang_engine.apply_update(mine)
+        printed, _ = await asyncio.wait_for(other.communicate(), 120)
+        await sglang_engine.end_update(4, json.loads(printed))
+        groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
+        assert largest_difference(new, PROMPTS, groups) < 1e-5
+
+    asyncio.run(scenario())
+
+
+def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: SglangEngine, tiny_path: Path) -> None:
+    async def scenario() -> None:
+        new = load(tiny_path, seed=4)
+
+        def send() -> dict[str, str]:
+            with DistributedSender(
+                sglang_engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=60
+            ) as sender:
+                for bucket in halves(weights_of(new)):
+                    sender.send(bucket)
+                return sender.checksums()
+
+        for version in (11, 12):  # the group is made and destroyed each time
+            await sglang_engine.begin_update(version)
+            await sglang_engine.end_update(version, await asyncio.to_thread(send))
+        groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2)
+        assert largest_difference(new, PROMPTS, groups, 0.7) < 1e-5
+        assert {version for group in groups for one in group for version in one.weight_versions} == {12}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", ["tensors", "process_group"])
+def test_sending_without_an_open_update_is_refused(sglang_engine: SglangEngine, tiny_path: Path, transport: str) -> None:
+    weights = weights_of(load(tiny_path))
+    with pytest.raises(EngineError, match="must run between begin_weight_update"):
+        if transport == "tensors":
+            TensorSender(sglang_engine.endpoint).send(weights)
+        else:
+            with DistributedSender(
+                sglang_engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=60
+            ) as sender:
+                sender.send(weights)
+
+
+def test_a_value_damaged_on_the_way_is_named(
+    sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of one value of one weight, changed between the sender and the engine."""
+
+    async def scenario() -> None:
+        weights = weights_of(load(tiny_path, seed=5))
+        pack = payload.Staging.pack
+
+        def damaging(staging: payload.Staging, bucket: Any) -> str:
+            text = pack(staging, bucket)
+            names = [name for name, _ in bucket]
+            if "model.layers.1.mlp.up_proj.weight" in names:
+                place = payload._places(bucket)[0][names.index("model.layers.1.mlp.up_proj.weight")]
+                assert staging._buffer is not None
+                staging._buffer[place.start_idx + 8] ^= 1
+            return text
+
+        monkeypatch.setattr(payload.Staging, "pack", damaging)
+        with pytest.raises(EngineError, match=r"1 differ, 0 missing.*model\.layers\.1\.mlp\.gate_up_proj\.weight@0$"):
+            await sync(sglang_engine, weights, 20)
+        assert sglang_engine.weight_version is None
+        monkeypatch.undo()
+        await sync(sglang_engine, weights, 21)
+
+    asyncio.run(scenario())
+
+
+def test_weights_in_another_dtype_arrive_rounded_to_the_engines(sglang_engine: SglangEngine, tiny_path: Path) -> None:
+    async def scenario() -> None:
+        weights = [(name, weight.bfloat16()) for name, weight in weights_of(load(tiny_path))]
+        rounded = load(tiny_path)
+        rounded.load_state_dict({name: weight.float() for name, weight in weights}, strict=False)
+        await sync(sglang_engine, weights, 22)
+        groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8))
+        assert largest_difference(rounded, PROMPTS, groups) < 1e-5
+
+    asyncio.run(scenario())
+
+
+def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path) -> None:
+    """All but one token of the prompt come from the cache for each sample."""
+
+    async def scenario() -> None:
+        await sync(sglang_engine, weights_of(load(tiny_path)), 23)
+        cached: list[int] = []
+        post = sglang_engine._post
+
+        async def watching(session: Any, endpoint: str, body: dict[str, Any]) -> Any:
+            answer = await post(session, endpoint, body)
+            if "return_logprob" in body:
+                cached.append(answer["meta_info"]["cached_tokens"])
+            return answer
+
+        sglang_engine._post = watching  # type: ignore[method-assign]
+        try:
+            await sglang_engine.generate([list(range(3, 103))], SamplingParams(max_new_tokens=2), n=4)
+        finally:
+            del sglang_engine._post  # type: ignore[method-assign]
+        assert cached == [99] * 4
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
+    options = ServerOptions(str(tmp_path / "no-such-model"), tmp_path / "server.log", start_timeout_s=120)
+    server = SglangServer(options)
+    with pytest.raises(EngineError, match=r"(?s)ended with exit code .*server\.log ends with:.*no-such-model"):
+        server.start()
+    assert not server.alive
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"rollout.port is {port}, which is in use"):
+            SglangServer(ServerOptions("model", tmp_path / "server.log", port=port)).start()
+
+
+STARTS_A_SERVER = """
+import sys, time
+from pathlib import Path
+from megarl.rollout.sglang_server import ServerOptions, SglangServer
+server = SglangServer(ServerOptions(sys.argv[1], Path(sys.argv[2]), threads=1, max_total_tokens=512, max_running_requests=2))
+server.start()
+print(server.url, server.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_is_left_of_a_server_whose_owner_was_killed(tiny_path: Path, tmp_path: Path) -> None:
+    """That `stop` leaves nothing is asserted where the shared server is stopped, in conftest."""
+    arguments = [str(tiny_path), str(tmp_path / "server.log")]
+    owner = subprocess.Popen([sys.executable, "-c", STARTS_A_SERVER, *arguments], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    tree: list[psutil.Process] = []
+    try:
+        url, pid = owner.stdout.readline().split()
+        tree = tree_of(int(pid))
+        assert len(tree) > 2  # the server, its scheduler and its detokenizer at least
+        urllib.request.urlopen(f"{url}/model_info", timeout=10).close()
+        owner.kill()
+        _, left = psutil.wait_procs(tree, timeout=20)
+        assert left == []
+    finally:
+        owner.kill()
+        owner.wait()
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
