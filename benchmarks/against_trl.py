@@ -20,14 +20,14 @@ import reasoning_gym
 
 ROOT = Path(__file__).resolve().parent.parent
 TASK = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
-"""chain_sum rows; with SmolLM2's chat template a prompt has 45 to 48 tokens."""
+"""chain_sum rows; with SmolLM2's chat template a prompt has 46 to 48 tokens."""
 TRL_PACKAGES = ["trl==1.16.0", "transformers==5.19.0", "datasets==5.2.0", "accelerate==1.15.0"]
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 35),
     "MALLOC_TOP_PAD_": str(1 << 28),
 }
-"""glibc keeps freed activations instead of returning them page by page; worth a third of TRL's time, so both sides have it."""
+"""glibc keeps freed activations instead of returning them page by page; both sides have it."""
 
 
 def write_prompts(path: Path, count: int) -> None:
