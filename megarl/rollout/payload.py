@@ -40,6 +40,10 @@ class Staging:
             target.copy_(tensor.detach())
         return _serialize({"flattened_tensor": buffer[:size], "metadata": metadata})
 
+    def release(self) -> None:
+        """Give the buffer back: between updates it would take memory from training, and outlive a trainer that is killed."""
+        self._buffer = None
+
     def _at_least(self, size: int, device: torch.device) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:
             self._buffer = torch.empty(size, dtype=torch.uint8, device=device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from megarl.errors import EngineError
 from megarl.rollout.process_tree import end_tree
 
 HOST = "127.0.0.1"
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 10.0
 
@@ -56,8 +58,8 @@ class ServerOptions:
     start_timeout_s: float = 300.0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def arguments(self, port: int) -> list[str]:
-        """SGLang's command line for a server on `port`."""
+    def arguments(self, port: int, start_id: str) -> list[str]:
+        """SGLang's command line for a server on `port`; `start_id` is what it calls its weights until they have a version."""
         chosen: dict[str, Any] = {
             "model_path": self.model_path,
             "host": HOST,
@@ -65,6 +67,7 @@ class ServerOptions:
             "device": self.device,
             "dtype": self.dtype,
             "tp_size": self.tp,
+            "weight_version": start_id,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "skip_server_warmup": True,  # the first real request does the same work
             "sleep_on_idle": True,  # else the scheduler burns a core while training runs
@@ -111,7 +114,7 @@ class SglangServer:
 
     def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.url = ""
+        self.url = self._start_id = ""
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -125,10 +128,11 @@ class SglangServer:
             raise EngineError(f"the SGLang server at {self.url} is already running")
         port = _claim_port(self.options.port)
         self.url = f"http://{HOST}:{port}"
+        self._start_id = f"started-{secrets.token_hex(8)}"
         self.options.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.options.log_file.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.rollout.sglang_launch", *self.options.arguments(port)],
+                [sys.executable, "-m", "megarl.rollout.sglang_launch", *self.options.arguments(port, self._start_id)],
                 stdin=subprocess.PIPE,  # closes when this process is gone, and the server ends with it
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -148,8 +152,13 @@ class SglangServer:
             code = self._process.poll()
             if code is not None:
                 raise EngineError(f"the SGLang server ended with exit code {code} before it answered; {self.log_tail()}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/model_info", timeout=2):
-                return
+            with (
+                contextlib.suppress(OSError, ValueError),
+                urllib.request.urlopen(f"{self.url}/model_info", timeout=2) as answer,
+            ):
+                # another program may have taken the port meanwhile, and it may be a server just like this one
+                if json.load(answer).get("weight_version") == self._start_id:
+                    return
             if time.monotonic() > deadline:
                 limit_s = self.options.start_timeout_s
                 raise EngineError(f"the SGLang server at {self.url} did not answer within {limit_s:g} s; {self.log_tail()}")
@@ -185,17 +194,26 @@ class SglangServer:
 
 
 def _claim_port(wanted: int | None) -> int:
-    """`wanted` if it is free, or any free port of the loopback interface.
+    """`wanted` if it is free, or a free port of the loopback interface.
+
+    A port of our choice lies below those that the kernel hands out: the server binds it only after its long start.
 
     Raises:
         EngineError: `wanted` is in use.
     """
+    if wanted is not None:
+        if not _is_free(wanted):
+            raise EngineError(f"rollout.port is {wanted}, which is in use on {HOST}; choose a free port or leave it out")
+        return wanted
+    ceiling = int(EPHEMERAL_PORTS.read_text().split()[0]) if EPHEMERAL_PORTS.exists() else 32768
+    return next(port for port in iter(lambda: secrets.choice(range(10_000, max(ceiling, 11_000))), None) if _is_free(port))
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, wanted or 0))
-        except OSError as error:
-            raise EngineError(
-                f"rollout.port is {wanted}, which is in use on {HOST}; choose a free port or leave it out"
-            ) from error
-        return int(probe.getsockname()[1])
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+        return True
