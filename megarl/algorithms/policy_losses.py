@@ -5,6 +5,7 @@ All share one signature, so that a loss is a name in the config. They assume tha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,20 +54,33 @@ class PolicyLoss(Protocol):
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    log_ratio: Tensor, advantages: Tensor, settings: LossSettings, *, dual_clip: float = math.inf
+) -> tuple[Tensor, Tensor]:
     """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A) `[N]`, and where its gradient is cut (bool `[N]`).
 
     The gradient is cut where ρ has already left the interval in the direction that A asks for: ρ > 1+ε_high with A > 0,
-    ρ < 1−ε_low with A < 0.
+    ρ < 1−ε_low with A < 0, and ρ > `dual_clip` with A < 0. Elsewhere the minimum is ρA.
+
+    Args:
+        log_ratio: float `[N]`, log ρ; gradients flow through it.
+        advantages: float `[N]`.
+        settings: ε_low and ε_high.
+        dual_clip: largest ρ that counts where A < 0.
     """
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
-    loss = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-    cut = ((ratio > high) & (advantages > 0)) | ((ratio < low) & (advantages < 0))
-    return loss, cut
+    ratio = log_ratio.detach().exp()
+    gains, loses = advantages > 0, advantages < 0
+    cut = (gains & (ratio > high)) | (loses & ((ratio < low) | (ratio > dual_clip)))
+    bounded = torch.where(loses, ratio.clamp(low, dual_clip), ratio.clamp(low, high))
+    # Tokens without gradient stay out of the graph: exp overflows in float32 above 88 nats, and 0 · inf is NaN.
+    held = cut | (advantages == 0)
+    live = log_ratio.masked_fill(held, 0.0).exp()
+    return -torch.where(held, bounded, live) * advantages, cut
 
 
-def _sums(ratio: Tensor, cut: Tensor) -> dict[str, Tensor]:
-    return {"ratio": ratio.detach().float().sum(), "clipped": cut.float().sum()}
+def _sums(log_ratio: Tensor, cut: Tensor) -> dict[str, Tensor]:
+    return {"ratio": log_ratio.detach().float().exp().sum(), "clipped": cut.float().sum()}
 
 
 @POLICY_LOSSES.register("clip")
@@ -74,9 +88,9 @@ def clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (arXiv 1707.06347); with ε_high = 0.28, DAPO's clip-higher (2503.14476). See `PolicyLoss`."""
-    ratio = (log_probs - old_log_probs).exp()
-    loss, cut = clipped_surrogate(ratio, advantages, settings)
-    return loss, _sums(ratio, cut)
+    log_ratio = log_probs - old_log_probs
+    loss, cut = clipped_surrogate(log_ratio, advantages, settings)
+    return loss, _sums(log_ratio, cut)
 
 
 @POLICY_LOSSES.register("dual_clip")
@@ -84,11 +98,9 @@ def dual_clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`clip`, and for A < 0 never above −c·A, however large the ratio (arXiv 1912.09729). See `PolicyLoss`."""
-    ratio = (log_probs - old_log_probs).exp()
-    loss, cut = clipped_surrogate(ratio, advantages, settings)
-    bound = -settings.dual_clip * advantages
-    beyond = (advantages < 0) & (loss > bound)
-    return torch.where(beyond, bound, loss), _sums(ratio, cut | beyond)
+    log_ratio = log_probs - old_log_probs
+    loss, cut = clipped_surrogate(log_ratio, advantages, settings, dual_clip=settings.dual_clip)
+    return loss, _sums(log_ratio, cut)
 
 
 @POLICY_LOSSES.register("gspo")
@@ -105,10 +117,9 @@ def gspo(
     responses = int(response.max()) + 1 if len(response) else 0
     total = difference.new_zeros(responses).index_add(0, response, difference)
     tokens = torch.bincount(response, minlength=responses)
-    log_ratio = (total / tokens)[response]
-    ratio = (log_ratio + log_probs - log_probs.detach()).exp()
-    loss, cut = clipped_surrogate(ratio, advantages, settings)
-    return loss, _sums(ratio, cut)
+    log_ratio = (total / tokens)[response] + log_probs - log_probs.detach()
+    loss, cut = clipped_surrogate(log_ratio, advantages, settings)
+    return loss, _sums(log_ratio, cut)
 
 
 @POLICY_LOSSES.register("cispo")
@@ -119,9 +130,10 @@ def cispo(
 
     See `PolicyLoss`.
     """
-    ratio = (log_probs - old_log_probs).detach().exp()
+    log_ratio = (log_probs - old_log_probs).detach()
+    ratio = log_ratio.exp()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return -weight * advantages * log_probs, _sums(ratio, weight != ratio)
+    return -weight * advantages * log_probs, _sums(log_ratio, weight != ratio)
 
 
 @POLICY_LOSSES.register("reinforce")

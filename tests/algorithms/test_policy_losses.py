@@ -104,6 +104,23 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage_and_of_no_other() -> 
     assert sums["clipped"].item() == 2
 
 
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo"])
+def test_a_ratio_beyond_float32_leaves_the_gradient_of_tokens_without_one_at_zero(name: str, advantage: float) -> None:
+    """exp(200) is inf in float32, and inf · 0 is NaN: one such token must not spoil the whole step's gradient."""
+    new = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss, sums = POLICY_LOSSES.resolve(name)(
+        new, torch.tensor([-201.0, -1.0]), torch.full((2,), advantage), response=torch.tensor([0, 1]), settings=SETTINGS
+    )
+    loss.sum().backward()
+    assert new.grad is not None
+    unbounded = advantage < 0 and name != "dual_clip"  # −ρA itself is infinite here, and says so
+    first = {1.0: -1.28, 0.0: 0.0, -1.0: math.inf if unbounded else 3.0}[advantage]
+    assert loss.tolist() == pytest.approx([first, -advantage])
+    assert new.grad.tolist() == [math.inf if unbounded else 0.0, -advantage]
+    assert sums["clipped"].item() == (advantage != 0 and not unbounded)
+
+
 @pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo"])
 def test_the_clipped_metric_counts_the_tokens_without_gradient(name: str) -> None:
     new, old, advantages, response = tokens(1.5)
