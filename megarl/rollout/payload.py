@@ -30,15 +30,20 @@ class Staging:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
-    def pack(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> str:
-        """Copy `bucket` into the buffer and return the payload, base64 text of about 100 bytes per weight."""
+    def pack(self, bucket: Sequence[tuple[str, torch.Tensor]], copies: int) -> list[str]:
+        """Copy `bucket` into the buffer and return one payload per engine rank, base64 text of about 100 bytes per weight.
+
+        The values lie in memory once. The payloads are not interchangeable copies: each holds a reference to the shared
+        memory which the rank that opens it gives back, and with the last of them the memory is gone.
+        """
         metadata, size = _places(bucket)
         device = bucket[0][1].device
         buffer = self._at_least(size, device)
         for (_, tensor), place in zip(bucket, metadata, strict=True):
             target = buffer[place.start_idx : place.end_idx].view(place.dtype).view(place.shape)
             target.copy_(tensor.detach())
-        return _serialize({"flattened_tensor": buffer[:size], "metadata": metadata})
+        content = {"flattened_tensor": buffer[:size], "metadata": metadata}
+        return [_serialize(content) for _ in range(copies)]
 
     def release(self) -> None:
         """Give the buffer back: between updates it would take memory from training, and outlive a trainer that is killed."""

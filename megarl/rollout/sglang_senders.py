@@ -21,6 +21,8 @@ from megarl.rollout.checksums import EngineLayout, SentChecksums
 from megarl.rollout.engine import Bucket
 from megarl.rollout.payload import LOAD_FORMAT, Staging
 
+POLL_S = 0.005
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -46,9 +48,8 @@ class TensorSender:
         """
         if not bucket:
             return
-        payload = self._staging.pack(bucket)
         body = {
-            "serialized_named_tensors": [payload] * self.endpoint.layout.tp,
+            "serialized_named_tensors": self._staging.pack(bucket, self.endpoint.layout.tp),
             "load_format": LOAD_FORMAT,
             "flush_cache": False,  # once, at the end of the update
         }
@@ -103,7 +104,11 @@ class DistributedSender:
         joining.result()
 
     def send(self, bucket: Bucket) -> None:
-        """Broadcast `bucket` to the engine's ranks; returns when the engine has loaded it."""
+        """Broadcast `bucket` to the engine's ranks; returns when the engine has loaded it.
+
+        Raises:
+            EngineError: no update is open, or the engine refused the weights. The group is then out of step: close it.
+        """
         if not bucket:
             return
         body = {
@@ -116,12 +121,14 @@ class DistributedSender:
         }
         flat = torch.cat([weight.detach().reshape(-1).view(torch.uint8) for _, weight in bucket])
         loading = _Call(self.endpoint.url, "update_weights_from_distributed", body, self.timeout_s)
-        # the engine refuses at once where no update is open, and then never joins the broadcast
-        if loading.failed_within(0.02):
-            loading.result()
         hashing = _Hashing(self._checksums, bucket)
-        torch.distributed.broadcast(flat, src=0, group=self._group)
+        broadcast = torch.distributed.broadcast(flat, src=0, group=self._group, async_op=True)
         hashing.join()
+        # an engine that refuses, at once or late, never joins the broadcast, which would then wait for its whole timeout
+        while not broadcast.is_completed() and not loading.ended_within(POLL_S):
+            pass
+        loading.raise_if_failed()
+        broadcast.wait()
         loading.result()
         hashing.check()
 
@@ -181,16 +188,20 @@ class _Call:
         except EngineError as error:
             self._error = error
 
-    def failed_within(self, wait_s: float) -> bool:
-        """Whether the call ends with an error within `wait_s` seconds."""
+    def ended_within(self, wait_s: float) -> bool:
+        """Whether the call has been answered, or has failed, within `wait_s` seconds."""
         self._thread.join(wait_s)
-        return not self._thread.is_alive() and self._error is not None
+        return not self._thread.is_alive()
+
+    def raise_if_failed(self) -> None:
+        """Raise the call's EngineError if there is one by now."""
+        if self._error is not None:
+            raise self._error
 
     def result(self) -> None:
         """Wait for the answer; raises EngineError if it is one."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self.raise_if_failed()
 
 
 class _Hashing:

@@ -111,14 +111,14 @@ def test_a_value_damaged_on_the_way_is_named(
         weights = weights_of(load(tiny_path, seed=5))
         pack = payload.Staging.pack
 
-        def damaging(staging: payload.Staging, bucket: Any) -> str:
-            text = pack(staging, bucket)
+        def damaging(staging: payload.Staging, bucket: Any, copies: int) -> list[str]:
+            payloads = pack(staging, bucket, copies)
             names = [name for name, _ in bucket]
             if "model.layers.1.mlp.up_proj.weight" in names:
                 place = payload._places(bucket)[0][names.index("model.layers.1.mlp.up_proj.weight")]
                 assert staging._buffer is not None
                 staging._buffer[place.start_idx + 8] ^= 1
-            return text
+            return payloads
 
         monkeypatch.setattr(payload.Staging, "pack", damaging)
         with pytest.raises(EngineError, match=r"1 differ, 0 missing.*model\.layers\.1\.mlp\.gate_up_proj\.weight@0$"):
