@@ -1,6 +1,7 @@
 # Each target creates what it needs from nothing; stamp files make the second time fast.
 #   make venv        .venv with megarl installed, able to run everything on a CPU
 #   make model       models/SmolLM2-135M-Instruct, a real model as a Hugging Face folder
+#   make tiny-model  models/tiny-arithmetic, where the examples in examples/tiny/ start from
 #   make quickstart  trains that model with GRPO and prints its accuracy before and after
 #   make test        linters, types, import contracts and tests; lists what was skipped and why
 #   make lint        the first three of these
@@ -16,7 +17,7 @@ QUICKSTART ?= examples/quickstart.yaml
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 .DELETE_ON_ERROR:
-.PHONY: venv model quickstart test lint clean help
+.PHONY: venv model tiny-model quickstart test lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +49,11 @@ $(VENV)/.model-tools: requirements/model.txt | $(VENV)/.installed
 # order-only: a newer environment is no reason to convert the model again
 $(MODEL)/config.json: | $(VENV)/.model-tools
 	$(BIN)/python tools/model/smollm2.py $(MODEL)
+
+tiny-model: models/tiny-arithmetic/config.json
+
+models/tiny-arithmetic/config.json: | $(VENV)/.installed
+	$(BIN)/python tools/model/tiny.py models/tiny-arithmetic
 
 quickstart: venv model
 	$(BIN)/megarl train $(QUICKSTART)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 done, 1 doctor found a problem, 2 the user's mistake, 130 Ctrl-C)."""
     try:
         arguments = _parse(argv)
+        # Also where the shell starts programs with SIGINT ignored, as in the background; a batch system sends SIGTERM.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
         return arguments.run(arguments)
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
@@ -37,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         sys.stderr.close()
         return 0
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 class _Parser(argparse.ArgumentParser):

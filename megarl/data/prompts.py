@@ -60,6 +60,16 @@ def describe_source(source: Source) -> str:
     return f"{source.source} source '{source.name}'"
 
 
+def line_of_row(path: str, number: int) -> int | None:
+    """The line of row `number` (counted from 0) in a JSONL file, whose blank lines are no rows; None if it cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            lines = (line for line, text in enumerate(file, start=1) if text.strip())
+            return next(islice(lines, number, None), None)
+    except OSError:
+        return None
+
+
 def _existing_file(source: Source) -> Path:
     path = Path(source.path or "")
     if not path.is_file():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.data.sample import Prompt
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, DataError
 
 
 class PromptSampler:
@@ -56,3 +56,19 @@ class PromptSampler:
         self._position += 1
         prompt = self._prompts[self._order[place]]
         return replace(prompt, group_id=f"{prompt.row_id}@{epoch}")
+
+
+def without_held_out(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+    """The training prompts that are not, token for token, held-out prompts.
+
+    Raises:
+        DataError: none is left.
+    """
+    known = {tuple(prompt.prompt_ids) for prompt in held_out}
+    kept = [prompt for prompt in train if tuple(prompt.prompt_ids) not in known]
+    if not kept:
+        raise DataError(
+            f"data.train has no row that data.eval does not hold out ({len(train)} rows, all of them held-out prompts); "
+            "train on other rows, or set data.eval to null"
+        )
+    return kept

@@ -6,13 +6,14 @@ A prompt's ids are exactly what the engine is given; nothing is truncated silent
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from megarl.config.schema import DataConfig
-from megarl.data.prompts import Row, describe_source
+from megarl.data.prompts import Row, Source, describe_source, line_of_row
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, nearest
 
@@ -34,6 +35,20 @@ def load_tokenizer(path: str) -> Any:
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{path}' has no tokenizer that can be loaded: {type(error).__name__}: {reason}") from error
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a row is, as error messages name it; a file is searched for its line only when the message is written."""
+
+    section: str
+    source: Source | None
+    number: int
+
+    def __str__(self) -> str:
+        path = self.source.path if self.source is not None and self.source.source == "jsonl" else None
+        line = line_of_row(path, self.number) if path is not None else None
+        return f"{self.section} row {self.number} (counted from 0)" if line is None else f"{self.section} line {line}"
 
 
 class PromptBuilder:
@@ -68,7 +83,7 @@ class PromptBuilder:
         prompts = []
         longest = self.data.max_prompt_tokens
         for number, row in enumerate(rows):
-            place = self._place(prefix, number)
+            place = _Place(self._section(prefix), getattr(self.data, prefix, None), number)
             text = self._render(row, place)
             # A template writes the special tokens itself; plain text gets those that the tokenizer adds (BOS).
             ids = list(self.tokenizer(text, add_special_tokens=not self.uses_template)["input_ids"])
@@ -92,10 +107,7 @@ class PromptBuilder:
         source = getattr(self.data, prefix, None)
         return f"data.{prefix} ({describe_source(source)})" if source is not None else f"data.{prefix}"
 
-    def _place(self, prefix: str, number: int) -> str:
-        return f"{self._section(prefix)} row {number} (counted from 0)"
-
-    def _render(self, row: Row, place: str) -> str:
+    def _render(self, row: Row, place: _Place) -> str:
         """The prompt of `row` as the text that is tokenised."""
         key, system = self.data.prompt_key, self.data.system_prompt
         if key not in row:
@@ -116,7 +128,7 @@ class PromptBuilder:
         except jinja2.TemplateError as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 
-    def _messages(self, prompt: Any, place: str) -> list[dict[str, Any]]:
+    def _messages(self, prompt: Any, place: _Place) -> list[dict[str, Any]]:
         key = self.data.prompt_key
         messages = prompt if isinstance(prompt, list) else []
         if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):

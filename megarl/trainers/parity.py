@@ -13,10 +13,13 @@ class Gates:
         self._before_sync: float | None = None
         self._after_sync: float | None = None
 
-    def see(self, step: int, metrics: Mapping[str, float], *, synced: bool) -> None:
-        """Take in the metrics of `step` (from 1); `synced`: its samples came from weights that were pushed."""
+    def see(self, step: int, metrics: Mapping[str, float], first_update: Mapping[str, float], *, synced: bool) -> None:
+        """Take in the metrics of `step` (from 1) and of its first optimizer step, which sees the policy as it was before.
+
+        `synced`: the step's samples came from weights that were pushed.
+        """
         if step == 1:
-            self._first_kl = metrics.get("kl/reference")
+            self._first_kl = first_update.get("kl/reference")
         worst = metrics.get("mismatch/log_prob_max")
         if worst is None:
             return

@@ -17,7 +17,7 @@ from megarl.config import Config, save_resolved
 from megarl.data.batch import Batch
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
-from megarl.data.sampler import PromptSampler
+from megarl.data.sampler import PromptSampler, without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ConfigError
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
@@ -62,9 +62,11 @@ class RlRun:
         # What the user may have got wrong comes first, while nothing is started or written.
         tokenizer = load_tokenizer(config.model.path)
         builder = PromptBuilder(tokenizer, config.data)
-        self.sampler = PromptSampler(builder.build(load_rows(config.data.train), prefix="train"), config.run.seed)
         held_out = config.data.eval
         self.eval_prompts = builder.build(load_rows(held_out), prefix="eval") if held_out is not None else []
+        train = builder.build(load_rows(config.data.train), prefix="train")
+        kept = without_held_out(train, self.eval_prompts)
+        self.sampler = PromptSampler(kept, config.run.seed)
         self.rewards = build_rewards(config.rewards, config.data)
         resume_from = self.checkpoints.resolve(config.run.resume)
         state = read_state(resume_from) if resume_from is not None else None
@@ -76,6 +78,8 @@ class RlRun:
         self._stack.callback(self.trackers.close)
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", config.run.log_samples, resumed_at)
         self.progress = self._stack.enter_context(Progress(config.run.steps, self.phases, first_step=self.step))
+        if len(kept) < len(train):
+            self.progress.say(f"{len(train) - len(kept)} of {len(train)} training rows are held-out prompts too: left out")
         if self.finished:
             self._restore_state(state)
             return
@@ -227,7 +231,7 @@ class RlRun:
             "speed/generated_tokens_per_s": tokens / times.phase_s["generate"],
             **times.metrics(),
         }
-        self.gates.see(self.step, self.metrics, synced=self.rollouts.sampled_version > 0)
+        self.gates.see(self.step, self.metrics, self._updates[0], synced=self.rollouts.sampled_version > 0)
         self.trackers.log(self.step, self.metrics)
         self.samples_file.write(self.step, samples)
         self.progress.step_done(self.step, self.metrics)

@@ -141,7 +141,7 @@ class Cluster:
             return
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # else other programs on a small machine starve the run
         if self.address:
             try:
                 ray.init(address=self.address, **quiet)

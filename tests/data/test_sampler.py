@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
-from megarl.data.sampler import PromptSampler
-from megarl.errors import CheckpointError
+from megarl.data.sampler import PromptSampler, without_held_out
+from megarl.errors import CheckpointError, DataError
 
 
 def _prompts(count: int) -> list[Prompt]:
@@ -60,3 +60,12 @@ def test_state_of_another_data_set_is_refused() -> None:
     state = PromptSampler(_prompts(4), 0).state_dict()
     with pytest.raises(CheckpointError, match=r"4 prompts, but data\.train now gives 5"):
         PromptSampler(_prompts(5), 0).load_state_dict(state)
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    train = [Prompt(f"train-{n}", "", [n % 5], "") for n in range(20)]
+    held_out = [Prompt("eval-0", "", [2], ""), Prompt("eval-1", "", [4], "")]
+    kept = without_held_out(train, held_out)
+    assert [p.row_id for p in kept] == [f"train-{n}" for n in range(20) if n % 5 not in (2, 4)]
+    with pytest.raises(DataError, match="no row that data.eval does not hold out"):
+        without_held_out(train[2:3], held_out)

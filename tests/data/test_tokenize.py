@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config.schema import DataConfig, SourceConfig
+from megarl.data.prompts import load_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError
 
@@ -93,6 +94,14 @@ def test_overlong_prompts_are_dropped_and_counted_or_an_error() -> None:
 def test_unusable_row_is_named(row: dict[str, Any], fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         PromptBuilder(_tokenizer(), _data(**fields)).build([row], prefix="train")
+
+
+def test_unusable_row_of_a_file_is_named_by_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('\n{"question": "a"}\n\n  \n{"qestion": "b"}\n{"question": "c"}\n')
+    data = DataConfig(train=SourceConfig(source="jsonl", path=str(file)))
+    with pytest.raises(DataError, match=r"data\.train \('.*rows\.jsonl'\) line 5 has no key 'question'"):
+        PromptBuilder(_tokenizer(), data).build(load_rows(data.train), prefix="train")
 
 
 def test_empty_prompts_and_missing_templates_are_errors() -> None:

@@ -112,7 +112,7 @@ def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Calla
         "run.resume": "auto",
         "data.eval": None,
     }
-    train(tiny_config(**settings))
+    assert train(tiny_config(**settings))["gates"]["kl_to_reference_at_first_step"] < 1e-9
     config = tiny_config(**settings, **{"run.steps": 3})
     train(config)
     rows = curve(config)

@@ -1,0 +1,81 @@
+"""A step's columns: answers of the ranks come back to the row and token they are of, in whatever order they arrive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.data.batch import Batch
+from megarl.data.sample import Sample
+from megarl.data.stream import pack
+
+
+def _sample(row: int, group: str, prompt: list[int], response: list[int], mask: list[int]) -> Sample:
+    log_probs = [-0.5 - token for token in response]
+    return Sample(f"s{row}", group, group, prompt, response, mask, log_probs, [0] * len(response), "stop")
+
+
+def _batch() -> Batch:
+    return Batch(
+        [
+            _sample(0, "b", [1, 2], [10, 11, 12], [1, 0, 1]),
+            _sample(1, "a", [3], [13], [1]),
+            _sample(2, "b", [1, 2], [14, 15], [1, 1]),
+            _sample(3, "a", [3], [], []),
+            _sample(4, "b", [1, 9], [16, 17], [0, 1]),
+        ]
+    )
+
+
+def test_rows_are_padded_on_the_right_and_groups_follow_the_ids_not_the_places() -> None:
+    batch = _batch()
+    assert batch.mask.int().tolist() == [[1, 0, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0], [0, 1, 0]]
+    assert batch.columns["rollout_log_probs"].tolist() == [
+        [-10.5, -11.5, -12.5], [-13.5, 0, 0], [-14.5, -15.5, 0], [0, 0, 0], [-16.5, -17.5, 0],
+    ]  # fmt: skip
+    assert batch.groups.tolist() == [0, 1, 0, 1, 0]
+    assert (len(batch), batch.response_tokens) == (5, 6)
+
+
+@given(st.permutations(range(5)), st.lists(st.integers(0, 5), min_size=2, max_size=2).map(sorted))
+def test_gathered_columns_do_not_depend_on_which_rank_answered(order: list[int], cuts: list[int]) -> None:
+    batch = _batch()
+    answers = [
+        {row: torch.tensor([[100.0 * row + t, -t] for t in range(len(batch.samples[row].response_ids))]) for row in part}
+        for part in (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])
+    ]
+    batch.gather(["values", "entropy"], answers)
+    for row, sample in enumerate(batch.samples):
+        for t in range(3):
+            inside = t < len(sample.response_ids)
+            assert batch.columns["values"][row, t] == (100.0 * row + t if inside else 0)
+            assert batch.columns["entropy"][row, t] == (-t if inside else 0)
+
+
+def test_a_row_answered_twice_or_not_at_all_is_an_error() -> None:
+    answers = [{row: torch.zeros(3, 1)} for row in range(4)]
+    with pytest.raises(ValueError, match="1 of 5 rows were not answered"):
+        _batch().gather(["values"], answers)
+    with pytest.raises(ValueError, match="row 0 was answered by two ranks"):
+        _batch().gather(["values"], [*answers, {4: torch.zeros(3, 1)}, {0: torch.zeros(3, 1)}])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
+    """Batch → units → stream → split → gather is the identity on sampled tokens."""
+    batch = _batch()
+    column = torch.arange(15.0).reshape(5, 3) + 1
+    batch.columns["advantages"] = column
+    units = batch.units([4, 2, 0, 1, 3], ["advantages"], share_prompts=share)
+    # Rows 0 and 2 share group and prompt; row 4 is of their group but has another prompt.
+    shared = [[4], [2, 0], [1, 3]] if share else [[4], [2], [0], [1], [3]]
+    assert [[response.index for response in unit.responses] for unit in units] == shared
+    stream = pack(units, pad_to_multiple=4)
+    assert len(stream.token_ids) % 4 == 0
+    # In the stream's order each scored token is one that the policy sampled.
+    assert sorted(stream.targets.tolist()) == [10, 12, 13, 14, 15, 17]
+    answer = {row: values[:, None] for row, values in stream.split(stream.columns["advantages"]).items()}
+    batch.gather(["back"], [answer])
+    assert torch.equal(batch.columns["back"], torch.where(batch.mask, column, 0))
