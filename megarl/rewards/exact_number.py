@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.config.schema import DataConfig
-from megarl.data.sample import Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.rewards.scorer import Verdict, gold_answer
 
 # A sign belongs to a number unless it follows something that is subtracted from: in "5-3" the last number is 3.
@@ -33,6 +33,10 @@ class ExactNumber:
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """1.0 or 0.0, or None where the gold answer is no number."""
         return [self._judge(sample) for sample in samples]
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        gold_answer(prompt, self.answer_key, "exact_number")
 
     def _judge(self, sample: Sample) -> Verdict:
         gold = gold_number(gold_answer(sample, self.answer_key, "exact_number"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megarl.data.sample import Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 
 Verdict = float | None
@@ -19,16 +19,20 @@ class Scorer(Protocol):
         """One verdict per sample. `until` is the `time.monotonic()` after which nobody waits for the answer."""
         ...
 
+    def check(self, prompt: Prompt) -> None:
+        """Raise a RewardError if the responses to `prompt` could not be scored, whatever they are."""
+        ...
 
-def gold_answer(sample: Sample, answer_key: str, reward: str) -> Any:
-    """The gold answer in the sample's data row.
+
+def gold_answer(of: Sample | Prompt, answer_key: str, reward: str) -> Any:
+    """The gold answer in the data row of a sample or a prompt.
 
     Raises:
         RewardError: the row has no such key.
     """
-    if answer_key not in sample.row:
+    if answer_key not in of.row:
         raise RewardError(
-            f"reward '{reward}': row {sample.row_id} has no key '{answer_key}' (data.answer_key)"
-            f"{nearest(answer_key, sample.row)}; it has {', '.join(sample.row)}"
+            f"reward '{reward}': row {of.row_id} has no key '{answer_key}' (data.answer_key)"
+            f"{nearest(answer_key, of.row)}; it has {', '.join(of.row)}"
         )
-    return sample.row[answer_key]
+    return of.row[answer_key]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megarl.config.schema import DataConfig
-from megarl.data.sample import Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.exact_number import ExactNumber
 from megarl.rewards.math_verifier import MathVerify
@@ -70,6 +70,16 @@ class RewardSources:
         """`sources`: label, weight and scorer of each."""
         self.sources = list(sources)
         self.failures: dict[str, int] = {}
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Look at every data row before a run starts.
+
+        Raises:
+            RewardError: a source could score no response to one of `prompts`, as its row lacks what the source compares with.
+        """
+        for _, _, scorer in self.sources:
+            for prompt in prompts:
+                scorer.check(prompt)
 
     def score(self, samples: list[Sample], deadline_s: float = 600.0) -> list[float]:
         """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.

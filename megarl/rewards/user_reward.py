@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
-from megarl.data.sample import Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.data.user_function import describe, load_user_function
 from megarl.errors import RewardError
 
@@ -52,6 +52,9 @@ class UserReward:
         if len(answer) != len(samples):
             raise RewardError(f"reward function '{self.name}' returned {len(answer)} rewards for {len(samples)} samples")
         return [self._number(value, sample) for value, sample in zip(answer, samples, strict=True)]
+
+    def check(self, prompt: Prompt) -> None:
+        """What a function of the user needs of a row is its own business."""
 
     def _ask(self, samples: Sequence[Sample]) -> Any:
         """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once."""

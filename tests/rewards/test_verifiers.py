@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from reasoning_gym import create_dataset
 
 from megarl.config.schema import DataConfig, EvalSourceConfig, RewardConfig, SourceConfig
 from megarl.data.prompts import load_rows
-from megarl.data.sample import Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rewards.exact_number import gold_number, last_number
@@ -90,6 +91,20 @@ def test_math_verify_judges_many_answers_from_any_thread(math_verify: RewardSour
 def test_missing_answer_key_is_named(name: str) -> None:
     with pytest.raises(RewardError, match=r"row train-0 has no key 'answer' \(data\.answer_key\) \(did you mean 'anser'\?\)"):
         build_rewards([RewardConfig(name=name)], DATA).score([_sample("5", {"anser": "5"})])
+
+
+def test_rows_that_no_response_can_be_scored_for_are_refused_before_a_run() -> None:
+    good = Prompt("train-0", "", [1], "q", {"answer": "5", "data_source": "chain_sum"})
+    bad = Prompt("train-1", "", [1], "q", {"anser": "5", "data_source": "chain_summ"})
+    for name, sentence in (
+        ("math_verify", r"row train-1 has no key 'answer' .*did you mean 'anser'"),
+        ("exact_number", r"row train-1 has no key 'answer' .*did you mean 'anser'"),
+        ("reasoning_gym", r"row train-1 has data_source 'chain_summ' \(did you mean 'chain_sum'\?\)"),
+    ):
+        rewards = build_rewards([RewardConfig(name="textwrap:dedent"), RewardConfig(name=name)], DATA)
+        rewards.check([good])
+        with pytest.raises(RewardError, match=sentence):
+            rewards.check([good, bad])
 
 
 def test_another_answer_key_is_read() -> None:
@@ -180,6 +195,51 @@ def test_reasoning_gym_counts_tasks_that_fail_on_an_answer() -> None:
     del broken["answer"]
     assert rewards.score([_sample("5", broken), _sample(row["answer"], row)]) == [0.0, 1.0]
     assert rewards.failures == {"train-0": 1}
+
+
+def test_every_task_scores_in_a_child_process_as_in_this_one() -> None:
+    """What the children refuse to do (write files, start programs) is nothing that a task needs in order to score."""
+    from reasoning_gym.factory import DATASETS
+
+    rewards = build_rewards([RewardConfig(name="reasoning_gym", args={"timeout_s": 60})], DATA)
+    samples, expected = [], []
+    for task in sorted(set(DATASETS) - {"composite"}):  # composite is made of other tasks
+        dataset = create_dataset(task, seed=0, size=1)
+        row = {**dataset[0], "data_source": task}
+        for response in (str(row["answer"]), "12", "(1 + 2) * 4"):
+            samples.append(_sample(response, row, f"train-{len(samples)}"))
+            try:
+                expected.append(float(dataset.score_answer(extract_answer(response), row)))
+            except Exception:
+                expected.append(None)
+    assert rewards.score(samples) == [score or 0.0 for score in expected]
+    assert list(rewards.failures) == [s.row_id for s, score in zip(samples, expected, strict=True) if score is None]
+
+
+def test_an_answer_that_is_a_program_does_nothing_to_the_machine(tmp_path: Path) -> None:
+    """`countdown` evaluates answers as Python."""
+    row = load_rows(SourceConfig(name="countdown", limit=1))[0]
+    gone, kept = tmp_path / "gone", tmp_path / "kept"
+    kept.write_text("1")
+    responses = [
+        f"__import__('os').system('touch {gone}')",
+        f"__import__('pathlib').Path('{gone}').write_text('x')",
+        f"__import__('pathlib').Path('{kept}').unlink()",
+        f"__import__('subprocess').run(['touch', '{gone}'])",
+        f"__import__('shutil').copy('{kept}', '{gone}')",
+    ]
+    rewards = build_rewards([RewardConfig(name="reasoning_gym")], DATA)
+    assert max(rewards.score([_sample(response, row) for response in responses])) < 0.1
+    assert [file.name for file in tmp_path.iterdir()] == ["kept"]
+
+
+def test_an_answer_that_stops_a_tasks_interpreter_costs_its_time_and_nothing_else() -> None:
+    row = load_rows(SourceConfig(name="countdown", limit=1))[0]
+    rewards = build_rewards([RewardConfig(name="reasoning_gym", args={"timeout_s": 1})], DATA)
+    responses = [row["answer"], "9**9**9**9", row["answer"], "__import__('os')._exit(0)"]
+    samples = [_sample(response, row, f"train-{i}") for i, response in enumerate(responses)]
+    assert rewards.score(samples, deadline_s=120) == [1.0, 0.0, 1.0, 0.0]
+    assert rewards.failures == {"train-1": 1, "train-3": 1}
 
 
 def test_rows_of_no_task_are_refused() -> None:
