@@ -43,9 +43,10 @@ def test_rows_are_padded_on_the_right_and_groups_follow_the_ids_not_the_places()
 def test_gathered_columns_do_not_depend_on_which_rank_answered(order: list[int], cuts: list[int]) -> None:
     batch = _batch()
     answers = [
-        {row: torch.tensor([[100.0 * row + t, -t] for t in range(len(batch.samples[row].response_ids))]) for row in part}
+        {row: torch.stack([100.0 * row + torch.arange(n), -torch.arange(n)], 1)
+         for row in part for n in [len(batch.samples[row].response_ids)]}
         for part in (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])
-    ]
+    ]  # fmt: skip
     batch.gather(["values", "entropy"], answers)
     for row, sample in enumerate(batch.samples):
         for t in range(3):
