@@ -22,7 +22,8 @@ from megarl.rollout.sglang_server import ServerOptions, SglangServer
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
-ABORT_GRACE_S = 1.0  # how long the server has to return what an aborted response got so far
+ABORT_REPEAT_S = 1.0  # an abort that overtook its request is sent again after this
+ABORT_GRACE_S = 10.0  # how long a server that samples has to return what an aborted response got so far
 
 
 class SglangEngine:
@@ -112,8 +113,8 @@ class SglangEngine:
     async def _unless_aborted(self, round_: _Round, body: dict[str, Any]) -> Any:
         """The server's answer; None if the round was aborted and the server has nothing to say about this request.
 
-        An abort that overtakes a request on its way to the server, or meets it before a paused server took it in, would
-        otherwise leave it running.
+        An abort that overtakes a request on its way to the server would leave it running, so it is repeated. A paused
+        server takes in no requests and so never answers for those it has not yet taken in.
         """
         if round_.aborted.is_set():
             return None
@@ -121,12 +122,15 @@ class SglangEngine:
         aborted = asyncio.ensure_future(round_.aborted.wait())
         try:
             await asyncio.wait({posting, aborted}, return_when=asyncio.FIRST_COMPLETED)
-            if not posting.done():
-                await asyncio.wait({posting}, timeout=ABORT_GRACE_S)
-            if posting.done():
-                return posting.result()
-            await self._abort([body["rid"]])
-            return None
+            for grace_s in (ABORT_REPEAT_S, ABORT_GRACE_S - ABORT_REPEAT_S):
+                if posting.done():
+                    break
+                await asyncio.wait({posting}, timeout=grace_s)
+                if not posting.done():
+                    await self._abort([body["rid"]])
+                if self._paused or self._updating is not None:
+                    break
+            return posting.result() if posting.done() else None
         finally:
             aborted.cancel()
             posting.cancel()

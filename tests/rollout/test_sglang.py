@@ -8,6 +8,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.errors import EngineError
-from megarl.rollout import payload
+from megarl.rollout import payload, sglang_senders
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_senders import DistributedSender, TensorSender
 from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer
-from tests.rollout.tiny import PROMPTS, Weights, halves, largest_difference, load, sync, weights_of
+from tests.rollout.tiny import PROMPTS, TINY, Weights, halves, largest_difference, load, sync, weights_of
 
 
 def free_port() -> int:
@@ -164,6 +166,103 @@ def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path
         assert cached == [99] * 4
 
     asyncio.run(scenario())
+
+
+async def holds_what_was_sent(engine: SglangEngine, model: Any) -> None:
+    """The engine's log-probs are those of `model`."""
+    groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2)
+    assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_path: Path) -> None:
+    """Both transports into an engine with tp 2: each rank's parameters are checked against what its share must be."""
+    torch.manual_seed(0)
+    sizes = {name: getattr(TINY, name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {name: getattr(TINY, name) for name in ("num_attention_heads", "num_key_value_heads", "initializer_range")}
+    config = Qwen2Config(vocab_size=500, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, **sizes, **heads)
+    Qwen2ForCausalLM(config).float().save_pretrained(tmp_path / "model")
+    options = ServerOptions(
+        str(tmp_path / "model"), tmp_path / "server.log", tp=2, threads=1, max_total_tokens=2048, max_running_requests=8
+    )
+
+    def moved(seed: int) -> Any:
+        model = Qwen2ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        noise = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.05 * torch.randn(weight.shape, generator=noise)
+        return model
+
+    async def scenario() -> None:
+        engine = await SglangEngine.start(options)
+        try:
+            model = moved(1)
+            await sync(engine, weights_of(model), 1)
+            await holds_what_was_sent(engine, model)
+            model = moved(2)
+            await engine.begin_update(2)
+            with DistributedSender(engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=60) as sender:
+                for bucket in halves(weights_of(model)):
+                    await asyncio.to_thread(sender.send, bucket)
+                await engine.end_update(2, sender.checksums())
+            await holds_what_was_sent(engine, model)
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_weights(tiny_path: Path, tmp_path: Path) -> None:
+    options = ServerOptions(
+        str(tiny_path), tmp_path / "server.log", threads=1, max_total_tokens=512, max_running_requests=2, start_timeout_s=240
+    )
+
+    async def scenario() -> None:
+        engine = await SglangEngine.start(options, initial_version=0)
+        try:
+            assert engine.server.pid is not None
+            tree = tree_of(engine.server.pid)
+            psutil.Process(engine.server.pid).kill()
+            _, left = psutil.wait_procs(tree, timeout=20)
+            assert left == []
+            with pytest.raises(EngineError, match=r"is not running; .*server\.log ends with:"):
+                await engine.health()
+            with pytest.raises(EngineError, match="/generate did not answer"):
+                await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2), deadline_s=30)
+            await engine.restart()
+            with pytest.raises(EngineError, match="no weights of a known version"):
+                await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
+            model = load(tiny_path, seed=6)
+            await sync(engine, weights_of(model), 1)
+            await holds_what_was_sent(engine, model)
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_a_late_refusal_over_a_process_group_is_not_waited_out(
+    sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy server refuses after the broadcast has begun; more is sent than the sockets' buffers take."""
+    call = sglang_senders.call
+
+    def busy(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        if endpoint == "update_weights_from_distributed":
+            time.sleep(0.5)
+        return call(url, endpoint, body, timeout_s)
+
+    monkeypatch.setattr(sglang_senders, "call", busy)
+    large = [("model.embed_tokens.weight", torch.zeros(2**18, 64))]
+    begun = time.monotonic()
+    with (
+        pytest.raises(EngineError, match="must run between begin_weight_update"),
+        DistributedSender(sglang_engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=120) as sender,
+    ):
+        sender.send(large)
+    assert time.monotonic() - begun < 60
 
 
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
