@@ -77,6 +77,12 @@ def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
     assert len(stream.token_ids) % 4 == 0
     # In the stream's order each scored token is one that the policy sampled.
     assert sorted(stream.targets.tolist()) == [10, 12, 13, 14, 15, 17]
+    # The position that predicts a token holds the one before it in prompt + response, at its place there.
+    scored = [(batch.samples[row], int(place)) for row, places, _ in stream.owners for place in places]
+    before = [[*sample.prompt_ids, *sample.response_ids][len(sample.prompt_ids) + place - 1] for sample, place in scored]
+    assert stream.token_ids[stream.rows].tolist() == before
+    assert stream.position_ids[stream.rows].tolist() == [len(s.prompt_ids) + place - 1 for s, place in scored]
+    assert stream.targets.tolist() == [sample.response_ids[place] for sample, place in scored]
     answer = {row: values[:, None] for row, values in stream.split(stream.columns["advantages"]).items()}
     batch.gather(["back"], [answer])
     assert torch.equal(batch.columns["back"], torch.where(batch.mask, column, 0))
