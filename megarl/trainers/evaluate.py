@@ -31,6 +31,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
     tokenizer = load_tokenizer(config.model.path)
     prompts = PromptBuilder(tokenizer, config.data).build(load_rows(config.data.eval), prefix="eval")
     rewards = build_rewards(config.rewards, config.data)
+    rewards.check(prompts)
     requests = group_requests(config)[:1] if folder is not None else []
     with tempfile.TemporaryDirectory(prefix="megarl-eval-") as logs, open_cluster(config, requests, logs) as cluster:
         rollouts = Rollouts(config, cluster, tokenizer)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, AdvantageInputs, kl_per_token, token_weights
+from megarl.algorithms import ADVANTAGES, AdvantageInputs, RunningMean, kl_per_token, token_weights
 from megarl.config import Config
 from megarl.data.batch import Batch
 
@@ -29,10 +29,11 @@ def reward_statistics(scores: Tensor, groups: Tensor) -> RewardStatistics:
     return RewardStatistics(float(scores.mean()), float(scores.std(correction=0)), tied)
 
 
-def estimate_advantages(batch: Batch, rewards: Sequence[float], config: Config) -> None:
-    """Add the columns `advantages` and, for a critic, `returns` to `batch` (METHODS §3).
+def estimate_advantages(batch: Batch, rewards: Sequence[float], config: Config, baseline: RunningMean) -> RunningMean:
+    """Add the columns `advantages` and, for a critic, `returns` to `batch` (METHODS §3); returns the next `baseline`.
 
-    The KL penalty enters here only if it belongs to the reward.
+    The KL penalty enters here only if it belongs to the reward. A response that is alone in its group teaches nothing
+    under a group estimator: it is masked out, and so counts in no denominator.
     """
     algorithm = config.algorithm
     scores = torch.tensor(rewards, dtype=torch.float32)
@@ -54,11 +55,15 @@ def estimate_advantages(batch: Batch, rewards: Sequence[float], config: Config) 
             lam=algorithm.lam,
             eps=algorithm.advantage_eps,
             unbiased=algorithm.unbiased_std,
+            baseline=baseline,
         )
     )
     batch.columns["advantages"] = outputs.advantages
     if outputs.returns is not None:
         batch.columns["returns"] = outputs.returns
+    if outputs.dropped is not None:
+        batch.mask[outputs.dropped] = False
+    return outputs.baseline or baseline
 
 
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:

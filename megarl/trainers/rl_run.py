@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.algorithms import LossSettings
+from megarl.algorithms import LossSettings, RunningMean
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write_state
 from megarl.config import Config, save_resolved
 from megarl.data.batch import Batch
@@ -43,6 +44,7 @@ class RlRun:
         self.step = 0
         self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
         self.metrics: dict[str, float] = {}
+        self.baseline = RunningMean()
         self._updates: list[dict[str, float]] = []
         self._stack = ExitStack()
 
@@ -68,6 +70,7 @@ class RlRun:
         kept = without_held_out(train, self.eval_prompts)
         self.sampler = PromptSampler(kept, config.run.seed)
         self.rewards = build_rewards(config.rewards, config.data)
+        self.rewards.check([*kept, *self.eval_prompts])
         resume_from = self.checkpoints.resolve(config.run.resume)
         state = read_state(resume_from) if resume_from is not None else None
         self.step = state["step"] if state is not None else 0
@@ -120,6 +123,7 @@ class RlRun:
         if state is not None:
             self.sampler.load_state_dict(state["sampler"])
             self.evaluations.update(state["evaluations"])
+            self.baseline = RunningMean(**state["reward_baseline"])
 
     @property
     def finished(self) -> bool:
@@ -174,7 +178,7 @@ class RlRun:
     def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
         """Advantages and returns over the whole batch, on the driver."""
         with self.phases("advantages"):
-            estimate_advantages(batch, rewards, self.config)
+            self.baseline = estimate_advantages(batch, rewards, self.config, self.baseline)
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
         self.metrics |= {
             "reward/mean": statistics.mean,
@@ -301,6 +305,7 @@ class RlRun:
                 "sampler": self.sampler.state_dict(),
                 "evaluations": self.evaluations,
                 "weight_version": self.rollouts.version,
+                "reward_baseline": asdict(self.baseline),
             }
             write_state(folder, state)
 
