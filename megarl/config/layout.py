@@ -109,8 +109,7 @@ class Layout:
             raise LayoutError(f"layout.ep is {self.ep}, but the model has no experts; ep may be 1")
         if num_experts is not None and num_experts % self.ep:
             raise LayoutError(
-                f"layout.ep is {self.ep}, but the model has {num_experts} experts; "
-                f"ep may be {_listed(divisors(num_experts))}"
+                f"layout.ep is {self.ep}, but the model has {num_experts} experts; ep may be {_listed(divisors(num_experts))}"
             )
 
 
