@@ -7,7 +7,7 @@ import sys
 
 from megarl.platform.base import Platform
 
-__all__ = ["Platform", "cuda_present", "current", "install"]
+__all__ = ["Platform", "cuda_present", "current", "detect", "install"]
 
 _installed: Platform | None = None
 
@@ -17,6 +17,17 @@ def cuda_present() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def detect() -> Platform:
+    """Return this machine's platform without making this process ready for megatron: for a driver, which only starts others."""
+    if cuda_present():
+        from megarl.platform.cuda import CudaPlatform
+
+        return CudaPlatform()
+    from megarl.platform.cpu import CpuPlatform
+
+    return CpuPlatform()
 
 
 def install() -> Platform:
@@ -32,21 +43,17 @@ def install() -> Platform:
     global _installed
     if _installed is not None:
         return _installed
-    if cuda_present():
-        from megarl.platform.cuda import CudaPlatform
+    platform = detect()
+    if platform.name == "cpu":
+        if "megatron.core" in sys.modules:
+            raise RuntimeError(
+                "megarl.platform.install() was called after megatron.core was imported; on a machine without CUDA call it "
+                "before the first import of megatron"
+            )
+        from megarl.platform.cpu_redirects import apply_redirects
 
-        _installed = CudaPlatform()
-        return _installed
-    if "megatron.core" in sys.modules:
-        raise RuntimeError(
-            "megarl.platform.install() was called after megatron.core was imported; on a machine without CUDA call it "
-            "before the first import of megatron"
-        )
-    from megarl.platform.cpu import CpuPlatform
-    from megarl.platform.cpu_redirects import apply_redirects
-
-    apply_redirects()
-    _installed = CpuPlatform()
+        apply_redirects()
+    _installed = platform
     return _installed
 
 

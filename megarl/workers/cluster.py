@@ -73,7 +73,7 @@ class Cluster:
         start_deadline_s: float,
     ) -> None:
         self.requests = list(requests)
-        self.platform = megarl.platform.install()
+        self.platform = megarl.platform.detect()
         self.places = assign_places(requests, engines, engine_tp, colocated=colocated)
         self.engine_tp = engine_tp
         self.address = ray_address or os.environ.get("RAY_ADDRESS")

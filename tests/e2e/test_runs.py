@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ray import cloudpickle
 
 from megarl.config import Config
 from megarl.errors import RewardError, WorkerError
@@ -143,8 +144,6 @@ def test_an_exception_in_a_rank_reaches_the_driver_with_its_traceback(
     class Broken:
         def __call__(self, output: Any, stream: Any) -> Any:
             raise ZeroDivisionError("broken on purpose")
-
-    import cloudpickle
 
     import tests.e2e.test_runs as here
 
