@@ -31,8 +31,13 @@ def check_fields_agree(config: Config) -> None:
         _check_held_out(config.data.train, config.data.eval)
     elif config.run.eval_every:
         raise ConfigError(f"run.eval_every is {config.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
-    if not config.rewards and not config.uses_reward_model:
-        raise ConfigError("rewards is empty and reward_model.path is null, but a run needs at least one source of reward")
+    if config.uses_reward_model:
+        raise ConfigError(
+            f"reward_model.path is '{config.reward_model.path}', but the training loop cannot ask a reward model yet; "
+            "it may be null, with functions in rewards"
+        )
+    if not config.rewards:
+        raise ConfigError("rewards is empty, but a run needs at least one source of reward")
     for role in (config.policy, config.critic):
         optimizer = role.optimizer
         if optimizer.min_lr > optimizer.lr:
@@ -49,6 +54,11 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"rollout.samples_per_prompt is {config.rollout.samples_per_prompt}, but algorithm.advantage = "
             f"'{algorithm.advantage}' compares the responses of one prompt and needs at least 2"
+        )
+    if algorithm.kl.coef and algorithm.kl.where == "reward" and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+        raise ConfigError(
+            f"algorithm.kl.where is 'reward', but algorithm.advantage = '{algorithm.advantage}' gives a whole response one "
+            "advantage and has no place for a penalty per token; it may be 'loss', or algorithm.kl.coef 0"
         )
     if algorithm.clip_low >= 1:
         raise ConfigError(f"algorithm.clip_low is {algorithm.clip_low}, but it may be from 0 to below 1")
