@@ -7,6 +7,7 @@ at import time holds in all of them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -18,6 +19,8 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from megarl.rollout import sglang_cpu
 
     sglang_cpu.install(Path(sys.prefix) / "sglang-cpu")
+    if __name__ == "__mp_main__":  # one of SGLang's children, of which the scheduler computes attention
+        importlib.import_module("megarl.rollout.sglang_attention")
 
 
 def _end_with_parent() -> None:
