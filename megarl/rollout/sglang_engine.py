@@ -22,6 +22,7 @@ from megarl.rollout.sglang_server import ServerOptions, SglangServer
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
+DYING_S = 2.0
 ABORT_REPEAT_S = 1.0  # an abort that overtook its request is sent again after this
 ABORT_GRACE_S = 10.0  # how long a server that samples has to return what an aborted response got so far
 
@@ -214,7 +215,7 @@ class SglangEngine:
 
     async def health(self) -> None:
         if not self.server.alive:
-            raise EngineError(f"the SGLang server at {self.server.url} is not running; {self.server.log_tail()}")
+            raise EngineError(self.server.obituary())
         async with self._session(10.0) as session:
             await self._request(session, "GET", "health", None)
 
@@ -253,10 +254,17 @@ class SglangEngine:
                     return await response.json()
                 return await response.text()
         except aiohttp.ClientError as error:
-            why = f"; {self.server.log_tail()}" if not self.server.alive else ""
+            why = f"; {self.server.obituary()}" if await self._ended() else ""
             raise EngineError(f"{url} did not answer: {error}{why}") from error
         except TimeoutError as error:
             raise EngineError(f"{url} did not answer in time") from error
+
+    async def _ended(self) -> bool:
+        """Whether the server's process is gone; its connections break a moment before it is."""
+        deadline = asyncio.get_running_loop().time() + DYING_S
+        while self.server.alive and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        return not self.server.alive
 
 
 class _Round:

@@ -174,6 +174,12 @@ class SglangServer:
         """Process id of the server's main process, which leads its process group; None when it is not running."""
         return self._process.pid if self._process is not None else None
 
+    def obituary(self) -> str:
+        """How the server's main process ended and the last lines of its log, for error messages."""
+        code = self._process.poll() if self._process is not None else None
+        ended = "was stopped" if code is None else f"ended with exit code {code}"
+        return f"the SGLang server at {self.url} {ended}; {self.log_tail()}"
+
     def log_tail(self) -> str:
         """`<file> ends with:` and the last lines of the log, for error messages."""
         try:

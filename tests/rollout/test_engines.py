@@ -11,27 +11,10 @@ import torch
 
 from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.engine import Engine, SamplingParams
-from tests.rollout.tiny import PROMPTS, TINY, halves, largest_difference, load, sync, weights_of
+from tests.rollout.tiny import PROMPTS, halves, largest_difference, load, sync, weights_of, weights_that_never_end
 
 TOLERANCE = 1e-5
 LONG = SamplingParams(max_new_tokens=900, stop_token_ids=())
-
-
-def never_ending(tiny_path: Path) -> list[tuple[str, torch.Tensor]]:
-    """Weights under which the end token is never sampled.
-
-    Dimension 0 of the residual stream is 10 for every token (nothing writes to it after the embedding), and the end token
-    alone points away from it.
-    """
-    model = load(tiny_path)
-    with torch.no_grad():
-        embeddings = model.model.embed_tokens.weight
-        embeddings[:, 0] = 10.0
-        embeddings[TINY.eos_token_id, 0] = -50.0
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[0] = 0.0
-            layer.mlp.down_proj.weight[0] = 0.0
-    return weights_of(model)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -112,7 +95,7 @@ def test_after_an_update_every_token_is_sampled_by_the_new_weights(engine: Engin
 
 def test_a_response_under_way_continues_under_new_weights_and_says_so(engine: Engine, tiny_path: Path) -> None:
     async def scenario() -> None:
-        old, new = never_ending(tiny_path), load(tiny_path, seed=2)
+        old, new = weights_that_never_end(tiny_path), load(tiny_path, seed=2)
         changed = 0
         for wait_s in (0.3, 1.0, 4.0):  # a busy machine may take this long to sample a first token
             await sync(engine, old, 5)
@@ -138,7 +121,7 @@ def test_a_response_under_way_continues_under_new_weights_and_says_so(engine: En
 
 def test_what_is_not_complete_by_the_deadline_is_stopped(engine: Engine, tiny_path: Path) -> None:
     async def scenario() -> None:
-        await sync(engine, never_ending(tiny_path), 1)
+        await sync(engine, weights_that_never_end(tiny_path), 1)
         begun = time.monotonic()
         with pytest.raises(DeadlineError, match=r"not complete after 0\.\d+ s: \d+ of 6 responses"):
             await engine.generate(PROMPTS, LONG, n=2, deadline_s=0.3)
@@ -151,7 +134,7 @@ def test_what_is_not_complete_by_the_deadline_is_stopped(engine: Engine, tiny_pa
 
 def test_abort_returns_what_there_is(engine: Engine, tiny_path: Path) -> None:
     async def scenario() -> None:
-        await sync(engine, never_ending(tiny_path), 1)
+        await sync(engine, weights_that_never_end(tiny_path), 1)
         sampled: list[int] = []
         for wait_s in (0.2, 0.5, 2.0, 8.0):  # a busy machine may take this long to sample a first token
             under_way = asyncio.create_task(engine.generate(PROMPTS, LONG, n=12))  # more than run at once
@@ -173,7 +156,7 @@ def test_an_abort_ends_what_has_not_begun_as_well(engine: Engine, tiny_path: Pat
     """The abort comes while the requests are still on their way."""
 
     async def scenario() -> None:
-        await sync(engine, never_ending(tiny_path), 1)
+        await sync(engine, weights_that_never_end(tiny_path), 1)
         for _ in range(3):
             under_way = asyncio.create_task(engine.generate(PROMPTS, LONG, n=12))
             await asyncio.sleep(0.01)

@@ -25,7 +25,17 @@ from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_senders import DistributedSender, TensorSender
 from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer
-from tests.rollout.tiny import PROMPTS, TINY, Weights, halves, largest_difference, load, sync, weights_of
+from tests.rollout.tiny import (
+    PROMPTS,
+    TINY,
+    Weights,
+    halves,
+    largest_difference,
+    load,
+    sync,
+    weights_of,
+    weights_that_never_end,
+)
 
 
 def free_port() -> int:
@@ -220,17 +230,22 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
     )
 
     async def scenario() -> None:
-        engine = await SglangEngine.start(options, initial_version=0)
+        engine = await SglangEngine.start(options)
         try:
+            await sync(engine, weights_that_never_end(tiny_path), 1)
             assert engine.server.pid is not None
             tree = tree_of(engine.server.pid)
+            under_way = asyncio.create_task(engine.generate(PROMPTS, SamplingParams(max_new_tokens=400), n=4))
+            await asyncio.sleep(0.3)
             psutil.Process(engine.server.pid).kill()
+            with pytest.raises(
+                EngineError, match=r"/generate did not answer: .*ended with exit code -9; .*server\.log ends with:"
+            ):
+                await under_way
             _, left = psutil.wait_procs(tree, timeout=20)
             assert left == []
-            with pytest.raises(EngineError, match=r"is not running; .*server\.log ends with:"):
+            with pytest.raises(EngineError, match=r"ended with exit code -9; .*server\.log ends with:"):
                 await engine.health()
-            with pytest.raises(EngineError, match="/generate did not answer"):
-                await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2), deadline_s=30)
             await engine.restart()
             with pytest.raises(EngineError, match="no weights of a known version"):
                 await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))

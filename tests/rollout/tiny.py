@@ -50,6 +50,23 @@ def weights_of(model: LlamaForCausalLM) -> Weights:
     return [(name, weight.detach()) for name, weight in model.named_parameters()]
 
 
+def weights_that_never_end(folder: Path) -> Weights:
+    """Weights under which the end token is never sampled.
+
+    Dimension 0 of the residual stream is 10 for every token (nothing writes to it after the embedding), and the end token
+    alone points away from it.
+    """
+    model = load(folder)
+    with torch.no_grad():
+        embeddings = model.model.embed_tokens.weight
+        embeddings[:, 0] = 10.0
+        embeddings[TINY.eos_token_id, 0] = -50.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+    return weights_of(model)
+
+
 def halves(weights: Weights) -> list[Weights]:
     """`weights` as two buckets, cut so that q, k and v of one layer do not travel together."""
     cut = next(i for i, (name, _) in enumerate(weights) if name.endswith("1.self_attn.k_proj.weight"))
