@@ -299,6 +299,8 @@ class RolloutConfig(Section):
     """Sample among the k likeliest tokens; 0: off."""
     greedy: bool = False
     """Take the likeliest token instead of sampling (for reproducible curves)."""
+    ignore_eos: bool = False
+    """Sample on past end tokens, so that every response has `max_new_tokens` (for measuring speed)."""
     engines: Positive = 1
     """Number of engines."""
     tp: Positive = 1

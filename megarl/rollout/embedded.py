@@ -230,7 +230,8 @@ class _Batch:
         self.rows = list(rows)
         self._model, self._params = model, params
         ends = model.generation_config.eos_token_id
-        self._ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
+        ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
+        self._ends = set() if params.ignore_eos else ends
         self._cache: Any = None
         self._mask = torch.empty(0)
         self._logits = torch.empty(0)

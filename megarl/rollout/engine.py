@@ -26,7 +26,7 @@ class SamplingParams:
     `temperature` divides the logits, and log-probs are taken under it. `top_p` in (0, 1] and `top_k` (0 or less: off) limit
     what may be sampled, not the log-probs, which are those of the full distribution. `greedy` takes the likeliest token and
     reports log-probs at temperature 1. A response ends after the model's own end tokens, any of `stop_token_ids`, or
-    `max_new_tokens` tokens; the end token is part of the response.
+    `max_new_tokens` tokens; the end token is part of the response. With `ignore_eos` only the last of these ends it.
     """
 
     max_new_tokens: int
@@ -35,6 +35,7 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
     greedy: bool = False
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:

@@ -294,6 +294,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "top_p": params.top_p,
         "top_k": params.top_k if params.top_k > 0 else -1,
         "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
     }
 
 

@@ -53,6 +53,7 @@ class Rollouts:
             top_p=config.top_p,
             top_k=config.top_k,
             greedy=greedy or config.greedy,
+            ignore_eos=config.ignore_eos,
             stop_token_ids=self._stop_token_ids(),
         )
         shares = [list(prompts[number :: len(self.engines)]) for number in range(len(self.engines))]

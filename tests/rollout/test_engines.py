@@ -60,7 +60,7 @@ def test_top_k_limits_what_is_drawn_but_not_the_log_probs(engine: Engine, tiny_p
     asyncio.run(scenario())
 
 
-def test_a_response_ends_with_a_stop_token(engine: Engine, tiny_path: Path) -> None:
+def test_a_response_ends_with_a_stop_token_unless_told_to_go_on(engine: Engine, tiny_path: Path) -> None:
     async def scenario() -> None:
         await sync(engine, weights_of(load(tiny_path)), 1)
         free = await engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=6, greedy=True))
@@ -70,6 +70,10 @@ def test_a_response_ends_with_a_stop_token(engine: Engine, tiny_path: Path) -> N
         assert stopped[0][0].response_ids == free[0][0].response_ids[: first + 1]
         assert stopped[0][0].finish_reason == "stop"
         assert free[0][0].finish_reason == "length"
+        going_on = SamplingParams(max_new_tokens=6, greedy=True, stop_token_ids=(third,), ignore_eos=True)
+        went_on = await engine.generate(PROMPTS[:1], going_on)
+        assert went_on[0][0].response_ids == free[0][0].response_ids
+        assert went_on[0][0].finish_reason == "length"
 
     asyncio.run(scenario())
 
