@@ -102,7 +102,7 @@ class Layout:
         stages = self.pp * (self.vpp or 1)
         if num_layers % stages:
             raise LayoutError(
-                f"layout.pp x layout.vpp is {stages}, but the model has {num_layers} layers; "
+                f"layout.pp{' x layout.vpp' if self.vpp else ''} is {stages}, but the model has {num_layers} layers; "
                 f"the number of stages may be {_listed(divisors(num_layers))}"
             )
         if self.ep > 1 and num_experts is None:

@@ -61,8 +61,8 @@ def open_trackers(config: Config, *, resume_after_step: int | None = None) -> Tr
 class _TensorBoard:
     def __init__(self, folder: Path, resume_after_step: int | None) -> None:
         module = _optional("torch.utils.tensorboard", "trackers.tensorboard", "tensorboard")
-        purge = None if resume_after_step is None else resume_after_step + 1
-        self._writer = module.SummaryWriter(str(folder), purge_step=purge)
+        first_step = 0 if resume_after_step is None else resume_after_step + 1
+        self._writer = module.SummaryWriter(str(folder), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

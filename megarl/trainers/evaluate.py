@@ -12,7 +12,7 @@ from megarl.data.prompts import load_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ConfigError
 from megarl.rewards import build_rewards
-from megarl.trainers.processes import open_cluster, open_roles
+from megarl.trainers.processes import check_architectures, open_cluster, open_roles
 from megarl.trainers.roles import POLICY, group_requests
 from megarl.trainers.rollouts import Rollouts
 
@@ -27,6 +27,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
     """
     if config.data.eval is None:
         raise ConfigError("data.eval is null, but eval needs rows to measure on")
+    check_architectures(config)
     folder = CheckpointFolder(config.run_folder).resolve(checkpoint) if checkpoint is not None else None
     tokenizer = load_tokenizer(config.model.path)
     prompts = PromptBuilder(tokenizer, config.data).build(load_rows(config.data.eval), prefix="eval")

@@ -7,10 +7,27 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.data.plan import FlopsModel
+from megarl.errors import ModelError
 from megarl.megatron.options import choose_layer_spec
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.trainers.roles import Roles
 from megarl.workers.cluster import Cluster, GroupRequest
+
+
+def check_architectures(config: Config) -> None:
+    """Refuse a model folder of an architecture that megarl has no weight map for, before anything is started.
+
+    Raises:
+        ModelError: names the field, the architecture and the known ones.
+    """
+    critic = config.critic.init_from if config.uses_critic else None
+    folders = {"model.path": config.model.path, "critic.init_from": critic, "reference.path": config.reference.path}
+    for field, folder in folders.items():
+        if folder is not None:
+            try:
+                architecture_for(load_hf_config(folder))
+            except ModelError as error:
+                raise ModelError(f"{field} is '{folder}': {error}") from None
 
 
 def open_cluster(config: Config, requests: Sequence[GroupRequest], log_folder: str | Path) -> Cluster:

@@ -27,7 +27,7 @@ from megarl.trainers.evaluate import evaluation
 from megarl.trainers.experience import estimate_advantages, mini_batch_rows, reward_statistics, set_loss_weights
 from megarl.trainers.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
-from megarl.trainers.processes import open_cluster, open_roles
+from megarl.trainers.processes import check_architectures, open_cluster, open_roles
 from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, group_requests
 from megarl.trainers.rollouts import Rollouts
 from megarl.trainers.samples_file import SamplesFile
@@ -62,6 +62,7 @@ class RlRun:
     def _open(self) -> None:
         config = self.config
         # What the user may have got wrong comes first, while nothing is started or written.
+        check_architectures(config)
         tokenizer = load_tokenizer(config.model.path)
         builder = PromptBuilder(tokenizer, config.data)
         held_out = config.data.eval
@@ -74,7 +75,7 @@ class RlRun:
         resume_from = self.checkpoints.resolve(config.run.resume)
         state = read_state(resume_from) if resume_from is not None else None
         self.step = state["step"] if state is not None else 0
-        self._refuse_to_overwrite(state)
+        self._refuse_to_overwrite()
         save_resolved(config, self.folder / "config.yaml")
         resumed_at = self.step if state is not None else None
         self.trackers = open_trackers(config, resume_after_step=resumed_at)
@@ -111,9 +112,10 @@ class RlRun:
             f"layer spec {self.roles.layer_spec}, platform {cluster.platform.name}, engine {config.rollout.engine}"
         )
 
-    def _refuse_to_overwrite(self, state: dict[str, Any] | None) -> None:
+    def _refuse_to_overwrite(self) -> None:
+        """With `auto`, as a batch system restarts a job, what a run left that had no checkpoint yet is begun anew."""
         metrics = self.folder / "metrics.jsonl"
-        if state is None and metrics.exists() and metrics.stat().st_size:
+        if self.config.run.resume == "never" and metrics.exists() and metrics.stat().st_size:
             raise ConfigError(
                 f"run.name is '{self.config.run.name}', but {self.folder} already holds a run; give this one another "
                 "run.name, continue it with run.resume=auto, or remove the folder"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from ray import cloudpickle
 
@@ -17,6 +14,7 @@ from megarl.config import Config
 from megarl.errors import RewardError, WorkerError
 from megarl.observe import read_metrics
 from megarl.trainers.rl import train
+from tests.e2e.processes import servers
 
 TIMES = ("time/", "share/", "speed/", "eval/seconds")
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -120,16 +118,6 @@ def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Calla
     rows = curve(config)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in rows)
-
-
-def servers() -> set[int]:
-    """Processes below this one that are SGLang's (Ray's own workers come and go)."""
-    found = set()
-    for process in psutil.Process(os.getpid()).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "sglang" in " ".join(process.cmdline()):
-                found.add(process.pid)
-    return found
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_sentence_and_no_process_left(
