@@ -22,7 +22,9 @@ ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 
 
 class Staging:
-    """A byte buffer that a bucket is copied into, so that another process can read it; reused from bucket to bucket.
+    """A byte buffer that a bucket is copied into, so that another process can read it; kept from update to update.
+
+    New shared memory costs more than copying into it: every page of it is first cleared by the kernel.
 
     The caller must not pack a bucket before the engine has confirmed the last one.
     """
@@ -44,10 +46,6 @@ class Staging:
             target.copy_(tensor.detach())
         content = {"flattened_tensor": buffer[:size], "metadata": metadata}
         return [_serialize(content) for _ in range(copies)]
-
-    def release(self) -> None:
-        """Give the buffer back: between updates it would take memory from training, and outlive a trainer that is killed."""
-        self._buffer = None
 
     def _at_least(self, size: int, device: torch.device) -> torch.Tensor:
         if self._buffer is None or self._buffer.numel() < size or self._buffer.device != device:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.rollout.sglang_senders import DistributedSender, Endpoint, TensorSender
 
-BUCKET_BYTES = 128 * 2**20
+BUCKET_BYTES = 64 * 2**20
 """Tensors sent at once, at most."""
 
 Target = Any
