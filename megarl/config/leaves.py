@@ -30,9 +30,12 @@ class Leaf:
     description: str
 
 
-def leaves() -> list[Leaf]:
-    """All leaves in schema order; entries of a list of sections are named like `rewards[].weight`."""
-    return list(_leaves_of(Config, "", PydanticUndefined))
+def leaves(root: type = Config) -> list[Leaf]:
+    """All leaves of `root` in schema order; entries of a list of sections are named like `rewards[].weight`.
+
+    A section whose fields were listed before, such as a second layout, is one leaf that says where.
+    """
+    return list(_leaves_of(root, "", PydanticUndefined, {}))
 
 
 def section_of(annotation: Any) -> type | None:
@@ -60,18 +63,22 @@ def may_be(field: FieldInfo) -> str:
     return f"{words} {limits}".strip() if not words.endswith("or null") else f"{words[:-8]} {limits} or null".replace("  ", " ")
 
 
-def _leaves_of(section: type, prefix: str, instance: Any) -> Iterator[Leaf]:
+def _leaves_of(section: type, prefix: str, instance: Any, listed: dict[type, str]) -> Iterator[Leaf]:
     for name, field in fields_of(section).items():
         default = _default(field, name, instance)
+        description = (field.description or "").replace("\n", " ")
         inner = section_of(field.annotation)
         if inner is None:
-            yield Leaf(
-                prefix + name, may_be(field), _as_yaml(prefix + name, default), (field.description or "").replace("\n", " ")
-            )
+            yield Leaf(prefix + name, may_be(field), _as_yaml(prefix + name, default), description)
+        elif inner in listed:
+            or_null = " or null" if default is None else ""
+            shown = "null" if default is None else "as there"
+            yield Leaf(prefix + name, f"a section like {listed[inner]}{or_null}", shown, description)
         else:
+            listed[inner] = prefix + name
             brackets = "[]" if _is_list(field.annotation) else ""
             given = default if isinstance(default, inner) else PydanticUndefined
-            yield from _leaves_of(inner, f"{prefix}{name}{brackets}.", given)
+            yield from _leaves_of(inner, f"{prefix}{name}{brackets}.", given, listed)
 
 
 def _default(field: FieldInfo, name: str, instance: Any) -> Any:

@@ -350,8 +350,6 @@ class ResourcesConfig(Section):
     """Trainer and engines on the same devices in turns, or each on its own."""
     ray_address: str | None = None
     """Ray cluster to join; null: RAY_ADDRESS if it is set, else a local Ray that ends with the run."""
-    gpus_per_node: Count | None = None
-    """GPUs used per node; null: all that Ray reports."""
     deadlines: WorkerDeadlines = WorkerDeadlines()
     """How long the driver waits for the training workers."""
 
