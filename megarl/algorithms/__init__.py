@@ -10,24 +10,42 @@ from megarl.algorithms.advantages import (
 )
 from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
 from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
+from megarl.algorithms.off_policy import CORRECTIONS, correction, mismatch
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
+from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss, PreferenceSettings, kto, kto_kl_reference
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
+from megarl.algorithms.shaping import RewardNormaliser, clip_rewards, length_penalty, overlong_penalty
 from megarl.algorithms.value_loss import value_loss
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
+    "CORRECTIONS",
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "AdaptiveKl",
     "AdvantageInputs",
     "AdvantageOutputs",
     "LossSettings",
     "PolicyLoss",
+    "PreferenceLoss",
+    "PreferenceSettings",
     "Registry",
+    "RewardNormaliser",
     "RunningMean",
+    "clip_rewards",
+    "correction",
     "kl_per_token",
+    "kto",
+    "kto_kl_reference",
+    "length_penalty",
     "masked_whiten",
+    "mismatch",
+    "overlong_penalty",
+    "pairwise_reward_loss",
+    "process_reward_loss",
     "token_rewards",
     "token_weights",
     "value_loss",

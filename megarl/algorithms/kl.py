@@ -10,17 +10,23 @@ from megarl.errors import ConfigError, nearest
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 
 
-def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:
-    """Estimate KL(π‖π_ref) at tokens sampled from π, in nats (http://joschu.net/blog/kl-approx.html).
+def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, old_log_probs: Tensor | None = None) -> Tensor:
+    """Estimate KL(π‖π_ref) at tokens sampled from π, or from π_old, in nats (http://joschu.net/blog/kl-approx.html).
 
     With d = log π − log π_ref: `k1` d; `k2` ½d²; `k3` exp(−d) + d − 1, never negative; `abs` |d|. As *values* k1 and k3
     are unbiased. As *losses* they differ: the mean gradient of k1 is 0 and that of k2 is the gradient of this KL; that
     of k3 is the gradient of KL(π_ref‖π), which agrees with it near π = π_ref.
 
+    `old_log_probs` is the `unbiased` option, for tokens that another policy sampled (DeepSeek-V3.2, arXiv 2512.02556 §3.1):
+    the estimate is multiplied by ρ = π/π_old, and E_old[ρ·k] = E_π[k]. The gradient flows through both factors, because
+    ∇E_π[k] = E_old[ρ·(k·∇log π + ∇k)]: without the first term it would be that of the paragraph above. So with k1 and k3
+    value *and* gradient are those of KL(π‖π_ref), at π = π_old too. ρ is not clipped.
+
     Args:
-        log_probs: float `[...]`, of the policy that sampled the tokens; gradients flow through it.
+        log_probs: float `[...]`, of the policy whose KL is estimated; gradients flow through it.
         ref_log_probs: float, same shape.
         estimator: one of `KL_ESTIMATORS`.
+        old_log_probs: float, same shape, of the policy that sampled the tokens, no gradient; None: no ratio.
 
     Returns:
         The shape and dtype of `log_probs`.
@@ -28,17 +34,19 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Te
     Raises:
         ConfigError: `estimator` is unknown.
     """
+    if estimator not in KL_ESTIMATORS:
+        known = ", ".join(KL_ESTIMATORS)
+        raise ConfigError(f"KL estimator is '{estimator}', but it may be one of {known}{nearest(estimator, KL_ESTIMATORS)}")
     difference = log_probs - ref_log_probs
     if estimator == "k1":
-        return difference
-    if estimator == "k2":
-        return difference * difference / 2
-    if estimator == "k3":
-        return torch.expm1(-difference) + difference
-    if estimator == "abs":
-        return difference.abs()
-    known = ", ".join(KL_ESTIMATORS)
-    raise ConfigError(f"KL estimator is '{estimator}', but it may be one of {known}{nearest(estimator, KL_ESTIMATORS)}")
+        estimate = difference
+    elif estimator == "k2":
+        estimate = difference * difference / 2
+    elif estimator == "k3":
+        estimate = torch.expm1(-difference) + difference
+    else:
+        estimate = difference.abs()
+    return estimate if old_log_probs is None else (log_probs - old_log_probs).exp() * estimate
 
 
 class AdaptiveKl:

@@ -61,6 +61,30 @@ def test_as_losses_the_estimators_follow_the_gradient_that_their_docstring_names
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_the_ratio_makes_value_and_gradient_those_of_the_kl_for_tokens_of_another_policy(
+    estimator: str, on_policy: bool
+) -> None:
+    """Exact over the vocabulary, weighted by the policy that sampled; without gradient through the ratio it fails."""
+    logits, new, reference = policies()
+    old = new.detach() if on_policy else (new.detach() + torch.linspace(-0.5, 0.7, 6)).log_softmax(0)
+    estimate = (old.exp() * kl_per_token(new, reference, estimator, old_log_probs=old)).sum()
+    exact = (new.exp() * (new - reference)).sum()
+    torch.testing.assert_close(estimate, exact, rtol=1e-12, atol=1e-14)
+    (got,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+    (want,) = torch.autograd.grad(exact, logits)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
+def test_with_the_ratio_every_estimator_is_multiplied_by_it(estimator: str) -> None:
+    _, new, reference = policies()
+    old = reference.flip(0)
+    got = kl_per_token(new, reference, estimator, old_log_probs=old)
+    torch.testing.assert_close(got, (new - old).exp() * kl_per_token(new, reference, estimator))
+
+
 def test_k3_is_never_negative_and_zero_at_the_reference() -> None:
     log_probs = -torch.rand(10_000, generator=torch.Generator().manual_seed(2)) * 5
     nearly = log_probs + 1e-4 * torch.randn(10_000, generator=torch.Generator().manual_seed(3))

@@ -1,0 +1,190 @@
+"""Preference losses (METHODS §7): pairs (DPO, cDPO, IPO, with the RPO term) by name, and KTO for single responses.
+
+Inputs are sums of token log-probs, one number per response. Losses are per pair or response: the caller divides by the
+number of them in the whole optimizer step, over every rank and micro-batch, before the first backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megarl.algorithms.registry import Registry
+
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    """The constants of the preference losses; each loss reads the ones it names."""
+
+    beta: float = 0.1
+    """β, the weight of the reference, above 0."""
+    label_smoothing: float = 0.0
+    """s of `cdpo`, in [0, ½): the share of pairs assumed to be the wrong way round."""
+    length_normalised: bool = False
+    """`ipo`: log-ratios are means over a response's tokens (true) or sums (false)."""
+    rpo_alpha: float = 0.0
+    """α of every pair loss: adds α·(−logp_w/|y_w|), the RPO term."""
+    desirable_weight: float = 1.0
+    """λ_D of `kto`."""
+    undesirable_weight: float = 1.0
+    """λ_U of `kto`."""
+
+
+class PreferenceLoss(Protocol):
+    """A loss of pairs: (log-probs, reference log-probs) of chosen and rejected responses → (loss per pair, sums over pairs).
+
+    Args:
+        chosen: float `[P]`, log π_θ(y_w|x), summed over the response's tokens, in nats; gradients flow through it.
+        rejected: float `[P]`, the same of y_l.
+        ref_chosen: float `[P]`, log π_ref(y_w|x); no gradient.
+        ref_rejected: float `[P]`, log π_ref(y_l|x); no gradient.
+        chosen_tokens: `[P]`, |y_w|, the number of tokens summed over, at least 1.
+        rejected_tokens: `[P]`, |y_l|.
+        settings: the constants.
+
+    Returns:
+        The loss `[P]`, and scalar sums over the pairs without gradient: `accuracy`, the number of pairs whose chosen
+        response has the greater reward; `chosen_reward` and `rejected_reward`, Σβ(logp − ref); `margin`, their difference.
+    """
+
+    def __call__(
+        self,
+        chosen: Tensor,
+        rejected: Tensor,
+        ref_chosen: Tensor,
+        ref_rejected: Tensor,
+        *,
+        chosen_tokens: Tensor,
+        rejected_tokens: Tensor,
+        settings: PreferenceSettings,
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss")
+
+
+def _rpo_term(chosen: Tensor, chosen_tokens: Tensor, settings: PreferenceSettings) -> Tensor | float:
+    """α·(−logp_w/|y_w|) `[P]` (iterative RPO, arXiv 2404.19733 eq. 1)."""
+    return -settings.rpo_alpha * chosen / chosen_tokens if settings.rpo_alpha else 0.0
+
+
+def _sums(chosen_ratio: Tensor, rejected_ratio: Tensor, settings: PreferenceSettings) -> dict[str, Tensor]:
+    chosen, rejected = (settings.beta * ratio.detach().float() for ratio in (chosen_ratio, rejected_ratio))
+    return {
+        "accuracy": (chosen > rejected).float().sum(),
+        "chosen_reward": chosen.sum(),
+        "rejected_reward": rejected.sum(),
+        "margin": (chosen - rejected).sum(),
+    }
+
+
+@PREFERENCE_LOSSES.register("dpo")
+def dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−log σ(β·[(logp_w − ref_w) − (logp_l − ref_l)]) (arXiv 2305.18290), plus the RPO term. See `PreferenceLoss`."""
+    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    loss = -logsigmoid(settings.beta * (chosen_ratio - rejected_ratio))
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("cdpo")
+def cdpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`dpo` with s = `label_smoothing`: (1−s)·(loss of the pair) + s·(loss of the pair the other way round).
+
+    Conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); the RPO term is not smoothed. See `PreferenceLoss`.
+    """
+    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
+    loss = -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("ipo")
+def ipo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(h − 1/(2β))² with h = (logp_w − ref_w) − (logp_l − ref_l) (arXiv 2310.12036 eq. 17), plus the RPO term.
+
+    With `length_normalised` both log-ratios are divided by their response's tokens, and the sums follow. See `PreferenceLoss`.
+    """
+    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    if settings.length_normalised:
+        chosen_ratio, rejected_ratio = chosen_ratio / chosen_tokens, rejected_ratio / rejected_tokens
+    loss = (chosen_ratio - rejected_ratio - 1 / (2 * settings.beta)) ** 2
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+def kto(
+    log_probs: Tensor, ref_log_probs: Tensor, desirable: Tensor, kl_reference: Tensor, settings: PreferenceSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """λ_D·(1 − σ(β(h − z))) for a desirable response, λ_U·(1 − σ(β(z − h))) for another, h = logp − ref (arXiv 2402.01306 §4).
+
+    Args:
+        log_probs: float `[B]`, log π_θ(y|x), summed over the response's tokens, in nats; gradients flow through it.
+        ref_log_probs: float `[B]`, log π_ref(y|x); no gradient.
+        desirable: bool `[B]`.
+        kl_reference: scalar z, `kto_kl_reference` of the same optimizer step; taken as a constant.
+        settings: β, λ_D and λ_U.
+
+    Returns:
+        The loss `[B]`, and scalar sums without gradient: `desirable`, the number of desirable responses;
+        `desirable_reward` and `undesirable_reward`, Σβ(logp − ref) over each kind.
+    """
+    ratio = log_probs - ref_log_probs
+    distance = settings.beta * (ratio - kl_reference.detach())
+    gain = settings.desirable_weight * torch.sigmoid(-distance)
+    loss = torch.where(desirable, gain, settings.undesirable_weight * torch.sigmoid(distance))
+    reward = settings.beta * ratio.detach().float()
+    return loss, {
+        "desirable": desirable.float().sum(),
+        "desirable_reward": reward[desirable].sum(),
+        "undesirable_reward": reward[~desirable].sum(),
+    }
+
+
+def kto_kl_reference(mismatched_log_probs: Tensor, mismatched_ref_log_probs: Tensor) -> Tensor:
+    """KTO's reference point z = max(0, mean(log π_θ(y'|x) − log π_ref(y'|x))), a constant scalar (arXiv 2402.01306 §4.1).
+
+    The responses y' belong to *other* prompts of the batch than the x they are scored after. β plays no part.
+
+    Args:
+        mismatched_log_probs: float `[M]`, log π_θ(y'|x) of the mismatched pairs of the whole optimizer step (every rank:
+            the mean of micro-batches would make the loss depend on how the step is split).
+        mismatched_ref_log_probs: float `[M]`, log π_ref(y'|x).
+
+    Raises:
+        ValueError: there are no pairs.
+    """
+    if mismatched_log_probs.numel() == 0:
+        raise ValueError("kto_kl_reference needs at least one mismatched pair, but none were given")
+    return (
+        (mismatched_log_probs - mismatched_ref_log_probs).detach().double().mean().clamp(min=0).to(mismatched_log_probs.dtype)
+    )

@@ -1,0 +1,88 @@
+"""Shaping of a step's rewards before advantages (METHODS §6). All in the units of the reward, one number per response."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.errors import ConfigError
+
+
+def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
+    """`rewards` (any shape), none below `low` or above `high`.
+
+    Raises:
+        ConfigError: `low` is above `high`.
+    """
+    if low > high:
+        raise ConfigError(f"rewards are clipped to [{low}, {high}], but the lower bound may not be above the upper one")
+    return rewards.clamp(low, high)
+
+
+class RewardNormaliser:
+    """(r − mean)/(std + eps) with mean and population std over all rewards so far, those given included.
+
+    The state runs in float64 by the merged form of Welford's update (Chan, Golub and LeVeque 1979). Rewards that have
+    all been equal so far become exactly 0; so does the first one, if it comes alone.
+
+    Args:
+        eps: added to the standard deviation.
+    """
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        self.eps = eps
+        self.count = 0
+        self.mean = 0.0
+        self.squares = 0.0
+        """Σ(r − mean)² so far."""
+
+    def normalise(self, rewards: Tensor) -> Tensor:
+        """Take `rewards` (any shape, of the whole step) into the state and return them normalised, in their dtype."""
+        if rewards.numel() == 0:
+            return rewards
+        exact = rewards.double()
+        first = exact.flatten()[0]
+        new = int(rewards.numel())
+        mean = float(first + (exact - first).mean())  # exact where all are equal
+        squares = float(((exact - mean) ** 2).sum())
+        total, moved = self.count + new, mean - self.mean
+        self.squares += squares + moved * moved * self.count * new / total
+        self.mean += moved * new / total if self.count else mean
+        self.count = total
+        if self.squares == 0:
+            return torch.zeros_like(rewards)
+        return ((exact - self.mean) / ((self.squares / self.count) ** 0.5 + self.eps)).to(rewards.dtype)
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint must keep; eps comes from the config."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from `state_dict()`'s answer."""
+        self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Tensor:
+    """DAPO's soft over-long penalty, to be added to the reward (arXiv 2503.14476 eq. 13).
+
+    0 up to L_max − L_cache tokens, then linear to −1 at L_max, and −1 beyond.
+
+    Args:
+        lengths: int `[B]`, tokens of each response.
+        max_tokens: L_max.
+        cache_tokens: L_cache, the tokens before L_max over which the penalty grows, from 1 to L_max.
+
+    Returns:
+        float32 `[B]`, from −1 to 0.
+
+    Raises:
+        ConfigError: `cache_tokens` is out of its range.
+    """
+    if not 1 <= cache_tokens <= max_tokens:
+        raise ConfigError(f"the over-long penalty's cache is {cache_tokens} tokens, but it may be from 1 to {max_tokens}")
+    return ((max_tokens - cache_tokens - lengths).float() / cache_tokens).clamp(-1, 0)
+
+
+def length_penalty(lengths: Tensor, per_token: float) -> Tensor:
+    """−`per_token`·length, to be added to the reward: float32 `[B]` for int `lengths` `[B]` in tokens."""
+    return -per_token * lengths.float()

@@ -1,0 +1,147 @@
+"""Preference losses (METHODS §7) against plain Python in float64: values, sums, and what each setting changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings, kto, kto_kl_reference
+
+P = 12
+SETTINGS = PreferenceSettings(beta=0.3, label_smoothing=0.1, desirable_weight=1.5, undesirable_weight=0.7)
+
+
+def pairs(seed: int = 0) -> dict[str, Tensor]:
+    """Sums of log-probs of P pairs whose responses differ in length."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen_tokens, rejected_tokens = torch.randint(1, 30, (2, P), generator=generator)
+    ref_chosen, ref_rejected = -torch.rand(2, P, generator=generator, dtype=torch.float64) * 40
+    noise = 3 * torch.randn(2, P, generator=generator, dtype=torch.float64)
+    return {
+        "chosen": ref_chosen + noise[0],
+        "rejected": ref_rejected + noise[1],
+        "ref_chosen": ref_chosen,
+        "ref_rejected": ref_rejected,
+        "chosen_tokens": chosen_tokens,
+        "rejected_tokens": rejected_tokens,
+    }
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def plain(name: str, data: dict[str, Tensor], s: PreferenceSettings) -> list[tuple[float, float, float]]:
+    """Loss, chosen reward and rejected reward of each pair."""
+    rows = []
+    for row in zip(*(values.tolist() for values in data.values()), strict=True):
+        logp_w, logp_l, ref_w, ref_l, n_w, n_l = row
+        h_w, h_l = logp_w - ref_w, logp_l - ref_l
+        if name == "ipo" and s.length_normalised:
+            h_w, h_l = h_w / n_w, h_l / n_l
+        if name == "ipo":
+            loss = (h_w - h_l - 1 / (2 * s.beta)) ** 2
+        else:
+            smoothing = s.label_smoothing if name == "cdpo" else 0.0
+            loss = -(1 - smoothing) * math.log(sigmoid(s.beta * (h_w - h_l)))
+            loss += -smoothing * math.log(sigmoid(-s.beta * (h_w - h_l)))
+        rows.append((loss + s.rpo_alpha * -logp_w / n_w, s.beta * h_w, s.beta * h_l))
+    return rows
+
+
+@pytest.mark.parametrize("changes", [{}, {"length_normalised": True}, {"rpo_alpha": 0.4}, {"label_smoothing": 0.0}])
+@pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES))
+def test_every_loss_is_its_row_of_methods(name: str, changes: dict[str, Any]) -> None:
+    settings = dataclasses.replace(SETTINGS, **changes)
+    data = pairs()
+    loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=settings)
+    want = plain(name, data, settings)
+    torch.testing.assert_close(loss, torch.tensor([row[0] for row in want], dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    assert sums["accuracy"].item() == sum(good > bad for _, good, bad in want) not in (0, P)
+    assert sums["chosen_reward"].item() == pytest.approx(sum(good for _, good, _ in want), rel=1e-5)
+    assert sums["rejected_reward"].item() == pytest.approx(sum(bad for _, _, bad in want), rel=1e-5)
+    assert sums["margin"].item() == pytest.approx(sum(good - bad for _, good, bad in want), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "acts"),
+    [
+        ("dpo", {"label_smoothing": 0.3}, False),
+        ("cdpo", {"label_smoothing": 0.3}, True),
+        ("ipo", {"length_normalised": True}, True),
+        ("dpo", {"length_normalised": True}, False),
+        *((name, {"rpo_alpha": 1.0}, True) for name in ("dpo", "cdpo", "ipo")),
+        *((name, {"beta": 0.1}, True) for name in ("dpo", "cdpo", "ipo")),
+    ],
+)
+def test_a_setting_acts_where_its_docstring_says(name: str, changes: dict[str, Any], acts: bool) -> None:
+    data, loss = pairs(), PREFERENCE_LOSSES.resolve(name)
+    before, _ = loss(**data, settings=SETTINGS)
+    after, _ = loss(**data, settings=dataclasses.replace(SETTINGS, **changes))
+    assert bool((before != after).any()) is acts
+
+
+def test_at_the_reference_dpo_is_log_two_and_ipo_its_target_squared() -> None:
+    data = pairs()
+    data |= {"chosen": data["ref_chosen"], "rejected": data["ref_rejected"]}
+    for name, want in (("dpo", math.log(2)), ("cdpo", math.log(2)), ("ipo", (1 / 0.6) ** 2)):
+        loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=SETTINGS)
+        torch.testing.assert_close(loss, torch.full((P,), want, dtype=torch.float64))
+        assert sums["accuracy"].item() == sums["margin"].item() == 0
+
+
+def test_a_pair_that_is_hopelessly_wrong_has_a_finite_loss_and_gradient() -> None:
+    chosen = torch.tensor([-2000.0], requires_grad=True)
+    zero, one = torch.zeros(1), torch.ones(1)
+    loss, _ = PREFERENCE_LOSSES.resolve("dpo")(
+        chosen, zero, zero, zero, chosen_tokens=one, rejected_tokens=one, settings=PreferenceSettings(beta=1.0)
+    )
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(2000.0)
+    assert chosen.grad is not None
+    assert chosen.grad.item() == pytest.approx(-1.0)
+
+
+def test_kto_is_its_row_of_methods() -> None:
+    data = pairs()
+    log_probs = torch.cat([data["chosen"], data["rejected"]])
+    reference = torch.cat([data["ref_chosen"], data["ref_rejected"]])
+    desirable = torch.arange(2 * P) % 3 == 0
+    z = 0.8
+    loss, sums = kto(log_probs, reference, desirable, torch.tensor(z, dtype=torch.float64), SETTINGS)
+    want, rewards = [], {True: 0.0, False: 0.0}
+    for logp, ref, good in zip(log_probs.tolist(), reference.tolist(), desirable.tolist(), strict=True):
+        gap = 0.3 * (logp - ref - z)
+        want.append(1.5 * (1 - sigmoid(gap)) if good else 0.7 * (1 - sigmoid(-gap)))
+        rewards[good] += 0.3 * (logp - ref)
+    torch.testing.assert_close(loss, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    assert sums["desirable"].item() == 8
+    assert sums["desirable_reward"].item() == pytest.approx(rewards[True], rel=1e-5)
+    assert sums["undesirable_reward"].item() == pytest.approx(rewards[False], rel=1e-5)
+
+
+def test_ktos_reference_point_is_the_clamped_mean_log_ratio_without_gradient() -> None:
+    data = pairs(1)
+    policy, reference = data["chosen"].requires_grad_(), data["ref_chosen"]
+    ratios = [a - b for a, b in zip(policy.tolist(), reference.tolist(), strict=True)]
+    for sign in (1, -1):
+        z = kto_kl_reference(sign * policy, sign * reference)
+        assert z.item() == pytest.approx(max(0.0, sign * sum(ratios) / P), rel=1e-12)
+        assert not z.requires_grad
+    assert sum(ratios) != 0
+    with pytest.raises(ValueError, match="at least one mismatched pair"):
+        kto_kl_reference(torch.zeros(0), torch.zeros(0))
+
+
+def test_no_gradient_reaches_ktos_reference_point() -> None:
+    z = torch.tensor(0.5, requires_grad=True)
+    policy = torch.zeros(3, requires_grad=True)
+    loss, _ = kto(policy, torch.zeros(3), torch.tensor([True, False, True]), z, SETTINGS)
+    loss.sum().backward()
+    assert z.grad is None
+    assert policy.grad is not None
