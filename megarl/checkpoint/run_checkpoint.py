@@ -28,8 +28,7 @@ class CheckpointFolder:
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
         """A folder to fill; it becomes `step_N` if the block succeeds and vanishes if it raises."""
-        final = self.folder / f"step_{step:06d}"
-        temporary = self.folder / f".writing_{final.name}"
+        final, temporary = self.folder / f"step_{step:06d}", self.temporary(step)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         try:
@@ -42,6 +41,10 @@ class CheckpointFolder:
         if self.keep:
             for old in self.all()[: -self.keep]:
                 shutil.rmtree(old)
+
+    def temporary(self, step: int) -> Path:
+        """Where the checkpoint of `step` is until it is whole."""
+        return self.folder / f".writing_step_{step:06d}"
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

@@ -112,10 +112,10 @@ def _trained_roles(config: Config) -> list[tuple[str, int]]:
 
 
 def _scoring_roles(config: Config) -> list[tuple[str, int]]:
-    reference = config.reference.layout
+    reference, reward_model = config.reference.layout, config.reward_model.layout
     return [
         *([("reference", reference.dp)] if config.uses_reference and reference is not None else []),
-        *([("reward_model", config.reward_model.layout.dp)] if config.uses_reward_model else []),
+        *([("reward_model", reward_model.dp)] if config.uses_reward_model and reward_model is not None else []),
     ]
 
 

@@ -31,13 +31,8 @@ def check_fields_agree(config: Config) -> None:
         _check_held_out(config.data.train, config.data.eval)
     elif config.run.eval_every:
         raise ConfigError(f"run.eval_every is {config.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
-    if config.uses_reward_model:
-        raise ConfigError(
-            f"reward_model.path is '{config.reward_model.path}', but the training loop cannot ask a reward model yet; "
-            "it may be null, with functions in rewards"
-        )
-    if not config.rewards:
-        raise ConfigError("rewards is empty, but a run needs at least one source of reward")
+    if not config.rewards and not config.uses_reward_model:
+        raise ConfigError("rewards is empty and reward_model.path is null, but a run needs at least one source of reward")
     for role in (config.policy, config.critic):
         optimizer = role.optimizer
         if optimizer.min_lr > optimizer.lr:
@@ -55,10 +50,23 @@ def _check_algorithm(config: Config) -> None:
             f"rollout.samples_per_prompt is {config.rollout.samples_per_prompt}, but algorithm.advantage = "
             f"'{algorithm.advantage}' compares the responses of one prompt and needs at least 2"
         )
-    if algorithm.kl.coef and algorithm.kl.where == "reward" and algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+    _check_kl(config)
+    correction = algorithm.correction
+    if correction.mode not in ("none", "tis_token", "tis_sequence") and correction.low >= correction.high:
         raise ConfigError(
-            f"algorithm.kl.where is 'reward', but algorithm.advantage = '{algorithm.advantage}' gives a whole response one "
-            "advantage and has no place for a penalty per token; it may be 'loss', or algorithm.kl.coef 0"
+            f"algorithm.correction.low is {correction.low}, but it may be below algorithm.correction.high = {correction.high}"
+        )
+    if algorithm.bootstrap_truncated and algorithm.advantage != "gae":
+        raise ConfigError("algorithm.bootstrap_truncated is true, but only algorithm.advantage = 'gae' has values to bootstrap")
+    if algorithm.shaping.overlong_tokens > config.rollout.max_new_tokens:
+        raise ConfigError(
+            f"algorithm.shaping.overlong_tokens is {algorithm.shaping.overlong_tokens}, but it may be at most "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}"
+        )
+    if algorithm.advantage == "grpo_process" and not (config.reward_model.process and config.uses_reward_model):
+        raise ConfigError(
+            "algorithm.advantage is 'grpo_process', but nothing scores steps; it needs reward_model.path with "
+            "reward_model.process true"
         )
     if algorithm.clip_low >= 1:
         raise ConfigError(f"algorithm.clip_low is {algorithm.clip_low}, but it may be from 0 to below 1")
@@ -66,6 +74,25 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"critic.warmup_steps is {config.critic.warmup_steps}, but algorithm.advantage = '{algorithm.advantage}' "
             "trains no critic; only 'gae' does"
+        )
+
+
+def _check_kl(config: Config) -> None:
+    kl, advantage = config.algorithm.kl, config.algorithm.advantage
+    if kl.coef and kl.where == "reward" and advantage in ("grpo", "grpo_process", "dr_grpo", "rloo"):
+        raise ConfigError(
+            f"algorithm.kl.where is 'reward', but algorithm.advantage = '{advantage}' gives a whole response one "
+            "advantage and has no place for a penalty per token; it may be 'loss', or algorithm.kl.coef 0"
+        )
+    if kl.target is not None and (kl.where != "reward" or not kl.coef):
+        raise ConfigError("algorithm.kl.target is set, but only a KL in the reward with a coef above 0 is steered")
+    if kl.unbiased and kl.where != "loss":
+        raise ConfigError("algorithm.kl.unbiased is true, but it is for the KL in the loss (algorithm.kl.where: loss)")
+    every = config.reference.reset_every
+    if every and (not config.uses_reference or config.reference.layout is not None):
+        raise ConfigError(
+            f"reference.reset_every is {every}, but it needs algorithm.kl.coef above 0 and a reference in the policy's own "
+            "processes (reference.layout: null)"
         )
 
 
@@ -133,7 +160,7 @@ def check_models(config: Config) -> None:
         _check_layout("reference.layout", config.reference.layout or config.policy.layout, sizes)
     if config.reward_model.path is not None:
         sizes = read_sizes("reward_model.path", config.reward_model.path)
-        _check_layout("reward_model.layout", config.reward_model.layout, sizes)
+        _check_layout("reward_model.layout", config.reward_model.layout or config.policy.layout, sizes)
 
 
 def read_sizes(field: str, folder: str) -> dict[str, Any]:

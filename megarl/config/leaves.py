@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from megarl.config.layout import Layout
 from megarl.config.presets import PRESETS
-from megarl.config.schema import Config, Section
+from megarl.config.schema import Config, ImportPath, Section
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,8 @@ def _is_list(annotation: Any) -> bool:
 
 def _in_words(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if annotation == ImportPath:
+        return "package.module:function"
     if origin is typing.Annotated:
         return _in_words(arguments[0])
     if origin in (typing.Union, UnionType):

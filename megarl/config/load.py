@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -13,9 +13,12 @@ from pydantic_core import ErrorDetails
 
 from megarl.atomic import write_text_atomically
 from megarl.config.leaves import fields_of, leaves, may_be, section_of
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Section
+from megarl.config.supervised import SupervisedConfig
 from megarl.config.yaml_tree import apply_overrides, describe_value, read_yaml
 from megarl.errors import ConfigError, nearest
+
+Root = TypeVar("Root", Config, SupervisedConfig)
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -27,24 +30,38 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     return parse_config(apply_overrides(read_yaml(path), overrides))
 
 
+def load_supervised_config(path: str | Path, overrides: Iterable[str] = ()) -> SupervisedConfig:
+    """`load_config` for a run that trains on given responses."""
+    return _parse(apply_overrides(read_yaml(path), overrides), SupervisedConfig)
+
+
 def parse_config(tree: dict[str, Any]) -> Config:
     """Make a Config from a plain tree; raises ConfigError as `load_config` does."""
+    return _parse(tree, Config)
+
+
+def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
+    """`parse_config` for a run that trains on given responses."""
+    return _parse(tree, SupervisedConfig)
+
+
+def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
     try:
-        return Config.model_validate(tree)
+        return root.model_validate(tree)
     except ValidationError as error:
         problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] not in _UNKNOWN_KEY)
-    sentence = _sentence(problems[0], tree)
-    more = len({_place(problem) for problem in problems}) - 1
+    sentence = _sentence(problems[0], tree, root)
+    more = len({_place(problem, root) for problem in problems}) - 1
     raise ConfigError(sentence + (f" ({more} more problem{'s' * (more > 1)} in this config)" if more else ""))
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved config, every leaf written out, as YAML that `load_config` reads back to an equal Config."""
+def to_yaml(config: Section) -> str:
+    """The resolved config, every leaf written out, as YAML that reads back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, allow_unicode=True)
 
 
-def save_resolved(config: Config, path: str | Path) -> None:
+def save_resolved(config: Section, path: str | Path) -> None:
     """Write the resolved config to `path` atomically (a reader never sees half a file)."""
     write_text_atomically(path, to_yaml(config))
 
@@ -52,11 +69,11 @@ def save_resolved(config: Config, path: str | Path) -> None:
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def _sentence(problem: ErrorDetails, tree: dict[str, Any]) -> str:
+def _sentence(problem: ErrorDetails, tree: dict[str, Any], root: type) -> str:
     place = problem["loc"]
     if problem["type"] in _UNKNOWN_KEY:
-        return _unknown_key(place)
-    field, known = _deepest_field(place)
+        return _unknown_key(place, root)
+    field, known = _deepest_field(place, root)
     name = _dotted(known)
     if problem["type"] == "missing" and known == tuple(place):
         return f"{name} is missing; it must be {may_be(field)}" if field else f"{name} is missing"
@@ -68,16 +85,16 @@ def _sentence(problem: ErrorDetails, tree: dict[str, Any]) -> str:
     return sentence + (nearest(value, _choices(field)) if field and isinstance(value, str) else "")
 
 
-def _place(problem: ErrorDetails) -> tuple[int | str, ...]:
+def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
     """Where the problem is: the unknown key itself, or the field whose value is wrong."""
-    return problem["loc"] if problem["type"] in _UNKNOWN_KEY else _deepest_field(problem["loc"])[1]
+    return problem["loc"] if problem["type"] in _UNKNOWN_KEY else _deepest_field(problem["loc"], root)[1]
 
 
-def _unknown_key(place: Sequence[int | str]) -> str:
+def _unknown_key(place: Sequence[int | str], root: type) -> str:
     name = _dotted(place)
-    known = [leaf.name for leaf in leaves()]
-    _, section_place = _deepest_field(place[:-1])
-    section: type | None = Config
+    known = [leaf.name for leaf in leaves(root)]
+    _, section_place = _deepest_field(place[:-1], root)
+    section: type | None = root
     for key in section_place:
         if section is not None and isinstance(key, str):
             section = section_of(fields_of(section)[key].annotation)
@@ -92,9 +109,9 @@ def _unknown_key(place: Sequence[int | str]) -> str:
     return f"{name} is not a config field{hint}; {where} has {', '.join(s.rpartition('.')[2] for s in siblings)}"
 
 
-def _deepest_field(place: Sequence[int | str]) -> tuple[FieldInfo | None, tuple[int | str, ...]]:
-    """The schema field that `place` points to or into, and its own place."""
-    section: type | None = Config
+def _deepest_field(place: Sequence[int | str], root: type) -> tuple[FieldInfo | None, tuple[int | str, ...]]:
+    """The field of the schema `root` that `place` points to or into, and its own place."""
+    section: type | None = root
     field: FieldInfo | None = None
     known: tuple[int | str, ...] = ()
     for depth, key in enumerate(place):

@@ -15,14 +15,16 @@ AdvantageName = Literal[
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "grpo",
+    "grpo_process",
     "dr_grpo",
     "rloo",
+    "remax",
 ]
 PolicyLossName = Literal["clip", "dual_clip", "gspo", "cispo", "reinforce", "kl_penalty"]
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
-GROUP_ADVANTAGES = frozenset({"reinforce_plus_plus_baseline", "grpo", "dr_grpo", "rloo"})
+GROUP_ADVANTAGES = frozenset({"reinforce_plus_plus_baseline", "grpo", "grpo_process", "dr_grpo", "rloo"})
 """Estimators that compare the responses of one prompt, and so need at least two of them."""
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -32,7 +34,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": "clip",
         "aggregation": "seq_mean_token_mean",
         "lam": 1.0,
-        "reward_clip": None,
+        "shaping": {"clip": None},
         "kl": {"coef": 0.04, "estimator": "k3", "where": "loss"},
     },
     # InstructGPT, arXiv 2203.02155: GAE with lambda 0.95, per-token KL 0.02 in the reward
@@ -41,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": "clip",
         "aggregation": "seq_mean_token_mean",
         "lam": 0.95,
-        "reward_clip": None,
+        "shaping": {"clip": None},
         "kl": {"coef": 0.02, "estimator": "k1", "where": "reward"},
     },
     # REINFORCE++, arXiv 2501.03262: token-level KL in the reward, clipped rewards, globally whitened advantages
@@ -50,7 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "policy_loss": "clip",
         "aggregation": "token_mean",
         "lam": 1.0,
-        "reward_clip": 10.0,
+        "shaping": {"clip": 10.0},
         "kl": {"coef": 0.01, "estimator": "k1", "where": "reward"},
     },
 }
@@ -64,6 +66,7 @@ def fill_preset(tree: Any) -> Any:
     if preset is None:
         return tree
     filled = {**preset, **tree}
-    if isinstance(tree.get("kl"), dict):
-        filled["kl"] = {**preset["kl"], **tree["kl"]}
+    for section in ("kl", "shaping"):
+        if isinstance(tree.get(section), dict):
+            filled[section] = {**preset[section], **tree[section]}
     return filled

@@ -22,6 +22,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 
 
 class Section(BaseModel):
@@ -51,6 +52,8 @@ class RunConfig(Section):
     """Evaluate on `data.eval` (greedily) every so many steps; 0: only before and after training."""
     log_samples: Count = 8
     """Samples written to `samples.jsonl` per step."""
+    export: bool = False
+    """At the end, write the trained model as a Hugging Face folder `<run.folder>/<run.name>/model/`."""
 
 
 class ModelConfig(Section):
@@ -156,6 +159,8 @@ class ReferenceConfig(Section):
     """Hugging Face folder; null: `model.path`."""
     layout: LayoutConfig | None = None
     """Parallel layout; null: lives in the policy's processes, in the policy's layout."""
+    reset_every: Count = 0
+    """Set the reference to the policy every so many steps (the outer iterations of iterative GRPO); 0: never."""
 
 
 class RewardModelConfig(Section):
@@ -163,8 +168,12 @@ class RewardModelConfig(Section):
 
     path: str | None = None
     """Hugging Face folder of the reward model; null: none."""
-    layout: LayoutConfig = LayoutConfig()
-    """Parallel layout of the reward model."""
+    layout: LayoutConfig | None = None
+    """Parallel layout; null: lives in the policy's processes, in the policy's layout."""
+    weight: float = 1.0
+    """Weight of its score in the sum of all rewards."""
+    process: bool = False
+    """It scores every step of a response, each ending with a newline or the response, for `grpo_process`."""
 
 
 class KlConfig(Section):
@@ -176,6 +185,36 @@ class KlConfig(Section):
     """Estimator of the KL per token (METHODS section 4)."""
     where: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward of every token."""
+    unbiased: bool = False
+    """In the loss: multiply the estimate by the ratio to the policy that sampled (for several updates per step)."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """In the reward: steer `coef` towards this mean KL of a response, in nats; null: `coef` stays."""
+    horizon: Annotated[float, Field(gt=0)] = 10_000.0
+    """Responses over which `target` moves `coef`."""
+
+
+class CorrectionConfig(Section):
+    """Correction for the engine's log-probs not being the trainer's (METHODS section 1); off where `mode` is none."""
+
+    mode: Literal["none", "tis_token", "tis_sequence", "mis_token", "mis_sequence", "reject_sequence"] = "none"
+    """Truncated or masked importance sampling per token or sequence, or whole responses rejected."""
+    low: NonNegative = 0.5
+    """Smallest ratio that is kept (mis, reject)."""
+    high: Annotated[float, Field(gt=0)] = 2.0
+    """Largest ratio that is kept (mis, reject), or the ratio that weights are cut at (tis)."""
+
+
+class ShapingConfig(Section):
+    """What is done to rewards before the advantage, in this order: penalties, normalisation, clipping (METHODS section 6)."""
+
+    overlong_tokens: Count = 0
+    """The last so many tokens before `rollout.max_new_tokens` cost up to 1 (DAPO's soft over-long penalty); 0: off."""
+    length_penalty: NonNegative = 0.0
+    """Subtracted from the reward for every response token."""
+    normalise: bool = False
+    """Divide by the standard deviation of all rewards so far, after subtracting their mean."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Rewards are clipped to [-x, x]; null: not clipped."""
 
 
 class AlgorithmConfig(Section):
@@ -183,10 +222,10 @@ class AlgorithmConfig(Section):
 
     name: PresetName = "grpo"
     """Preset for the leaves marked 'by name'."""
-    advantage: AdvantageName = "grpo"
-    """Advantage estimator (METHODS section 3)."""
-    policy_loss: PolicyLossName = "clip"
-    """Policy loss per token (METHODS section 1)."""
+    advantage: AdvantageName | ImportPath = "grpo"
+    """Advantage estimator (METHODS section 3), or your own as `package.module:function`."""
+    policy_loss: PolicyLossName | ImportPath = "clip"
+    """Policy loss per token (METHODS section 1), or your own as `package.module:function`."""
     aggregation: AggregationName = "seq_mean_token_mean"
     """How token losses become one number (METHODS section 2)."""
     norm_length: Positive | None = None
@@ -197,6 +236,8 @@ class AlgorithmConfig(Section):
     """Ratio clipping above 1 (epsilon high; DAPO: 0.28)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """The bound c of `dual_clip` for negative advantages."""
+    penalty_coef: NonNegative = 1.0
+    """The weight beta of `kl_penalty`'s KL to the policy that sampled."""
     epochs: Positive = 1
     """Passes over the sequences of one step (mu)."""
     mini_batches: Positive = 1
@@ -213,8 +254,14 @@ class AlgorithmConfig(Section):
     """Penalty for leaving the reference."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus in the policy loss."""
-    reward_clip: Annotated[float, Field(gt=0)] | None = None
-    """Rewards are clipped to [-x, x] before the advantage; null: not clipped."""
+    shaping: ShapingConfig = ShapingConfig()
+    """What is done to rewards before the advantage."""
+    mask_truncated: bool = False
+    """Leave responses that were cut by the length limit out of the loss and of every denominator."""
+    bootstrap_truncated: bool = False
+    """With `gae`: after the last token of a truncated response comes the critic's value, not 0."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Correction for the engine's log-probs not being the trainer's."""
 
     @model_validator(mode="before")
     @classmethod
@@ -246,6 +293,19 @@ class EvalSourceConfig(SourceConfig):
     """Rows used: how many a procedural source makes, the first so many of a file; null: all (procedural: 1000)."""
     seed: Count = 1_000_000
     """Seed of a procedural source; row i is made from seed + i, so it must keep clear of the training rows."""
+
+
+class PtxConfig(Section):
+    """Supervised examples mixed into every policy update, as in InstructGPT's PPO-ptx (METHODS section 7)."""
+
+    coef: NonNegative = 0.0
+    """Weight of their mean cross-entropy per token in the policy loss; 0: none are read."""
+    samples_per_step: Positive = 8
+    """Examples per training step, shared by its updates."""
+    data: SourceConfig | None = None
+    """Rows with `data.prompt_key` and `response_key`."""
+    response_key: str = "response"
+    """Key of the response in a row."""
 
 
 class DataConfig(Section):
@@ -287,6 +347,8 @@ class RolloutConfig(Section):
     """SGLang servers, generation inside the trainer's process, or recorded responses."""
     prompts_per_step: Positive = 8
     """Prompts per training step."""
+    resample_rounds: Count = 0
+    """Rounds of further prompts to replace groups whose rewards all agree (DAPO's dynamic sampling); 0: they stay."""
     samples_per_prompt: Positive = 8
     """Responses per prompt (the group size G)."""
     max_new_tokens: Positive = 256
@@ -393,6 +455,8 @@ class Config(Section):
     """The maths of a step."""
     data: DataConfig
     """Prompts for training and evaluation."""
+    ptx: PtxConfig = PtxConfig()
+    """Supervised examples mixed into every policy update."""
     rollout: RolloutConfig = RolloutConfig()
     """How responses are sampled."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] = ()

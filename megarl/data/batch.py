@@ -43,6 +43,17 @@ class Batch:
         """Tokens that the policy sampled."""
         return int(self.mask.sum())
 
+    @property
+    def truncated(self) -> Tensor:
+        """bool `[B]`: responses that were cut by the length limit."""
+        return torch.tensor([sample.truncated for sample in self.samples], dtype=torch.bool)
+
+    @property
+    def last_tokens(self) -> Tensor:
+        """bool `[B, T]`, True at the last token of every response."""
+        lengths = torch.tensor([len(sample.response_ids) for sample in self.samples])
+        return torch.arange(self.mask.shape[1]) == lengths[:, None] - 1
+
     def gather(self, names: Sequence[str], answers: Iterable[dict[int, Tensor]]) -> None:
         """Add columns `names` from the ranks' answers `{row: [L, C]}`; every row must be answered exactly once.
 
@@ -62,8 +73,14 @@ class Batch:
             raise ValueError(f"{len(self) - len(seen)} of {len(self)} rows were not answered by any rank")
         self.columns.update(zip(names, columns, strict=True))
 
-    def units(self, rows: Sequence[int], columns: Sequence[str], *, share_prompts: bool) -> list[Unit]:
-        """`rows` as prompt units that carry `columns`; rows of one group share a unit if `share_prompts`."""
+    def units(
+        self, rows: Sequence[int], columns: Sequence[str], *, share_prompts: bool, mask: Tensor | None = None
+    ) -> list[Unit]:
+        """`rows` as prompt units that carry `columns`; rows of one group share a unit if `share_prompts`.
+
+        `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled.
+        """
+        mask = self.mask if mask is None else mask
         units: dict[tuple[int, ...], Unit] = {}
         for row in rows:
             sample = self.samples[row]
@@ -71,7 +88,7 @@ class Batch:
             response = Response(
                 row,
                 torch.tensor(sample.response_ids, dtype=torch.long),
-                self.mask[row, :size],
+                mask[row, :size],
                 {name: self.columns[name][row, :size] for name in columns},
             )
             key = (int(self.groups[row]), *sample.prompt_ids) if share_prompts else (row,)

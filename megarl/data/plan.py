@@ -94,12 +94,20 @@ class FlopsModel:
         return self.per_token * (prompt_tokens + total) + self.per_logit_row * total + self.per_pair * pairs
 
 
-def plan_micro_batches(units: Sequence[UnitSize], *, ranks: int, max_tokens: int, flops: FlopsModel) -> Assignment:
+def plan_micro_batches(
+    units: Sequence[UnitSize], *, ranks: int, max_tokens: int, flops: FlopsModel, whole_units: bool = False
+) -> Assignment:
     """Share `units` among `ranks` in micro-batches of at most `max_tokens`, with the invariants at the top of this file.
+
+    With `whole_units` each unit counts as one response: it is never split, and may stand alone above `max_tokens`.
 
     Raises:
         ValueError: there are fewer responses than ranks, or a unit has none.
     """
+    if whole_units:
+        joined = [UnitSize(unit.prompt_tokens, (sum(unit.response_tokens),)) for unit in units]
+        plan = plan_micro_batches(joined, ranks=ranks, max_tokens=max_tokens, flops=flops)
+        return [[[(u, tuple(range(len(units[u].response_tokens)))) for u, _ in pieces] for pieces in share] for share in plan]
     responses = sum(len(unit.response_tokens) for unit in units)
     if any(not unit.response_tokens for unit in units):
         raise ValueError("a unit has no responses")

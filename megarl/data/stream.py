@@ -3,7 +3,7 @@
 A *unit* is one prompt with the responses to it. Its prompt is laid into the stream once, followed by its responses;
 each response attends to the prompt and to itself, at the positions it would have alone, so the result is that of
 running prompt + response separately while a group's prompt is computed a single time. The last token of a response
-predicts nothing and is left out, unless a role (a reward model) scores it. Pure tensor code, one process.
+predicts nothing and is left out, unless a role (a reward model) scores at the tokens themselves. Pure tensor code, one process.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def split_shared_prompts(units: Sequence[Unit]) -> MicroBatch:
     return [Unit(unit.prompt_ids, [response]) for unit in units for response in unit.responses]
 
 
-def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, score_last: bool = False) -> PackedStream:
+def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, score_at: bool = False) -> PackedStream:
     """Lay `units` into one stream.
 
     Args:
         units: prompts with their responses; prompts have at least one token.
         pad_to_multiple: S is rounded up to a multiple of this (sequence parallelism splits the stream evenly).
-        score_last: keep each response's last token and score at it instead of at every sampled token (reward model).
+        score_at: score at each token in the mask, after it has been read, instead of before it (reward models).
     """
     tokens: list[Tensor] = []
     positions: list[Tensor] = []
@@ -124,20 +124,16 @@ def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, score_last: bool = 
             segments.append(Segment(prompt_start, prompt_length))
         for response in unit.responses:
             length = len(response.token_ids)
-            kept = length if score_last else max(length - 1, 0)
+            places = response.mask.nonzero().flatten()
+            kept = length if score_at else max(length - 1, 0)
             tokens.append(response.token_ids[:kept])
             positions.append(torch.arange(prompt_length, prompt_length + kept))
             if alone:
                 segments.append(Segment(prompt_start, prompt_length + kept))
             elif kept:
                 segments.append(Segment(at, kept, prompt_start, prompt_length))
-            if score_last:
-                places = torch.tensor([length - 1] if length else [], dtype=torch.long)
-                row = places + at
-            else:
-                places = response.mask.nonzero().flatten()
-                row = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
-            rows.append(row)
+            before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
+            rows.append(at + places if score_at else before)
             targets.append(response.token_ids[places])
             owners.append((response.index, places, length))
             for name, column in response.columns.items():

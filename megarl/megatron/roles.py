@@ -46,15 +46,15 @@ class Role:
             parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0
         )
 
-    def forward(self, micro_batches: Sequence[MicroBatch], *, score_last: bool = False) -> dict[int, Tensor]:
+    def forward(self, micro_batches: Sequence[MicroBatch], *, score_at: bool = False) -> dict[int, Tensor]:
         """`{response index: float32 [L, C]}` on reporting ranks (see `step.forward`), else empty."""
         for chunk in self.chunks:
             chunk.eval()
-        results = forward(self.chunks, self.options, micro_batches, score_last=score_last)
+        results = forward(self.chunks, self.options, micro_batches, score_at=score_at)
         return results if self.reports else {}
 
     def update(
-        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, score_last: bool = False
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, score_at: bool = False
     ) -> dict[str, float]:
         """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
 
@@ -62,13 +62,20 @@ class Role:
         """
         for chunk in self.chunks:
             chunk.train()
-        totals = forward_backward(self.chunks, self.options, micro_batches, loss_function, score_last=score_last)
+        totals = forward_backward(self.chunks, self.options, micro_batches, loss_function, score_at=score_at)
         self.scheduler.step(1)
         _, grad_norm, _ = self.optimizer.step()
         metrics = totals if self.reports else {}
         if torch.distributed.get_rank() == 0:
             metrics |= {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
         return metrics
+
+    def copy_weights_from(self, other: Role) -> None:
+        """Take over the weights of a role with the same layout and head. The optimizer, if any, is not touched."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.chunks, other.chunks, strict=True):
+                for target, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+                    target.copy_(source)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""

@@ -21,9 +21,11 @@ LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, float]]]
 
 
 def forward(
-    chunks: Sequence[Any], options: ModelOptions, micro_batches: Sequence[MicroBatch], *, score_last: bool = False
+    chunks: Sequence[Any], options: ModelOptions, micro_batches: Sequence[MicroBatch], *, score_at: bool = False
 ) -> dict[int, Tensor]:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
+
+    With `score_at` scores are taken at the tokens in the mask, else before them.
 
     C is 2 (log-prob, entropy) for a log-prob head and 1 for a value head. Only ranks of the last pipeline stage
     get a result; others get an empty dict.
@@ -37,7 +39,7 @@ def forward(
         return output.sum(), {}
 
     with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, forward_only=True, score_last=score_last)
+        _run(chunks, options, micro_batches, collect, forward_only=True, score_at=score_at)
     return results
 
 
@@ -47,13 +49,13 @@ def forward_backward(
     micro_batches: Sequence[MicroBatch],
     loss_function: LossFunction,
     *,
-    score_last: bool = False,
+    score_at: bool = False,
 ) -> dict[str, float]:
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     totals: dict[str, float] = {}
-    for metrics in _run(chunks, options, micro_batches, loss_function, forward_only=False, score_last=score_last):
+    for metrics in _run(chunks, options, micro_batches, loss_function, forward_only=False, score_at=score_at):
         for name, value in metrics.items():
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     return totals
@@ -66,14 +68,14 @@ def _run(
     loss_function: LossFunction,
     *,
     forward_only: bool,
-    score_last: bool,
+    score_at: bool,
 ) -> list[dict[str, float]]:
     device = torch.device(torch.cuda.current_device())
     layout = options.layout
     multiple = layout.tp if layout.sequence_parallel else 1
     shared = options.layer_spec == "reference"
     streams = [
-        pack(units if shared else split_shared_prompts(units), pad_to_multiple=multiple, score_last=score_last).to(device)
+        pack(units if shared else split_shared_prompts(units), pad_to_multiple=multiple, score_at=score_at).to(device)
         for units in micro_batches
     ]
     config = get_model_config(chunks[0])

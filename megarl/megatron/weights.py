@@ -20,6 +20,9 @@ from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.weight_map import WeightMap
 
+SCORE = "score.weight"
+"""What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
+
 
 def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """(name with the layer's global, zero-based index, parameter) of every parameter on this rank."""
@@ -35,7 +38,7 @@ def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folder: HFFolder, weight_map: WeightMap) -> None:
-    """Fill every parameter from the Hugging Face folder; a fresh value head keeps its initialisation.
+    """Fill every parameter from the Hugging Face folder; a value head keeps its zeros unless the folder is a reward model's.
 
     Also marks the parameters that tensor parallelism splits, which megatron-core does only as part of its own random
     initialisation: the gradient norm counts an unmarked parameter once instead of once per shard.
@@ -47,6 +50,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
     with torch.no_grad():
         for name, parameter in global_parameters(chunks):
             if _is_value_head(name, options):
+                if SCORE in folder.names:
+                    parameter.copy_(folder.get_slice(SCORE)[:])
                 continue
             rule = weight_map.rule_for(name)
             shard = rule.shard_from_hf(folder.get_slice, tp_rank, options.layout.tp, _padded_vocab(folder, options))
@@ -69,6 +74,8 @@ def export_weights(
     size, rank = options.layout.tp, parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in global_parameters(chunks):
         if _is_value_head(name, options):
+            if rank == 0:
+                yield SCORE, parameter.detach()
             continue
         rule = weight_map.rule_for(name)
         if rule.tied_copy:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.config import Config
+from megarl.config import Config, SupervisedConfig
 from megarl.errors import ConfigError
 from megarl.observe.metrics import MetricsFile
 
@@ -43,7 +43,7 @@ class Trackers:
             tracker.close()
 
 
-def open_trackers(config: Config, *, resume_after_step: int | None = None) -> Trackers:
+def open_trackers(config: Config | SupervisedConfig, *, resume_after_step: int | None = None) -> Trackers:
     """Open what `config.trackers` asks for in the run folder.
 
     Raises:
@@ -75,7 +75,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config | SupervisedConfig, folder: Path) -> None:
         wandb = _optional("wandb", "trackers.wandb.enabled", "megarl[wandb]")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, AdvantageInputs, RunningMean, kl_per_token, token_weights
+from megarl.algorithms import (
+    ADVANTAGES,
+    AdaptiveKl,
+    AdvantageInputs,
+    RewardNormaliser,
+    RunningMean,
+    clip_rewards,
+    correction,
+    kl_per_token,
+    length_penalty,
+    overlong_penalty,
+    token_weights,
+)
 from megarl.config import Config
 from megarl.data.batch import Batch
+from megarl.data.sample import Sample
 
 
 @dataclass(frozen=True)
@@ -29,41 +43,135 @@ def reward_statistics(scores: Tensor, groups: Tensor) -> RewardStatistics:
     return RewardStatistics(float(scores.mean()), float(scores.std(correction=0)), tied)
 
 
-def estimate_advantages(batch: Batch, rewards: Sequence[float], config: Config, baseline: RunningMean) -> RunningMean:
-    """Add the columns `advantages` and, for a critic, `returns` to `batch` (METHODS §3); returns the next `baseline`.
+def group_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[list[tuple[Sample, float]]]:
+    """Samples with their rewards, one list per group id, in order of first appearance."""
+    groups: dict[str, list[tuple[Sample, float]]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        groups.setdefault(sample.group_id, []).append((sample, reward))
+    return list(groups.values())
 
-    The KL penalty enters here only if it belongs to the reward. A response that is alone in its group teaches nothing
-    under a group estimator: it is masked out, and so counts in no denominator.
-    """
-    algorithm = config.algorithm
-    scores = torch.tensor(rewards, dtype=torch.float32)
-    if algorithm.reward_clip is not None:
-        scores = scores.clamp(-algorithm.reward_clip, algorithm.reward_clip)
-    penalty = torch.zeros(batch.mask.shape)
-    if algorithm.kl.coef and algorithm.kl.where == "reward":
-        kl = kl_per_token(batch.columns["old_log_probs"], batch.columns["reference_log_probs"], algorithm.kl.estimator)
-        penalty = -algorithm.kl.coef * kl * batch.mask
-    outputs = ADVANTAGES.resolve(algorithm.advantage)(
-        AdvantageInputs(
-            scores=scores,
-            token_penalty=penalty,
-            mask=batch.mask,
-            groups=batch.groups,
-            values=batch.columns.get("values"),
-            truncated=torch.tensor([sample.truncated for sample in batch.samples]),
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            eps=algorithm.advantage_eps,
-            unbiased=algorithm.unbiased_std,
-            baseline=baseline,
+
+def is_tied(group: Sequence[tuple[Sample, float]]) -> bool:
+    """Whether all rewards of a group agree."""
+    return len({reward for _, reward in group}) == 1
+
+
+class Experience:
+    """Turns rewards into advantages, and remembers what must outlive a step: baseline, reward scale, KL weight."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, algorithm = config, config.algorithm
+        self.baseline = RunningMean()
+        self.normaliser = RewardNormaliser()
+        self.kl: AdaptiveKl | None = None
+        if algorithm.kl.target is not None:
+            self.kl = AdaptiveKl(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """On-policy, a single optimizer step sees its own log-probs; anything that reads them earlier needs a pass."""
+        algorithm = self.config.algorithm
+        in_reward = algorithm.kl.coef > 0 and algorithm.kl.where == "reward"
+        return algorithm.epochs * algorithm.mini_batches > 1 or in_reward or algorithm.correction.mode != "none"
+
+    def estimate(
+        self, batch: Batch, rewards: Sequence[float], greedy_scores: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
+
+        A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
+        truncated where `mask_truncated` says so, leaves the mask, and so every denominator.
+
+        Args:
+            batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
+                and `values_after` for a critic, `step_rewards` and `step_ends` for process rewards.
+            rewards: one per row, unshaped.
+            greedy_scores: by group id, the unshaped reward of the greedy response (`remax`).
+        """
+        algorithm = self.config.algorithm
+        metrics: dict[str, float] = {}
+        scores = self._shape(torch.tensor(rewards, dtype=torch.float32), batch)
+        if algorithm.correction.mode != "none":
+            metrics |= self._correct(batch)
+        outputs = ADVANTAGES.resolve(algorithm.advantage)(
+            AdvantageInputs(
+                scores=scores,
+                token_penalty=self._kl_penalty(batch, metrics),
+                mask=batch.mask,
+                groups=batch.groups,
+                values=batch.columns.get("values"),
+                truncated=batch.truncated,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                eps=algorithm.advantage_eps,
+                unbiased=algorithm.unbiased_std,
+                bootstrap_truncated=algorithm.bootstrap_truncated,
+                bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
+                baseline=self.baseline,
+                greedy_scores=_by_row(greedy_scores, batch),
+            )
         )
-    )
-    batch.columns["advantages"] = outputs.advantages
-    if outputs.returns is not None:
-        batch.columns["returns"] = outputs.returns
-    if outputs.dropped is not None:
-        batch.mask[outputs.dropped] = False
-    return outputs.baseline or baseline
+        batch.columns["advantages"] = outputs.advantages
+        if outputs.returns is not None:
+            batch.columns["returns"] = outputs.returns
+        self.baseline = outputs.baseline or self.baseline
+        if outputs.dropped is not None:
+            batch.mask[outputs.dropped] = False
+            metrics["reward/lone_responses"] = float(outputs.dropped.sum())
+        if algorithm.mask_truncated:
+            batch.mask[batch.truncated] = False
+        return metrics | {"reward/shaped_mean": float(scores.mean())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep, JSON-able."""
+        kl = self.kl.state_dict() if self.kl is not None else None
+        return {"baseline": asdict(self.baseline), "normaliser": self.normaliser.state_dict(), "kl": kl}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`'s answer."""
+        self.baseline = RunningMean(**state["baseline"])
+        self.normaliser.load_state_dict(state["normaliser"])
+        if self.kl is not None and state["kl"] is not None:
+            self.kl.load_state_dict(state["kl"])
+
+    def _shape(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Penalties, then normalisation, then clipping (METHODS §6)."""
+        shaping = self.config.algorithm.shaping
+        lengths = torch.tensor([len(sample.response_ids) for sample in batch.samples])
+        if shaping.overlong_tokens:
+            scores = scores + overlong_penalty(lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
+        if shaping.length_penalty:
+            scores = scores + length_penalty(lengths, shaping.length_penalty)
+        if shaping.normalise:
+            scores = self.normaliser.normalise(scores)
+        return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
+
+    def _correct(self, batch: Batch) -> dict[str, float]:
+        settings, columns = self.config.algorithm.correction, batch.columns
+        weights, kept, statistics = correction(
+            columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings.mode, settings.low, settings.high
+        )
+        columns["correction"] = weights
+        batch.mask = kept
+        return {f"correction/{name}": value for name, value in statistics.items()}
+
+    def _kl_penalty(self, batch: Batch, metrics: dict[str, float]) -> Tensor:
+        """−β·KL of every token where KL belongs to the reward, else zeros; moves an adaptive β afterwards."""
+        settings = self.config.algorithm.kl
+        if not settings.coef or settings.where != "reward":
+            return torch.zeros(batch.mask.shape)
+        kl = kl_per_token(batch.columns["old_log_probs"], batch.columns["reference_log_probs"], settings.estimator) * batch.mask
+        coef = settings.coef if self.kl is None else self.kl.coef
+        if self.kl is not None:
+            self.kl.update(float(kl.sum(1).mean()), len(batch))
+            metrics["kl/coef"] = coef
+        return -coef * kl
+
+
+def _by_row(greedy_scores: Mapping[str, float] | None, batch: Batch) -> Tensor | None:
+    if greedy_scores is None:
+        return None
+    return torch.tensor([greedy_scores[sample.group_id] for sample in batch.samples])
 
 
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:

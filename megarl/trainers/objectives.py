@@ -20,14 +20,17 @@ class PolicyObjective:
     """Policy loss, KL penalty in the loss and entropy bonus.
 
     Columns it reads: `weights`, `advantages`; `old_log_probs` (absent: the step is on-policy and the ratio is 1);
-    `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`.
+    `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` (absent: 1), which multiplies the
+    policy loss alone.
     """
 
     name: str
     settings: LossSettings = field(default_factory=LossSettings)
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
+    kl_unbiased: bool = False
     entropy_coef: float = 0.0
+    ptx_coef: float = 0.0
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
         """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
@@ -40,13 +43,16 @@ class PolicyObjective:
         per_token, sums = POLICY_LOSSES.resolve(self.name)(
             log_probs, old, columns["advantages"], response=response, settings=self.settings
         )
+        if "correction" in columns:
+            per_token = per_token * columns["correction"]
         metrics = {f"policy/{name}": float(value) for name, value in sums.items()}
         metrics["policy/loss"] = float((columns["weights"] * per_token.detach()).sum())
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
             if self.kl_coef:
-                loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator)
+                sampled_by = old if self.kl_unbiased else None
+                loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, old_log_probs=sampled_by)
             metrics["kl/reference"] = float(kl_per_token(log_probs.detach(), reference, "k3").sum())
         metrics |= mismatch_sums(old, columns["rollout_log_probs"])
         metrics |= {"policy/entropy": float(entropy.detach().sum()), "tokens": float(len(log_probs))}

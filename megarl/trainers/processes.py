@@ -10,7 +10,7 @@ from megarl.data.plan import FlopsModel
 from megarl.errors import ModelError
 from megarl.megatron.options import choose_layer_spec
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.trainers.roles import Roles
+from megarl.trainers.roles import Roles, role_specs
 from megarl.workers.cluster import Cluster, GroupRequest
 
 
@@ -46,5 +46,13 @@ def open_cluster(config: Config, requests: Sequence[GroupRequest], log_folder: s
 def open_roles(config: Config, cluster: Cluster) -> Roles:
     """Start the cluster's groups of ranks; their roles are loaded one by one."""
     groups = dict(cluster.start_groups(config.run.seed))
-    layer_spec = choose_layer_spec(config.model.layer_spec, cluster.platform.name)
-    return Roles(config, groups, layer_spec, FlopsModel.from_hf_config(load_hf_config(config.model.path)))
+    algorithm = config.algorithm
+    return Roles(
+        config,
+        role_specs(config),
+        groups,
+        choose_layer_spec(config.model.layer_spec, cluster.platform.name),
+        FlopsModel.from_hf_config(load_hf_config(config.model.path)),
+        temperature=config.rollout.temperature,
+        updates=config.run.steps * algorithm.mini_batches * algorithm.epochs,
+    )

@@ -26,6 +26,7 @@ def train(config: Config) -> dict[str, Any]:
                 run.sync_weights()
                 samples = run.generate(prompts)
                 rewards = run.score(samples)
+                samples, rewards = run.replace_tied_groups(samples, rewards)
                 batch = run.prepare(samples)  # old and reference log-probs, values
                 run.estimate_advantages(batch, rewards)
                 for rows in run.mini_batches(batch):

@@ -1,144 +1,106 @@
-"""The verbs of the reinforcement-learning loop: everything that `rl.train` says, with its config, files and processes."""
+"""The verbs of the reinforcement-learning loop: everything that `rl.train` says, with its config and processes."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import LossSettings, RunningMean
-from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write_state
-from megarl.config import Config, save_resolved
+from megarl.algorithms import LossSettings
+from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import PromptSampler, without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
-from megarl.errors import ConfigError
-from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
 from megarl.rewards import build_rewards
 from megarl.trainers.evaluate import evaluation
-from megarl.trainers.experience import estimate_advantages, mini_batch_rows, reward_statistics, set_loss_weights
+from megarl.trainers.experience import (
+    Experience,
+    group_rewards,
+    is_tied,
+    mini_batch_rows,
+    reward_statistics,
+    set_loss_weights,
+)
 from megarl.trainers.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
 from megarl.trainers.processes import check_architectures, open_cluster, open_roles
-from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, group_requests
+from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
 from megarl.trainers.rollouts import Rollouts
+from megarl.trainers.run import Run
 from megarl.trainers.samples_file import SamplesFile
 
 
-class RlRun:
-    """One run, as a context manager: entering starts its processes, leaving ends them, whatever happened."""
+class RlRun(Run):
+    """A reinforcement-learning run; `rl.train` is written in its methods."""
+
+    shown: ClassVar = {"reward": "reward/mean", "KL": "kl/reference", "tokens/s": "speed/tokens_per_s"}
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.config = config
-        self.folder = Path(config.run_folder)
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints)
-        self.phases = Phases()
-        self.step = 0
-        self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
-        self.metrics: dict[str, float] = {}
-        self.baseline = RunningMean()
+        self.experience = Experience(config)
+        self.parity = Gates()
         self._updates: list[dict[str, float]] = []
-        self._stack = ExitStack()
+        self._greedy: list[Sample] = []
 
-    def __enter__(self) -> RlRun:
-        try:
-            self._open()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
-    def _open(self) -> None:
+    def read_inputs(self) -> None:
+        """Tokenizer, rows, prompts and rewards, each looked at whole."""
         config = self.config
-        # What the user may have got wrong comes first, while nothing is started or written.
         check_architectures(config)
-        tokenizer = load_tokenizer(config.model.path)
-        builder = PromptBuilder(tokenizer, config.data)
+        self.tokenizer = load_tokenizer(config.model.path)
+        builder = PromptBuilder(self.tokenizer, config.data)
         held_out = config.data.eval
         self.eval_prompts = builder.build(load_rows(held_out), prefix="eval") if held_out is not None else []
         train = builder.build(load_rows(config.data.train), prefix="train")
         kept = without_held_out(train, self.eval_prompts)
+        self.left_out = len(train) - len(kept), len(train)
         self.sampler = PromptSampler(kept, config.run.seed)
         self.rewards = build_rewards(config.rewards, config.data)
         self.rewards.check([*kept, *self.eval_prompts])
-        resume_from = self.checkpoints.resolve(config.run.resume)
-        state = read_state(resume_from) if resume_from is not None else None
-        self.step = state["step"] if state is not None else 0
-        self._refuse_to_overwrite()
-        save_resolved(config, self.folder / "config.yaml")
-        resumed_at = self.step if state is not None else None
-        self.trackers = open_trackers(config, resume_after_step=resumed_at)
-        self._stack.callback(self.trackers.close)
-        self.samples_file = SamplesFile(self.folder / "samples.jsonl", config.run.log_samples, resumed_at)
-        self.progress = self._stack.enter_context(Progress(config.run.steps, self.phases, first_step=self.step))
-        if len(kept) < len(train):
-            self.progress.say(f"{len(train) - len(kept)} of {len(train)} training rows are held-out prompts too: left out")
-        if self.finished:
-            self._restore_state(state)
-            return
-        with self.phases("start"):
-            self._start(tokenizer)
-            if resume_from is not None and state is not None:
-                self.roles.restore(str(resume_from.resolve()))
-                self.rollouts.resume_after(state["weight_version"])
-        self._restore_state(state)
 
-    def _start(self, tokenizer: Any) -> None:
+    def start(self) -> None:
+        """Ray, engines and roles; the engines load while the trainer does."""
         config = self.config
+        if self.left_out[0]:
+            self.progress.say(f"{self.left_out[0]} of {self.left_out[1]} training rows are held-out prompts too: left out")
+        self.samples_file = SamplesFile(self.folder / "samples.jsonl", config.run.log_samples, self.step or None)
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
-        self.rollouts = Rollouts(config, cluster, tokenizer)
+        self.rollouts = Rollouts(config, cluster, self.tokenizer)
         starting = self.rollouts.begin_start()
         self.roles = open_roles(config, cluster)
         self.roles.load(POLICY)
-        if config.uses_critic:
-            self.roles.load(CRITIC)
-        if config.uses_reference:
-            self.roles.load(REFERENCE)
+        for role, is_used in (
+            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (REWARD_MODEL, config.uses_reward_model)
+        ):  # fmt: skip
+            if is_used:
+                self.roles.load(role)
         self.rollouts.finish_start(starting)
-        self.gates = Gates()
         self.progress.say(
             f"layer spec {self.roles.layer_spec}, platform {cluster.platform.name}, engine {config.rollout.engine}"
         )
 
-    def _refuse_to_overwrite(self) -> None:
-        """With `auto`, as a batch system restarts a job, what a run left that had no checkpoint yet is begun anew."""
-        metrics = self.folder / "metrics.jsonl"
-        if self.config.run.resume == "never" and metrics.exists() and metrics.stat().st_size:
-            raise ConfigError(
-                f"run.name is '{self.config.run.name}', but {self.folder} already holds a run; give this one another "
-                "run.name, continue it with run.resume=auto, or remove the folder"
-            )
+    def state(self) -> dict[str, Any]:
+        """The sampler's position, the engines' version, and what shaping, baselines and controllers remember."""
+        return {
+            "sampler": self.sampler.state_dict(),
+            "weight_version": self.rollouts.version,
+            "experience": self.experience.state_dict(),
+        }
 
-    def _restore_state(self, state: dict[str, Any] | None) -> None:
-        if state is not None:
-            self.sampler.load_state_dict(state["sampler"])
-            self.evaluations.update(state["evaluations"])
-            self.baseline = RunningMean(**state["reward_baseline"])
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state()` was taken; the engines have yet to be given the policy."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.experience.load_state_dict(state["experience"])
+        if not self.was_finished:
+            self.rollouts.resume_after(state["weight_version"])
 
-    @property
-    def finished(self) -> bool:
-        """Whether the last step is done."""
-        return self.step >= self.config.run.steps
-
-    @contextmanager
-    def next_step(self) -> Iterator[None]:
-        """One training step; what happens inside is timed and its metrics are collected."""
-        self.metrics, self._updates = {}, []
-        with self.phases.step():
-            yield
-        self.step += 1
+    def gates(self) -> dict[str, float | None]:
+        """Policy against reference at the first step, trainer against engine."""
+        return self.parity.figures()
 
     def next_prompts(self) -> list[Prompt]:
         """The next prompts in the sampler's order."""
@@ -153,20 +115,44 @@ class RlRun:
     def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
         """A group of responses to every prompt."""
         with self.phases("generate"):
+            if self.config.algorithm.advantage == "remax":
+                self._greedy += self.rollouts.generate(prompts, greedy=True)
             return self.rollouts.generate(prompts)
 
     def score(self, samples: list[Sample]) -> list[float]:
-        """One reward per sample: the weighted sum of all sources."""
+        """One reward per sample: the weighted sum of all sources, the reward model among them."""
         with self.phases("reward"):
-            return self.rewards.score(samples)
+            return self._score(samples)
+
+    def replace_tied_groups(self, samples: list[Sample], rewards: list[float]) -> tuple[list[Sample], list[float]]:
+        """DAPO's dynamic sampling: groups whose rewards all agree teach nothing, so further prompts take their place.
+
+        After `rollout.resample_rounds` rounds the places that are left go to tied groups again: a step is always full.
+        """
+        rounds = self.config.rollout.resample_rounds
+        if not rounds:
+            return samples, rewards
+        wanted = self.config.rollout.prompts_per_step
+        groups = group_rewards(samples, rewards)
+        spent = 0
+        while spent < rounds and sum(not is_tied(group) for group in groups) < wanted:
+            missing = wanted - sum(not is_tied(group) for group in groups)
+            more = self.generate(self.sampler.next(missing))
+            groups += group_rewards(more, self.score(more))
+            spent += 1
+        chosen = sorted(groups, key=is_tied)[:wanted]
+        self.metrics |= {"rollout/resample_rounds": spent, "rollout/discarded_groups": len(groups) - wanted}
+        pairs = [pair for group in chosen for pair in group]
+        return [sample for sample, _ in pairs], [reward for _, reward in pairs]
 
     def prepare(self, samples: Sequence[Sample]) -> Batch:
         """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
         config, batch = self.config, Batch(samples)
         with self.phases("log_probs"):
-            if self._needs_old_log_probs:
+            if self.experience.needs_old_log_probs:
                 self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy"])
             if config.uses_reference:
+                self._reset_reference_if_due()
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
             elif self.step == 0:
                 # No KL term, but the policy must still start out as the reference: loaded, compared once, dropped.
@@ -175,13 +161,15 @@ class RlRun:
                 self.roles.drop(REFERENCE)
             if config.uses_critic:
                 self.roles.forward(CRITIC, batch, ["values"])
+                if config.algorithm.bootstrap_truncated:
+                    self.roles.forward(CRITIC, batch, ["values_after"], at=batch.last_tokens)
         return batch
 
     def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
         """Advantages and returns over the whole batch, on the driver."""
         with self.phases("advantages"):
-            self.baseline = estimate_advantages(batch, rewards, self.config, self.baseline)
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
+            self.metrics |= self.experience.estimate(batch, rewards, self._greedy_scores())
         self.metrics |= {
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
@@ -191,6 +179,7 @@ class RlRun:
     def mini_batches(self, batch: Batch) -> Iterator[list[int]]:
         """Rows of every optimizer step: `epochs` passes over the mini-batches."""
         algorithm = self.config.algorithm
+        self._updates = []
         for epoch in range(algorithm.epochs):
             seed = self.config.run.seed + self.step * algorithm.epochs + epoch
             yield from mini_batch_rows(batch, algorithm.mini_batches, seed)
@@ -206,7 +195,7 @@ class RlRun:
                 objective = ValueObjective(config.critic.clip_range)
                 running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
-                wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs")
+                wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
                 columns = [name for name in wanted if name in batch.columns]
                 running.append(self.roles.start_update(POLICY, batch, rows, columns, self._policy_objective()))
                 self.rollouts.stale = True
@@ -220,13 +209,13 @@ class RlRun:
         """Write the step's metrics and samples, and show them."""
         times = self.phases.last_step
         assert times is not None, "report comes after a step"
-        names = {name for update in self._updates for name in update}
-        for name in names:
+        metrics: dict[str, float] = {}
+        for name in {name for update in self._updates for name in update}:
             values = [update[name] for update in self._updates if name in update]
-            self.metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+            metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
         samples, tokens = batch.samples, batch.response_tokens
         all_tokens = sum(sample.total_length for sample in samples)
-        self.metrics |= {
+        metrics |= {
             "response/tokens_mean": tokens / len(samples),
             "response/truncated": sum(sample.truncated for sample in samples) / len(samples),
             "rollout/samples": len(samples),
@@ -235,95 +224,55 @@ class RlRun:
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,
             "speed/generated_tokens_per_s": tokens / times.phase_s["generate"],
-            **times.metrics(),
         }
-        self.gates.see(self.step, self.metrics, self._updates[0], synced=self.rollouts.sampled_version > 0)
-        self.trackers.log(self.step, self.metrics)
+        self.parity.see(self.step, metrics, self._updates[0], synced=self.rollouts.sampled_version > 0)
+        self.log(metrics)
         self.samples_file.write(self.step, samples)
-        self.progress.step_done(self.step, self.metrics)
 
-    def save_if_due(self) -> None:
-        """Save at `run.save_every` and after the last step."""
-        every = self.config.run.save_every
-        if self.finished or (every and self.step % every == 0):
-            with self.phases("save"):
-                self._save()
-
-    def evaluate_if_due(self) -> None:
-        """Evaluate at `run.eval_every` and after the last step."""
-        every = self.config.run.eval_every
-        if self.finished:
-            self.evaluate("after")
-        elif every and self.step % every == 0:
-            self.evaluate(f"step {self.step}")
-
-    def evaluate(self, when: str) -> None:
-        """Answer the held-out prompts greedily with the current policy and score the answers."""
-        if not self.eval_prompts or self.evaluations.get(when) is not None:
-            return
+    def measure(self) -> dict[str, float] | None:
+        """Greedy answers to the held-out prompts by the current policy, scored."""
+        if not self.eval_prompts:
+            return None
         self.sync_weights()
-        with self.phases("evaluate"):
-            started = time.perf_counter()
-            samples = self.rollouts.generate(self.eval_prompts, greedy=True)
-            scores = self.rewards.score(samples)
-            result = evaluation(scores, self.config) | {"seconds": time.perf_counter() - started}
-        self.evaluations[when] = result
-        self.progress.say(f"evaluation {when}: accuracy {result['accuracy']:.1%} of {len(samples)} held-out prompts")
-        self.metrics |= {f"eval/{name}": value for name, value in result.items()}
-        if not self.step:
-            self.trackers.log(0, self.metrics)
+        return evaluation(self._score(self.rollouts.generate(self.eval_prompts, greedy=True)), self.config)
 
-    def finish(self) -> dict[str, Any]:
-        """Write `summary.json` and return it; a run that was already finished keeps the summary that it has."""
-        path = self.folder / "summary.json"
-        if not hasattr(self, "gates"):
-            self.progress.say(f"{self.folder} is finished; its summary is in {path}")
-            return json.loads(path.read_text())
-        summary = build_summary(
-            self.config,
-            self.phases,
-            eval_before=self.evaluations["before"],
-            eval_after=self.evaluations["after"],
-            gates=self.gates.figures(),
-        )
-        write_summary(path, summary)
-        self._say_result()
-        return summary
+    def _score(self, samples: list[Sample]) -> list[float]:
+        rewards = self.rewards.score(samples)
+        model = self.config.reward_model
+        if not self.config.uses_reward_model:
+            return rewards
+        batch = Batch(samples)
+        self.roles.forward(REWARD_MODEL, batch, ["score"], at=batch.last_tokens)
+        scores = batch.columns["score"].sum(1).tolist()
+        for sample, score in zip(samples, scores, strict=True):
+            sample.rewards["reward_model"] = score
+        return [reward + model.weight * score for reward, score in zip(rewards, scores, strict=True)]
 
-    def _say_result(self) -> None:
-        before, after = self.evaluations["before"], self.evaluations["after"]
-        if before is not None and after is not None:
-            self.progress.say(
-                f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} after {self.step} steps"
-            )
-        for name, value in self.gates.figures().items():
-            self.progress.say(f"gate {name}: {value:.3g}" if value is not None else f"gate {name}: not measured")
+    def _greedy_scores(self) -> dict[str, float] | None:
+        """By group id, the reward of the greedy response, where the advantage compares with it."""
+        if self.config.algorithm.advantage != "remax":
+            return None
+        greedy, self._greedy = self._greedy, []
+        with self.phases("reward"):
+            return dict(zip([sample.group_id for sample in greedy], self._score(greedy), strict=True))
 
-    def _save(self) -> None:
-        with self.checkpoints.writing(self.step) as folder:
-            self.roles.save(str(folder.resolve()))
-            state = {
-                "step": self.step,
-                "sampler": self.sampler.state_dict(),
-                "evaluations": self.evaluations,
-                "weight_version": self.rollouts.version,
-                "reward_baseline": asdict(self.baseline),
-            }
-            write_state(folder, state)
-
-    @property
-    def _needs_old_log_probs(self) -> bool:
-        """On-policy, a single optimizer step sees its own log-probs; more steps, or a KL in the reward, need them first."""
-        algorithm = self.config.algorithm
-        in_reward = algorithm.kl.coef > 0 and algorithm.kl.where == "reward"
-        return algorithm.epochs * algorithm.mini_batches > 1 or in_reward
+    def _reset_reference_if_due(self) -> None:
+        every = self.config.reference.reset_every
+        if every and self.step and self.step % every == 0:
+            self.roles.copy_weights(POLICY, REFERENCE)
 
     def _policy_objective(self) -> PolicyObjective:
         algorithm = self.config.algorithm
         return PolicyObjective(
             algorithm.policy_loss,
-            LossSettings(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high, dual_clip=algorithm.dual_clip),
+            LossSettings(
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                dual_clip=algorithm.dual_clip,
+                kl_coef=algorithm.penalty_coef,
+            ),
             kl_coef=algorithm.kl.coef if algorithm.kl.where == "loss" else 0.0,
             kl_estimator=algorithm.kl.estimator,
+            kl_unbiased=algorithm.kl.unbiased,
             entropy_coef=algorithm.entropy_coef,
         )

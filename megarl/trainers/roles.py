@@ -5,17 +5,22 @@ Data-parallel ranks get their share once, through Ray's object store; all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
 
 from megarl.config import Config
+from megarl.config.schema import TrainedRole
+from megarl.config.supervised import SupervisedConfig
 from megarl.data.batch import Batch
 from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
 from megarl.data.stream import MicroBatch, Unit
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.trainers.objectives import combine
 from megarl.workers.cluster import GroupRequest
-from megarl.workers.group import WorkerGroup, wait_for
+from megarl.workers.group import RankGroup, WorkerGroup, wait_for
 
 POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
 
@@ -27,77 +32,127 @@ def group_requests(config: Config) -> list[GroupRequest]:
         requests.append(GroupRequest(REFERENCE, config.reference.layout, None))
     if config.uses_critic:
         requests.append(GroupRequest(CRITIC, config.critic.layout, config.critic.threads_per_rank))
-    if config.uses_reward_model:
+    if config.uses_reward_model and config.reward_model.layout is not None:
         requests.append(GroupRequest(REWARD_MODEL, config.reward_model.layout, None))
     return requests
 
 
-class Roles:
-    """Policy, reference, critic and reward model behind `forward` and `update`."""
+@dataclass(frozen=True)
+class RoleSpec:
+    """Which model a role is: its Hugging Face folder, its head, and how it is trained (None: it only answers)."""
 
-    def __init__(self, config: Config, groups: dict[str, WorkerGroup], layer_spec: str, flops: FlopsModel) -> None:
-        self.config, self.groups, self.layer_spec, self.flops = config, groups, layer_spec, flops
+    path: str
+    head: Literal["log_probs", "value"]
+    trained: TrainedRole | None = None
+
+
+def role_specs(config: Config) -> dict[str, RoleSpec]:
+    """The roles of a reinforcement-learning run."""
+    return {
+        POLICY: RoleSpec(config.model.path, "log_probs", config.policy),
+        REFERENCE: RoleSpec(config.reference.path or config.model.path, "log_probs"),
+        CRITIC: RoleSpec(config.critic.init_from or config.model.path, "value", config.critic),
+        REWARD_MODEL: RoleSpec(config.reward_model.path or config.model.path, "value"),
+    }
+
+
+class Roles:
+    """The models of a run behind `forward` and `update`, whatever ranks they live on."""
+
+    def __init__(
+        self,
+        config: Config | SupervisedConfig,
+        specs: Mapping[str, RoleSpec],
+        groups: Mapping[str, RankGroup],
+        layer_spec: str,
+        flops: FlopsModel,
+        *,
+        temperature: float,
+        updates: int,
+    ) -> None:
+        """`temperature` divides the logits of every log-prob; `updates` is how many optimizer steps the run will make."""
+        self.config, self.specs, self.groups, self.layer_spec, self.flops = config, specs, groups, layer_spec, flops
+        self.temperature, self.updates = temperature, updates
         # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
         self.share_prompts = config.policy.share_prompts and layer_spec == "reference"
+        self._loaded: list[str] = []
 
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
-        config, group = self.config, self.group_of(role)
-        trained = {POLICY: config.policy, CRITIC: config.critic}.get(role)
-        path = {
-            POLICY: config.model.path,
-            REFERENCE: config.reference.path or config.model.path,
-            CRITIC: config.critic.init_from or config.model.path,
-            REWARD_MODEL: config.reward_model.path or config.model.path,
-        }[role]
+        config, group, spec = self.config, self.group_of(role), self.specs[role]
         options = ModelOptions(
-            path,
+            spec.path,
             group.layout,
-            head="log_probs" if role in (POLICY, REFERENCE) else "value",
+            head=spec.head,
             layer_spec=self.layer_spec,
             dtype=config.model.dtype,
             recompute=config.model.recompute,
-            temperature=config.rollout.temperature,
-            logit_chunk_tokens=(trained or config.policy).logit_chunk_tokens,
-            trainable=trained is not None,
+            temperature=self.temperature,
+            logit_chunk_tokens=(spec.trained or config.policy).logit_chunk_tokens,
+            trainable=spec.trained is not None,
         )
         optimizer = None
-        if trained is not None:
-            settings = trained.optimizer.model_dump()
-            updates = config.run.steps * config.algorithm.mini_batches * config.algorithm.epochs
-            optimizer = OptimizerOptions(**settings, total_steps=updates)
+        if spec.trained is not None:
+            optimizer = OptimizerOptions(**spec.trained.optimizer.model_dump(), total_steps=self.updates)
         self._call(group, "add_role", (role, options, optimizer), f"loading of {role}", self._deadlines.start_s)
+        self._loaded.append(role)
 
     def drop(self, role: str) -> None:
         """Free a role's memory."""
         self._call(self.group_of(role), "drop_role", (role,), f"dropping of {role}", self._deadlines.step_s)
+        self._loaded.remove(role)
 
-    def forward(self, role: str, batch: Batch, names: Sequence[str], *, score_last: bool = False) -> None:
-        """Add the role's outputs to `batch` as columns `names`, computed without gradients."""
+    def forward(self, role: str, batch: Batch, names: Sequence[str], *, at: Tensor | None = None) -> None:
+        """Add the role's outputs to `batch` as columns `names`, computed without gradients.
+
+        `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one.
+        """
         group = self.group_of(role)
-        shares = self._shares(role, batch, range(len(batch)), [])
-        arguments = [(role, share, score_last) for share in shares]
+        shares = self._shares(role, batch, range(len(batch)), [], at=at)
+        arguments = [(role, share, at is not None) for share in shares]
         answers = group.call("forward", arguments, phase=f"{role} forward", deadline_s=self._deadlines.step_s)
         batch.gather(names, answers)
 
-    def start_update(self, role: str, batch: Batch, rows: Sequence[int], columns: Sequence[str], loss: Any) -> Any:
-        """Begin one optimizer step of `role` on `rows`; give the result to `finish_updates`."""
+    def start_update(
+        self,
+        role: str,
+        batch: Batch,
+        rows: Sequence[int],
+        columns: Sequence[str],
+        loss: Any,
+        *,
+        at: Tensor | None = None,
+        keep_groups: bool = False,
+    ) -> Any:
+        """Begin one optimizer step of `role` on `rows`; give the result to `finish_updates`.
+
+        `at` is as in `forward`. `keep_groups`: no group is split over micro-batches, since the loss compares its members.
+        """
         group = self.group_of(role)
-        shares = self._shares(role, batch, rows, columns)
-        return group, group.submit("update", [(role, share, loss) for share in shares])
+        shares = self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups)
+        return group, group.submit("update", [(role, share, loss, at is not None) for share in shares])
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, float]]:
         """Wait for updates and return each one's metrics."""
         results = []
         for group, references in updates:
-            deadline_s = self._deadlines.step_s
-            answers = wait_for(references, phase=f"{group.name} update", deadline_s=deadline_s, group=group)
+            answers = group.wait(references, phase=f"{group.name} update", deadline_s=self._deadlines.step_s)
             results.append(combine(answers))
         return results
 
+    def copy_weights(self, source: str, target: str) -> None:
+        """Give `target` the weights of `source`; both must live in the same ranks and layout."""
+        self._call(self.group_of(target), "copy_role", (source, target), f"copy of {source}", self._deadlines.step_s)
+
+    def export(self, role: str, folder: str) -> None:
+        """Write `role` as a Hugging Face model folder, whole or not at all."""
+        self._call(self.group_of(role), "export_role", (role, folder), f"export of {role}", self._deadlines.save_s)
+
     def open_senders(self, targets: Sequence[Any], transport: str, deadline_s: float) -> None:
         """Connect the policy's ranks to the engines, one stage after the other (each may open a process group)."""
-        for actor in self.groups[POLICY].actors:
+        policy = self.groups[POLICY]
+        assert isinstance(policy, WorkerGroup), "engines are reached from Ray actors"
+        for actor in policy.actors:
             reference = actor.open_senders.remote(list(targets), transport)
             wait_for([reference], phase="connection to the engines", deadline_s=deadline_s)
 
@@ -120,7 +175,7 @@ class Roles:
         for role in roles or self._trained():
             self._call(self.group_of(role), "load_role", (role, f"{folder}/{role}"), "resume", self._deadlines.save_s)
 
-    def group_of(self, role: str) -> WorkerGroup:
+    def group_of(self, role: str) -> RankGroup:
         """The ranks that hold `role`."""
         return self.groups[role if role in self.groups else POLICY]
 
@@ -129,18 +184,27 @@ class Roles:
         return self.config.resources.deadlines
 
     def _trained(self) -> list[str]:
-        return [POLICY, CRITIC] if self.config.uses_critic else [POLICY]
+        return [role for role in self._loaded if self.specs[role].trained is not None]
 
-    def _call(self, group: WorkerGroup, method: str, arguments: tuple[Any, ...], phase: str, deadline_s: float) -> None:
+    def _call(self, group: RankGroup, method: str, arguments: tuple[Any, ...], phase: str, deadline_s: float) -> None:
         group.call(method, arguments, phase=phase, deadline_s=deadline_s)
 
-    def _shares(self, role: str, batch: Batch, rows: Sequence[int], columns: Sequence[str]) -> list[Any]:
+    def _shares(
+        self,
+        role: str,
+        batch: Batch,
+        rows: Sequence[int],
+        columns: Sequence[str],
+        *,
+        at: Tensor | None = None,
+        keep_groups: bool = False,
+    ) -> list[Any]:
         """For every rank of the role's group, a reference to its replica's micro-batches."""
         group = self.group_of(role)
-        units = batch.units(rows, columns, share_prompts=self.share_prompts)
-        limit = (self.config.critic if role == CRITIC else self.config.policy).max_tokens_per_micro_batch
+        units = batch.units(rows, columns, share_prompts=self.share_prompts or keep_groups, mask=at)
+        limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
         sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
-        plan = plan_micro_batches(sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops)
+        plan = plan_micro_batches(sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops, whole_units=keep_groups)
         return group.share([[_part(units, micro_batch) for micro_batch in share] for share in plan])
 
 

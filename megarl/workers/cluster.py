@@ -19,11 +19,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import megarl.platform
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError
-from megarl.workers import engine_actor, train_worker
+from megarl.workers import engine_actor
 from megarl.workers.group import WorkerGroup
+from megarl.workers.rank import Rank
 
 # Ray's decorator gives classes methods that their types do not show.
-TrainWorker: Any = train_worker.TrainWorker
+RankActor: Any = ray.remote(concurrency_groups={"control": 1})(Rank)
 EngineActor: Any = engine_actor.EngineActor
 
 
@@ -101,7 +102,7 @@ class Cluster:
         for request in self.requests:
             threads = request.threads or self._fair_threads(request.layout.world_size)
             actors = [
-                TrainWorker.options(**self._where(bundle, threads)).remote(request.name, rank, request.layout, threads)
+                RankActor.options(**self._where(bundle, threads)).remote(request.name, rank, request.layout, threads)
                 for rank, bundle in enumerate(self.places.ranks[request.name])
             ]
             self.groups[request.name] = WorkerGroup(request.name, request.layout, actors, f"{self.log_folder}/stacks")

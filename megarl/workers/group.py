@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
@@ -13,8 +13,33 @@ from megarl.config.layout import Layout
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 
 
+class RankGroup(Protocol):
+    """The ranks of one layout as the driver calls them. `arguments` is one tuple for all ranks, or one tuple per rank."""
+
+    name: str
+    layout: Layout
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...], *, phase: str, deadline_s: float
+    ) -> list[Any]:
+        """Results of `method` in rank order."""
+        ...
+
+    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...]) -> list[Any]:
+        """Start `method` on every rank; give the answer to `wait`."""
+        ...
+
+    def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
+        """Results of what was submitted, in rank order."""
+        ...
+
+    def share(self, replicas: Sequence[Any]) -> list[Any]:
+        """For every rank its data-parallel replica's value, as an argument of `call` and `submit`."""
+        ...
+
+
 class WorkerGroup:
-    """The actors of one layout, in rank order."""
+    """The Ray actors of one layout, in rank order."""
 
     def __init__(self, name: str, layout: Layout, actors: Sequence[Any], stack_folder: str) -> None:
         self.name, self.layout, self.actors, self.stack_folder = name, layout, list(actors), stack_folder
@@ -43,7 +68,11 @@ class WorkerGroup:
             WorkerError: a rank raised anything else or died; carries the rank's traceback.
             DeadlineError: a rank had not answered after `deadline_s`; names the ranks.
         """
-        return wait_for(self.submit(method, arguments), phase=phase, deadline_s=deadline_s, group=self)
+        return self.wait(self.submit(method, arguments), phase=phase, deadline_s=deadline_s)
+
+    def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
+        """Results of what was submitted, in rank order; raises as `call` does."""
+        return wait_for(submitted, phase=phase, deadline_s=deadline_s, group=self)
 
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...]) -> list[Any]:
         """Start `method` on every rank without waiting; give the references to `wait_for`."""

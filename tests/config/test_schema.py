@@ -71,11 +71,11 @@ def test_a_preset_fills_only_what_the_user_left_out(name: str) -> None:
     assert plain.advantage == preset["advantage"]
     assert plain.aggregation == preset["aggregation"]
     assert plain.lam == preset["lam"]
-    assert plain.kl.model_dump() == preset["kl"]
+    assert plain.kl.model_dump().items() >= preset["kl"].items()
     mended = parse_config(
         apply_overrides(BASE, [f"algorithm.name={name}", "algorithm.kl.coef=0.5", "algorithm.lam=0.5"])
     ).algorithm
-    assert mended.kl.model_dump() == {**preset["kl"], "coef": 0.5}
+    assert mended.kl.model_dump().items() >= {**preset["kl"], "coef": 0.5}.items()
     assert mended.lam == 0.5
     assert mended.advantage == preset["advantage"]
 

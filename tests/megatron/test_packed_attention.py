@@ -93,6 +93,9 @@ def test_scored_rows_predict_the_masked_tokens_and_results_return_to_their_place
 
 def test_a_reward_model_scores_the_last_token_of_each_response() -> None:
     units = _units(torch.Generator().manual_seed(3))
-    stream = pack(units, score_last=True)
+    for unit in units:
+        for response in unit.responses:
+            response.mask = torch.arange(len(response.token_ids)) == len(response.token_ids) - 1
+    stream = pack(units, score_at=True)
     lasts = [r.token_ids[-1] for u in units for r in u.responses]
     assert torch.equal(stream.token_ids[stream.rows], torch.stack(lasts))

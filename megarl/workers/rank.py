@@ -1,4 +1,4 @@
-"""One training rank as a Ray actor: the roles that share its layout, and what the driver asks of them.
+"""One training rank: the roles that share its layout, and what the driver asks of them, through Ray or in the same process.
 
 Runs in a process of its own. A method's exception reaches the driver as it is; nothing is swallowed here.
 """
@@ -17,8 +17,7 @@ from megarl import platform
 from megarl.config.layout import Layout
 
 
-@ray.remote(concurrency_groups={"control": 1})
-class TrainWorker:
+class Rank:
     """Rank `rank` of a world that runs `layout`."""
 
     def __init__(self, name: str, rank: int, layout: Layout, threads: int) -> None:
@@ -36,15 +35,18 @@ class TrainWorker:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def connect(self, address: tuple[str, int], seed: int, timeout_s: float) -> int:
-        """Join torch.distributed at `address` and make the layout's process groups; returns this process's id."""
+    def connect(self, address: tuple[str, int] | None, seed: int, timeout_s: float) -> int:
+        """Join torch.distributed and make the layout's process groups; returns this process's id.
+
+        `address` is where rank 0 leads the rendezvous; None: where torchrun's environment says.
+        """
         import torch
 
-        # Ray shows an actor only the device it was given, so the first one visible is its own.
-        self.platform.set_device(0)
+        # Ray shows an actor only the device it was given, so the first one visible is its own; torchrun shows all.
+        self.platform.set_device(0 if address is not None else int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group(
             self.platform.collective_backend,
-            init_method=f"tcp://{address[0]}:{address[1]}",
+            init_method=f"tcp://{address[0]}:{address[1]}" if address is not None else "env://",
             rank=self.rank,
             world_size=self.layout.world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -64,13 +66,23 @@ class TrainWorker:
         """Free a role that is no longer needed."""
         del self.roles[role]
 
-    def forward(self, role: str, micro_batches: list[Any], score_last: bool) -> dict[int, Any]:
+    def forward(self, role: str, micro_batches: list[Any], score_at: bool) -> dict[int, Any]:
         """`{response index: float32 [L, C]}`; empty where this rank does not report."""
-        return self.roles[role].forward(micro_batches, score_last=score_last)
+        return self.roles[role].forward(micro_batches, score_at=score_at)
 
-    def update(self, role: str, micro_batches: list[Any], loss_function: Any) -> dict[str, float]:
+    def update(self, role: str, micro_batches: list[Any], loss_function: Any, score_at: bool) -> dict[str, float]:
         """One optimizer step; metric sums of this rank."""
-        return self.roles[role].update(micro_batches, loss_function)
+        return self.roles[role].update(micro_batches, loss_function, score_at=score_at)
+
+    def copy_role(self, source: str, target: str) -> None:
+        """Give `target` the weights of `source`, which has the same layout and head."""
+        self.roles[target].copy_weights_from(self.roles[source])
+
+    def export_role(self, role: str, folder: str) -> None:
+        """Write the role as a Hugging Face folder; collective over the world."""
+        from megarl.megatron.hf_export import write_role
+
+        write_role(self.roles[role], folder)
 
     def open_senders(self, targets: list[Any], transport: str) -> None:
         """Connect to the engines, where this rank has weights to send: it leads a pipeline stage."""

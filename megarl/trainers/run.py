@@ -1,0 +1,212 @@
+"""What every kind of run has in common: its folder, its phases, when it evaluates and saves, how it resumes and ends.
+
+Under Ray one driver runs this; under torchrun every rank does, and only rank 0 writes files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from rich.console import Console
+
+from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write_state
+from megarl.config import Config, SupervisedConfig, save_resolved
+from megarl.errors import CheckpointError, ConfigError
+from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
+from megarl.trainers.roles import POLICY, Roles
+
+
+class Run(ABC):
+    """One run, as a context manager: entering starts its processes, leaving ends them, whatever happened."""
+
+    shown: ClassVar[Mapping[str, str]]
+    """Label and metric name of what the progress shows of every step."""
+    roles: Roles
+
+    def __init__(self, config: Config | SupervisedConfig, *, leads: bool = True) -> None:
+        """`leads`: this process writes the run's files and shows its progress."""
+        self.folder = Path(config.run_folder)
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints)
+        self.phases = Phases()
+        self.step = 0
+        self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
+        self.metrics: dict[str, float] = {}
+        self.leads = leads
+        self.was_finished = False
+        self._settings = config
+        self._stack = ExitStack()
+
+    @abstractmethod
+    def read_inputs(self) -> None:
+        """Read what the user gave: whatever may be wrong with it is said while nothing is started or written."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start processes and load `self.roles`; the first lines to be said go to `self.progress`."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, float] | None:
+        """The figures of an evaluation of the current weights; None where there is nothing to evaluate on."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep besides the roles, the step and the evaluations; JSON-able."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`'s answer."""
+
+    @abstractmethod
+    def gates(self) -> dict[str, float | None]:
+        """The parity figures so far."""
+
+    def __enter__(self) -> Self:
+        try:
+            self._open()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _open(self) -> None:
+        config = self._settings
+        self.read_inputs()
+        resume_from = self.checkpoints.resolve(config.run.resume)
+        state = read_state(resume_from) if resume_from is not None else None
+        self.step = state["step"] if state is not None else 0
+        self._refuse_to_overwrite()
+        self.was_finished = self.finished
+        if self.leads:
+            save_resolved(config, self.folder / "config.yaml")
+            self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
+            self._stack.callback(self.trackers.close)
+        progress = Progress(
+            config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
+        )
+        self.progress = self._stack.enter_context(progress)
+        if not self.was_finished:
+            with self.phases("start"):
+                self.start()
+                if resume_from is not None:
+                    self.roles.restore(str(resume_from.resolve()))
+        if state is not None:
+            self.evaluations.update(state["evaluations"])
+            self.load_state(state)
+
+    def _refuse_to_overwrite(self) -> None:
+        """With `auto`, as a batch system restarts a job, what a run left that had no checkpoint yet is begun anew."""
+        metrics, model = self.folder / "metrics.jsonl", self.folder / "model"
+        if self._settings.run.export and model.exists() and not self.finished:
+            raise ConfigError(f"run.export is true, but {model} exists already; move it away, or give another run.name")
+        if self._settings.run.resume == "never" and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"run.name is '{self._settings.run.name}', but {self.folder} already holds a run; give this one another "
+                "run.name, continue it with run.resume=auto, or remove the folder"
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self._settings.run.steps
+
+    @contextmanager
+    def next_step(self) -> Iterator[None]:
+        """One training step; what happens inside is timed and its metrics are collected."""
+        self.metrics = {}
+        with self.phases.step():
+            yield
+        self.step += 1
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of the step that was just done, and show them."""
+        assert self.phases.last_step is not None, "metrics come after a step"
+        self.metrics |= {**metrics, **self.phases.last_step.metrics()}
+        if self.leads:
+            self.trackers.log(self.step, self.metrics)
+            self.progress.step_done(self.step, self.metrics)
+
+    def save_if_due(self) -> None:
+        """Save at `run.save_every` and after the last step."""
+        every = self._settings.run.save_every
+        if self.finished or (every and self.step % every == 0):
+            with self.phases("save"):
+                self._save()
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate at `run.eval_every` and after the last step."""
+        every = self._settings.run.eval_every
+        if self.finished:
+            self.evaluate("after")
+        elif every and self.step % every == 0:
+            self.evaluate(f"step {self.step}")
+
+    def evaluate(self, when: str) -> None:
+        """Measure the current weights, unless that was done before the run was resumed."""
+        if self.evaluations.get(when) is not None or self.was_finished:
+            return
+        with self.phases("evaluate"):
+            started = time.perf_counter()
+            result = self.measure()
+        if result is None:
+            return
+        result["seconds"] = time.perf_counter() - started
+        self.evaluations[when] = result
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in result.items() if name not in ("seconds", "prompts"))
+        self.progress.say(f"evaluation {when}: {shown}")
+        self.metrics |= {f"eval/{name}": value for name, value in result.items()}
+        if not self.step and self.leads:
+            self.trackers.log(0, self.metrics)
+
+    def finish(self) -> dict[str, Any]:
+        """Write `summary.json` and return it; a run that was already finished keeps the summary that it has.
+
+        Raises:
+            CheckpointError: the run had done its last step, but its summary is missing.
+        """
+        path = self.folder / "summary.json"
+        if self.was_finished:
+            if not path.exists():
+                raise CheckpointError(f"{self.folder} is finished, but {path} is missing; resume from an earlier checkpoint")
+            self.progress.say(f"{self.folder} is finished; its summary is in {path}")
+            return json.loads(path.read_text())
+        if self._settings.run.export:
+            with self.phases("export"):
+                self.roles.export(POLICY, str((self.folder / "model").resolve()))
+        summary = build_summary(
+            self._settings,
+            self.phases,
+            eval_before=self.evaluations["before"],
+            eval_after=self.evaluations["after"],
+            gates=self.gates(),
+        )
+        if self.leads:
+            write_summary(path, summary)
+            self._say_result()
+        return summary
+
+    def _say_result(self) -> None:
+        before, after = self.evaluations["before"], self.evaluations["after"]
+        if before is not None and after is not None and "accuracy" in before:
+            self.progress.say(
+                f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} after {self.step} steps"
+            )
+        for name, value in self.gates().items():
+            self.progress.say(f"gate {name}: {value:.3g}" if value is not None else f"gate {name}: not measured")
+
+    def _save(self) -> None:
+        state = {"step": self.step, "evaluations": self.evaluations, **self.state()}
+        if not self.leads:
+            self.roles.save(str(self.checkpoints.temporary(self.step).resolve()))
+            return
+        with self.checkpoints.writing(self.step) as folder:
+            self.roles.save(str(folder.resolve()))
+            write_state(folder, state)
