@@ -1,5 +1,6 @@
 """The maths of a step as pure functions on tensors: torch only, one process, no I/O."""
 
+from megarl.algorithms import group_advantages, token_advantages  # noqa: F401  they register their estimators
 from megarl.algorithms.advantages import (
     ADVANTAGES,
     AdvantageInputs,

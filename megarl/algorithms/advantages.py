@@ -1,8 +1,9 @@
-"""Advantages and returns of a whole step's responses (METHODS §3), by name.
+"""What advantage estimators share (METHODS §3): inputs, outputs, the registry, and recursions and whitening over tokens.
 
 Rows are responses, columns response tokens. Only tokens in the mask (sampled by the policy) take part: the others are
 skipped by every recursion, mean and standard deviation, and their advantage is 0. A row without sampled tokens takes
-part in nothing, so its score counts in no mean either. Sums run in float64; results have the dtype of the scores.
+part in nothing, so its score counts in no mean either. Sums run in float64, a block of columns at a time, so that no
+`[B, T]` tensor is ever held in float64; results have the dtype of the scores.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
-from megarl.errors import ConfigError
+
+COLUMNS = 128
+"""Columns that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ class AdvantageInputs:
     """The state of `reinforce_moving_baseline`; `RunningMean()` at the start of a run."""
     greedy_scores: Tensor | None = None
     """float `[B]`: score of the greedy response to the same prompt (`remax`)."""
+    step_rewards: Tensor | None = None
+    """float `[B, T]`: reward of the step that ends at this token, read where `step_ends` (`grpo_process`)."""
+    step_ends: Tensor | None = None
+    """bool `[B, T]`: tokens that end a step; those outside the mask take no part (`grpo_process`)."""
+    pass_k: int | None = None
+    """k of `pass_at_k`: responses that may try a prompt together."""
 
 
 @dataclass(kw_only=True)
@@ -75,7 +84,7 @@ class AdvantageOutputs:
     returns: Tensor | None = None
     """`[B, T]`, the critic's targets (`gae`), 0 outside the mask."""
     dropped: Tensor | None = None
-    """bool `[B]`: responses that are alone in their group under a group estimator: nothing to compare them with."""
+    """bool `[B]`: responses whose group is too small for a group estimator: nothing to compare them with."""
     baseline: RunningMean | None = None
     """The next state of `reinforce_moving_baseline`."""
 
@@ -90,10 +99,21 @@ def token_rewards(scores: Tensor, token_penalty: Tensor, mask: Tensor) -> Tensor
         scores: float `[B]`.
         token_penalty: float `[B, T]`.
         mask: bool `[B, T]`; a row without sampled tokens gets no score.
+
+    Returns:
+        The wider dtype of `scores` and `token_penalty`.
     """
-    after = mask.flip(1).cumsum(1).flip(1)  # sampled tokens from here on
-    last = mask & (after == 1)
-    return torch.where(mask, token_penalty, 0) + torch.where(last, scores[:, None], 0)
+    rewards = torch.where(mask, token_penalty, 0).to(torch.promote_types(scores.dtype, token_penalty.dtype))
+    rows = mask.any(1).nonzero().squeeze(1)
+    if len(rows):
+        last = mask.shape[1] - 1 - mask.flip(1).to(torch.uint8).argmax(1)
+        rewards[rows, last[rows]] += scores[rows].to(rewards.dtype)
+    return rewards
+
+
+def per_token(inputs: AdvantageInputs, per_response: Tensor) -> Tensor:
+    """`per_response` `[B]` at every sampled token `[B, T]`, in the dtype of the scores."""
+    return torch.where(inputs.mask, per_response.to(inputs.scores.dtype)[:, None], 0)
 
 
 def masked_whiten(x: Tensor, mask: Tensor, unbiased: bool = True, eps: float = 1e-6) -> Tensor:
@@ -105,199 +125,64 @@ def masked_whiten(x: Tensor, mask: Tensor, unbiased: bool = True, eps: float = 1
         unbiased: n−1 (true) or n (false) in the variance's denominator.
         eps: added to the standard deviation.
     """
-    chosen = x[mask].double()
-    if len(chosen) == 0 or bool(chosen.min() == chosen.max()):
-        return torch.zeros_like(x)
-    white = (x.double() - chosen.mean()) / (chosen.std(correction=int(unbiased)) + eps)
-    return torch.where(mask, white, 0).to(x.dtype)
+    out = torch.zeros_like(x)
+    count = int(mask.sum())
+    if count == 0 or bool(torch.where(mask, x, torch.inf).amin() == torch.where(mask, x, -torch.inf).amax()):
+        return out
+    spans = [slice(start, start + COLUMNS) for start in range(0, x.shape[1], COLUMNS)]
+    mean = sum(float(torch.where(mask[:, span], x[:, span], 0).double().sum()) for span in spans) / count
+    squares = sum(float((torch.where(mask[:, span], x[:, span].double() - mean, 0) ** 2).sum()) for span in spans)
+    deviation = (squares / (count - int(unbiased))) ** 0.5 + eps
+    for span in spans:
+        out[:, span] = torch.where(mask[:, span], (x[:, span].double() - mean) / deviation, 0)
+    return out
+
+
+class BackwardColumns:
+    """The columns of `[B, T]` tensors from last to first, a block at a time, transposed to `[columns, B]` in float64.
+
+    A step of a recursion over time then is one operation on contiguous memory for the whole batch.
+    """
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+        starts = range(0, mask.shape[1], COLUMNS)
+        self.spans = [slice(start, min(start + COLUMNS, mask.shape[1])) for start in reversed(starts)]
+
+    def zeros(self) -> Tensor:
+        """float64 `[B]`, the state of a recursion before it starts."""
+        return torch.zeros(len(self.mask), dtype=torch.float64, device=self.mask.device)
+
+    def read(self, x: Tensor, span: slice) -> Tensor:
+        """A fresh float64 `[columns, B]` copy of these columns of `x` `[B, T]`, 0 outside the mask."""
+        block = torch.where(self.mask[:, span], x[:, span].detach(), 0).t()
+        return block.to(torch.float64, memory_format=torch.contiguous_format)
+
+    def inside(self, span: slice) -> Tensor:
+        """The mask of these columns, bool `[columns, B]`."""
+        return self.mask[:, span].t().contiguous()
+
+
+def accumulate(x: Tensor, factors: Tensor, following: Tensor) -> Tensor:
+    """S_t = x_t + factor_t·S_{t+1}, from the last row to the first, written over `x`; returns S of the first row.
+
+    Args:
+        x: float64 `[columns, B]`.
+        factors: float64 `[columns, B]`.
+        following: float64 `[B]`, S after the last row.
+    """
+    for row, factor in zip(reversed(x.unbind()), reversed(factors.unbind()), strict=True):
+        following = row.addcmul_(factor, following)
+    return following
 
 
 def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     """S_t = x_t + factor·S_next over the tokens in `mask`, next being the next such token; 0 outside it. `[B, T]`."""
     out = torch.zeros_like(x)
-    running = torch.zeros_like(x[:, 0]) if x.shape[1] else x.new_zeros(len(x))
-    for t in reversed(range(x.shape[1])):
-        running = torch.where(mask[:, t], x[:, t] + factor * running, running)
-        out[:, t] = torch.where(mask[:, t], running, 0)
+    columns = BackwardColumns(mask)
+    following = columns.zeros()
+    for span in columns.spans:
+        total, inside = columns.read(x, span), columns.inside(span)
+        following = accumulate(total, torch.ones_like(total).masked_fill_(inside, factor), following)
+        out[:, span] = total.masked_fill_(~inside, 0).t()
     return out
-
-
-def next_values(values: Tensor, mask: Tensor, last: Tensor) -> Tensor:
-    """V at the next sampled token of each token `[B, T]`; at the last one, `last` `[B]`."""
-    out = torch.zeros_like(values)
-    following = last
-    for t in reversed(range(values.shape[1])):
-        out[:, t] = following
-        following = torch.where(mask[:, t], values[:, t], following)
-    return out
-
-
-def _per_token(inputs: AdvantageInputs, per_response: Tensor) -> Tensor:
-    """`per_response` `[B]` at every sampled token `[B, T]`."""
-    return torch.where(inputs.mask, per_response[:, None], 0).to(inputs.scores.dtype)
-
-
-def _rewards(inputs: AdvantageInputs) -> Tensor:
-    return token_rewards(inputs.scores.double(), inputs.token_penalty.double(), inputs.mask)
-
-
-@ADVANTAGES.register("gae")
-def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_t = Σ_b (γλ)^b δ_{t+b} with δ_t = r_t + γV_next − V_t, returns A + V (arXiv 1506.02438).
-
-    "Next" is the next sampled token. After the last one V is 0, or `bootstrap_values` for truncated responses if
-    `bootstrap_truncated`.
-
-    Raises:
-        ValueError: `values` is missing, or `truncated` or `bootstrap_values` where bootstrapping needs them.
-    """
-    if inputs.values is None:
-        raise ValueError("gae needs values, but none were given")
-    values = torch.where(inputs.mask, inputs.values, 0).double()
-    last = values.new_zeros(len(values))
-    if inputs.bootstrap_truncated:
-        if inputs.truncated is None or inputs.bootstrap_values is None:
-            raise ValueError("bootstrap_truncated needs truncated and bootstrap_values, but one of them is missing")
-        last = torch.where(inputs.truncated, inputs.bootstrap_values.double(), 0)
-    delta = _rewards(inputs) + inputs.gamma * next_values(values, inputs.mask, last) - values
-    advantages = discounted_sum(delta, inputs.mask, inputs.gamma * inputs.lam)
-    dtype = inputs.scores.dtype
-    return AdvantageOutputs(advantages=advantages.to(dtype), returns=(advantages + values).to(dtype))
-
-
-@ADVANTAGES.register("reinforce")
-def reinforce(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """The discounted reward-to-go Σ_k γ^k r_{t+k} over sampled tokens (Williams 1992)."""
-    return AdvantageOutputs(advantages=discounted_sum(_rewards(inputs), inputs.mask, inputs.gamma).to(inputs.scores.dtype))
-
-
-@ADVANTAGES.register("reinforce_moving_baseline")
-def reinforce_moving_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """R − b at every token: the response is one action, R its score plus all its token penalties (arXiv 2402.14740 §3).
-
-    b is the mean of R over all responses of *earlier* calls (0 before the first), so that it does not depend on the
-    actions it is subtracted from; `outputs.baseline` is the state for the next call.
-
-    Raises:
-        ValueError: `baseline` is missing.
-    """
-    if inputs.baseline is None:
-        raise ValueError("reinforce_moving_baseline needs baseline, the state of its running mean; the first is RunningMean()")
-    rewards = _rewards(inputs).sum(1)
-    sampled = inputs.mask.any(1)
-    return AdvantageOutputs(
-        advantages=_per_token(inputs, rewards - inputs.baseline.mean), baseline=inputs.baseline.update(rewards[sampled])
-    )
-
-
-@ADVANTAGES.register("reinforce_plus_plus")
-def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_t = r + Σ_{i≥t} penalty_i, whitened over all sampled tokens of the batch (arXiv 2501.03262). γ plays no part."""
-    advantages = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
-    return AdvantageOutputs(
-        advantages=masked_whiten(advantages, inputs.mask, inputs.unbiased, inputs.eps).to(inputs.scores.dtype)
-    )
-
-
-@ADVANTAGES.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """`reinforce_plus_plus` of the score less its group's mean; responses alone in their group are dropped first."""
-    group = _group_statistics(inputs)
-    kept = inputs.mask & ~group.alone[:, None]
-    rewards = token_rewards(group.centred, inputs.token_penalty.double(), kept)
-    advantages = masked_whiten(discounted_sum(rewards, kept, 1.0), kept, inputs.unbiased, inputs.eps)
-    return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
-
-
-@ADVANTAGES.register("grpo")
-def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """(r − mean) / (std + eps) of the group, at every token (outcome form, arXiv 2402.03300 §4.1.2).
-
-    Exactly 0 in a group whose scores are all equal. A response alone in its group gets 0 and is marked in
-    `outputs.dropped`: the caller takes it out of its mask, so that it counts in no denominator, and counts it.
-
-    Raises:
-        ConfigError: there is a token penalty, which this estimator has no place for.
-    """
-    _refuse_token_penalty(inputs, "grpo")
-    group = _group_statistics(inputs)
-    freedom = (group.size - int(inputs.unbiased)).clamp(min=1)
-    advantages = group.centred / ((group.squares / freedom).sqrt() + inputs.eps)
-    return AdvantageOutputs(advantages=_per_token(inputs, torch.where(group.tied, 0, advantages)), dropped=group.alone)
-
-
-@ADVANTAGES.register("dr_grpo")
-def dr_grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """r − mean of the group, at every token (arXiv 2503.20783). Ties, lone responses and errors as in `grpo`."""
-    _refuse_token_penalty(inputs, "dr_grpo")
-    group = _group_statistics(inputs)
-    return AdvantageOutputs(advantages=_per_token(inputs, group.centred), dropped=group.alone)
-
-
-@ADVANTAGES.register("rloo")
-def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """r − mean of the *other* responses of the group, at every token (arXiv 2402.14740).
-
-    Computed as (r − mean)·G/(G−1), which is the same. Ties, lone responses and errors as in `grpo`.
-    """
-    _refuse_token_penalty(inputs, "rloo")
-    group = _group_statistics(inputs)
-    advantages = group.centred * group.size / (group.size - 1).clamp(min=1)
-    return AdvantageOutputs(advantages=_per_token(inputs, advantages), dropped=group.alone)
-
-
-@ADVANTAGES.register("remax")
-def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Reward-to-go (the score, and any token penalty) less the score of the greedy response (arXiv 2310.10505).
-
-    Raises:
-        ValueError: `greedy_scores` is missing.
-    """
-    if inputs.greedy_scores is None:
-        raise ValueError("remax needs greedy_scores, but none were given")
-    to_go = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
-    return AdvantageOutputs(
-        advantages=torch.where(inputs.mask, to_go - inputs.greedy_scores.double()[:, None], 0).to(inputs.scores.dtype)
-    )
-
-
-@dataclass(frozen=True)
-class _GroupStatistics:
-    """Of each response's group, `[B]`: r − mean and its sum of squares (float64), members, whether all agree, whether alone.
-
-    Only responses with sampled tokens are members; the others have r − mean = 0 and are not alone.
-    """
-
-    centred: Tensor
-    squares: Tensor
-    size: Tensor
-    tied: Tensor
-    alone: Tensor
-
-
-def _group_statistics(inputs: AdvantageInputs) -> _GroupStatistics:
-    member = inputs.mask.any(1)
-    scores = torch.where(member, inputs.scores.double(), 0)
-    _, index = inputs.groups.unique(return_inverse=True)
-    groups = int(index.max()) + 1 if len(index) else 0
-
-    def total(x: Tensor) -> Tensor:
-        return x.new_zeros(groups).index_add(0, index, x)
-
-    def extreme(reduction: str, empty: float) -> Tensor:
-        start = scores.new_full((groups,), empty)
-        return start.scatter_reduce(0, index, torch.where(member, scores, empty), reduction)[index]
-
-    size = total(member.long())[index]
-    tied = extreme("amin", float("inf")) == extreme("amax", float("-inf"))
-    mean = total(scores)[index] / size.clamp(min=1)
-    centred = torch.where(member & ~tied, scores - mean, 0)
-    return _GroupStatistics(centred, total(centred * centred)[index], size, tied, member & (size == 1))
-
-
-def _refuse_token_penalty(inputs: AdvantageInputs, name: str) -> None:
-    if bool((inputs.token_penalty[inputs.mask] != 0).any()):
-        raise ConfigError(
-            f"the KL penalty is in the reward, but advantage '{name}' gives every token of a response the same value; "
-            "put it in the loss (algorithm.kl.where: loss)"
-        )

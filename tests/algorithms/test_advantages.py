@@ -16,6 +16,7 @@ from megarl.algorithms import ADVANTAGES, AdvantageInputs, RunningMean, masked_w
 from megarl.errors import ConfigError
 
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo")
+WITHOUT_PENALTY = (*GROUP_ESTIMATORS, "grpo_process", "opo", "gpg", "pass_at_k")
 B, T = 9, 8
 
 
@@ -28,6 +29,7 @@ def batch(seed: int = 0, *, penalty: bool = False, **changes: Any) -> AdvantageI
     mask[:, 0] = True
     groups = torch.tensor([70, 5, 70, 5, 12, 70, 12, 70, 5])[torch.randperm(B, generator=generator)]
     noise = torch.randn(3, B, T, generator=generator, dtype=torch.float64)
+    ends = mask & (torch.rand(B, T, generator=generator) < 0.4)
     inputs = AdvantageInputs(
         scores=torch.randn(B, generator=generator, dtype=torch.float64),
         token_penalty=-0.1 * noise[0] if penalty else torch.zeros(B, T, dtype=torch.float64),
@@ -37,6 +39,9 @@ def batch(seed: int = 0, *, penalty: bool = False, **changes: Any) -> AdvantageI
         truncated=torch.rand(B, generator=generator) < 0.5,
         gamma=0.9,
         lam=0.8,
+        step_rewards=noise[2].masked_fill(~ends, float("nan")),
+        step_ends=ends,
+        pass_k=2,
     )
     return dataclasses.replace(inputs, **changes)
 
@@ -239,7 +244,9 @@ def test_a_response_without_sampled_tokens_counts_in_no_group_mean(name: str) ->
 @given(order=st.permutations(range(B)), seed=st.integers(0, 99))
 def test_advantages_do_not_depend_on_the_order_of_the_responses(name: str, order: list[int], seed: int) -> None:
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.linspace(0, 1, B, dtype=torch.float64)}
-    inputs = batch(seed, penalty=name not in GROUP_ESTIMATORS, **extra)
+    inputs = batch(seed, penalty=name not in WITHOUT_PENALTY, **extra)
+    if name == "pass_at_k":
+        inputs.scores = (inputs.scores > 0).double()
     fields = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
     shuffled = AdvantageInputs(**{k: v[order] if isinstance(v, Tensor) else v for k, v in fields.items()})
     outputs = ADVANTAGES.resolve(name)(inputs)
@@ -251,14 +258,15 @@ def test_advantages_do_not_depend_on_the_order_of_the_responses(name: str, order
 def test_a_batch_in_which_nothing_was_sampled_has_no_advantages(name: str) -> None:
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.zeros(B), "mask": torch.zeros(B, T, dtype=torch.bool)}
     for changes in (extra, extra | {"mask": torch.zeros(B, 0, dtype=torch.bool), "token_penalty": torch.zeros(B, 0),
-                                    "values": torch.zeros(B, 0)}):  # fmt: skip
+                                    "values": torch.zeros(B, 0),
+                                    "step_rewards": torch.zeros(B, 0), "step_ends": torch.zeros(B, 0).bool()}):  # fmt: skip
         outputs = ADVANTAGES.resolve(name)(batch(**changes))
         assert outputs.advantages.shape == changes["mask"].shape
         assert not outputs.advantages.any()
         assert outputs.baseline in (None, RunningMean(3, 0.5))
 
 
-@pytest.mark.parametrize("name", GROUP_ESTIMATORS)
+@pytest.mark.parametrize("name", WITHOUT_PENALTY)
 def test_a_penalty_in_the_reward_is_refused_where_it_would_be_ignored(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}'.*put it in the loss"):
         ADVANTAGES.resolve(name)(batch(penalty=True))

@@ -1,0 +1,215 @@
+"""Advantages that compare the responses of one prompt with each other (METHODS §3).
+
+Groups are found by their number, never by position. Exactly 0 in a group whose scores are all equal. A response alone in
+its group gets 0 and is marked in `outputs.dropped`: the caller takes it out of its mask, so that it counts in no
+denominator, and counts it. All but `reinforce_plus_plus_baseline` raise ConfigError where there is a token penalty, which
+they have no place for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    AdvantageOutputs,
+    discounted_sum,
+    masked_whiten,
+    per_token,
+    token_rewards,
+)
+from megarl.errors import ConfigError
+
+
+@ADVANTAGES.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """`reinforce_plus_plus` of the score less its group's mean; responses alone in their group are dropped first."""
+    group = _responses(inputs)
+    kept = inputs.mask & ~group.alone[:, None]
+    rewards = token_rewards(group.centred.to(inputs.scores.dtype), inputs.token_penalty, kept)
+    advantages = masked_whiten(discounted_sum(rewards, kept, 1.0), kept, inputs.unbiased, inputs.eps)
+    return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
+
+
+@ADVANTAGES.register("grpo")
+def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """(r − mean) / (std + eps) of the group, at every token (outcome form, arXiv 2402.03300 §4.1.2)."""
+    _refuse_token_penalty(inputs, "grpo")
+    group = _responses(inputs)
+    return AdvantageOutputs(advantages=per_token(inputs, group.standardised(inputs)), dropped=group.alone)
+
+
+@ADVANTAGES.register("grpo_process")
+def grpo_process(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Σ_{index(j) ≥ t} r̃ of the token's own step and those after it (process form, arXiv 2402.03300 §4.1.3).
+
+    r̃ = (r − mean(R)) / (std(R) + eps) with R the rewards of all steps of all responses of the group; 0 if they are all
+    equal. A step end outside the mask takes no part; after a response's last step its tokens get 0. `scores` are not read.
+
+    Raises:
+        ValueError: `step_rewards` or `step_ends` is missing.
+    """
+    if inputs.step_rewards is None or inputs.step_ends is None:
+        raise ValueError("grpo_process needs step_rewards and step_ends, but one of them is missing")
+    _refuse_token_penalty(inputs, "grpo_process")
+    group = _responses(inputs)
+    ends = inputs.step_ends & inputs.mask & ~group.alone[:, None]
+    rows, _ = ends.nonzero(as_tuple=True)
+    steps = _Groups.of(inputs.step_rewards[ends].double(), group.index[rows], group.count)
+    standardised = torch.zeros_like(inputs.step_rewards)
+    standardised[ends] = steps.standardised(inputs).to(standardised.dtype)
+    advantages = discounted_sum(standardised, inputs.mask, 1.0)
+    return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
+
+
+@ADVANTAGES.register("dr_grpo")
+def dr_grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """r − mean of the group, at every token (arXiv 2503.20783)."""
+    _refuse_token_penalty(inputs, "dr_grpo")
+    group = _responses(inputs)
+    return AdvantageOutputs(advantages=per_token(inputs, group.centred), dropped=group.alone)
+
+
+@ADVANTAGES.register("rloo")
+def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """r − mean of the *other* responses of the group, at every token (arXiv 2402.14740).
+
+    Computed as (r − mean)·G/(G−1), which is the same.
+    """
+    _refuse_token_penalty(inputs, "rloo")
+    group = _responses(inputs)
+    advantages = group.centred * group.size / (group.size - 1).clamp(min=1)
+    return AdvantageOutputs(advantages=per_token(inputs, advantages), dropped=group.alone)
+
+
+@ADVANTAGES.register("opo")
+def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """r − Σ|o_j|r_j / Σ|o_j| of the group, at every token (arXiv 2505.23585 eq. 5).
+
+    The length-weighted mean is the baseline of least variance where a response's squared gradient norm grows with its
+    number of sampled tokens |o_j|. Meant for exact on-policy steps.
+    """
+    _refuse_token_penalty(inputs, "opo")
+    group = _responses(inputs)
+    lengths = inputs.mask.sum(1)
+    # Weighing distances from the plain mean leaves the same baseline and keeps large scores exact.
+    shift = group.total(lengths * group.centred) / group.total(lengths).clamp(min=1)
+    advantages = torch.where(inputs.mask.any(1) & ~group.tied, group.centred - shift, 0)
+    return AdvantageOutputs(advantages=per_token(inputs, advantages), dropped=group.alone)
+
+
+@ADVANTAGES.register("gpg")
+def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """α·(r − mean of the group) with α = B/(B − M), at every token (arXiv 2504.02546 §2, F_norm = 1).
+
+    B is the number of responses of the batch and M of those in tied groups, which have no gradient but do count in the
+    denominators: α gives the mean gradient of the others. Dropped responses and those without sampled tokens are in neither.
+    """
+    _refuse_token_penalty(inputs, "gpg")
+    group = _responses(inputs)
+    compared = inputs.mask.any(1) & ~group.alone
+    live = int((compared & ~group.tied).sum())
+    alpha = int(compared.sum()) / max(live, 1)
+    return AdvantageOutputs(advantages=per_token(inputs, alpha * group.centred), dropped=group.alone)
+
+
+@ADVANTAGES.register("pass_at_k")
+def pass_at_k(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """The mean GRPO advantage over all k-subsets of the group that hold the response, in closed form (arXiv 2508.10751 §2.4).
+
+    A subset's reward is 1 if any of its responses is right. With n wrong ones among G, R̄ = 1 − C(n,k)/C(G,k) and
+    σ = √(R̄(1−R̄)), a right response has (1 − R̄)/(σ + eps) and a wrong one (1 − R̄ − C(n−1,k−1)/C(G−1,k−1))/(σ + eps).
+    Exactly 0 where every subset or none holds a right response. σ is the population's, whatever `unbiased` says.
+    Responses of a group smaller than k are dropped.
+
+    Raises:
+        ValueError: `pass_k` is missing or below 1.
+        ConfigError: a score is neither 0 nor 1.
+    """
+    if inputs.pass_k is None or inputs.pass_k < 1:
+        raise ValueError(f"pass_at_k needs pass_k of at least 1, but it is {inputs.pass_k}")
+    _refuse_token_penalty(inputs, "pass_at_k")
+    group, member = _responses(inputs), inputs.mask.any(1)
+    other = inputs.scores[member & (inputs.scores != 0) & (inputs.scores != 1)]
+    if len(other):
+        raise ConfigError(f"advantage 'pass_at_k' needs rewards of 0 or 1, but one of them is {float(other[0]):g}")
+    dropped = member & (group.alone | (group.size < inputs.pass_k))
+    wrong = group.total((member & (inputs.scores == 0)).long())
+    none_right = _subset_share(wrong, group.size, inputs.pass_k)
+    others_wrong = _subset_share(wrong - 1, group.size - 1, inputs.pass_k - 1)
+    deviation = ((1 - none_right) * none_right).sqrt() + inputs.eps
+    advantages = torch.where(inputs.scores == 1, none_right, none_right - others_wrong) / deviation
+    live = member & ~dropped & (none_right > 0) & (none_right < 1)
+    return AdvantageOutputs(advantages=per_token(inputs, torch.where(live, advantages, 0)), dropped=dropped)
+
+
+def _subset_share(chosen: Tensor, size: Tensor, k: int) -> Tensor:
+    """C(chosen, k) / C(size, k), float64 `[B]`, as a product of k factors."""
+    step = torch.arange(k, device=size.device)
+    factors = (chosen[:, None] - step).clamp(min=0) / (size[:, None] - step).clamp(min=1).double()
+    return factors.prod(1)
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Values of N responses or steps, and for each of them its group's statistics, `[N]`; only members count in any."""
+
+    index: Tensor
+    """int64: groups numbered from 0."""
+    count: int
+    """Number of groups."""
+    centred: Tensor
+    """float64: value − mean; exactly 0 in tied groups and for those that are no members."""
+    size: Tensor
+    """int64: members."""
+    tied: Tensor
+    """bool: all values are equal."""
+    alone: Tensor
+    """bool: a member without another."""
+
+    @classmethod
+    def of(cls, values: Tensor, index: Tensor, count: int, member: Tensor | None = None) -> _Groups:
+        """Statistics of `values` float64 `[N]` by `index` int64 `[N]`; `member` bool `[N]`, None: all are."""
+        member = torch.ones_like(index, dtype=torch.bool) if member is None else member
+
+        def extreme(reduction: str, ignored: float) -> Tensor:
+            among = torch.where(member, values, ignored)
+            return among.new_zeros(count).scatter_reduce(0, index, among, reduction, include_self=False)[index]
+
+        tied = extreme("amin", torch.inf) == extreme("amax", -torch.inf)
+        size = _total(member.long(), index, count)
+        mean = _total(torch.where(member, values, 0), index, count) / size.clamp(min=1)
+        return cls(index, count, torch.where(member & ~tied, values - mean, 0), size, tied, member & (size == 1))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of `x` `[N]` over each one's group, `[N]`."""
+        return _total(x, self.index, self.count)
+
+    def standardised(self, inputs: AdvantageInputs) -> Tensor:
+        """(value − mean) / (std + eps), float64 `[N]`, with `eps` and `unbiased` of `inputs`; exactly 0 in tied groups."""
+        freedom = (self.size - int(inputs.unbiased)).clamp(min=1)
+        deviation = (self.total(self.centred * self.centred) / freedom).sqrt() + inputs.eps
+        return torch.where(self.tied, 0, self.centred / deviation)
+
+
+def _responses(inputs: AdvantageInputs) -> _Groups:
+    """The responses' scores by `inputs.groups`; those without sampled tokens are no members."""
+    _, index = inputs.groups.unique(return_inverse=True)
+    count = int(index.max()) + 1 if len(index) else 0
+    return _Groups.of(inputs.scores.double(), index, count, inputs.mask.any(1))
+
+
+def _total(x: Tensor, index: Tensor, count: int) -> Tensor:
+    return x.new_zeros(count).index_add(0, index, x)[index]
+
+
+def _refuse_token_penalty(inputs: AdvantageInputs, name: str) -> None:
+    if bool(((inputs.token_penalty != 0) & inputs.mask).any()):
+        raise ConfigError(
+            f"the KL penalty is in the reward, but advantage '{name}' compares rewards within a group and has no place for it; "
+            "put it in the loss (algorithm.kl.where: loss)"
+        )

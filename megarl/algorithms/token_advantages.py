@@ -1,0 +1,103 @@
+"""Advantages that compare no responses of one prompt with each other: GAE, REINFORCE and its baselines, ReMax (METHODS §3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    AdvantageOutputs,
+    BackwardColumns,
+    accumulate,
+    discounted_sum,
+    masked_whiten,
+    per_token,
+    token_rewards,
+)
+
+
+def _rewards(inputs: AdvantageInputs) -> Tensor:
+    return token_rewards(inputs.scores, inputs.token_penalty, inputs.mask)
+
+
+@ADVANTAGES.register("gae")
+def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """A_t = Σ_b (γλ)^b δ_{t+b} with δ_t = r_t + γV_next − V_t, returns A + V (arXiv 1506.02438).
+
+    "Next" is the next sampled token. After the last one V is 0, or `bootstrap_values` for truncated responses if
+    `bootstrap_truncated`.
+
+    Raises:
+        ValueError: `values` is missing, or `truncated` or `bootstrap_values` where bootstrapping needs them.
+    """
+    if inputs.values is None:
+        raise ValueError("gae needs values, but none were given")
+    columns = BackwardColumns(inputs.mask)
+    next_value, advantage = columns.zeros(), columns.zeros()
+    if inputs.bootstrap_truncated:
+        if inputs.truncated is None or inputs.bootstrap_values is None:
+            raise ValueError("bootstrap_truncated needs truncated and bootstrap_values, but one of them is missing")
+        next_value = torch.where(inputs.truncated, inputs.bootstrap_values.double(), 0)
+    rewards = _rewards(inputs)
+    advantages = torch.zeros_like(rewards, dtype=inputs.scores.dtype)
+    returns = torch.zeros_like(advantages)
+    for span in columns.spans:
+        inside, values = columns.inside(span), columns.read(inputs.values, span)
+        latest = values.clone()  # V of the next sampled token, that of this column included
+        following = next_value[None]
+        next_value = accumulate(latest, (~inside).double(), next_value)
+        delta = columns.read(rewards, span).add_(torch.cat([latest[1:], following]), alpha=inputs.gamma).sub_(values)
+        delta.masked_fill_(~inside, 0)
+        advantage = accumulate(delta, torch.ones_like(delta).masked_fill_(inside, inputs.gamma * inputs.lam), advantage)
+        advantages[:, span] = delta.masked_fill(~inside, 0).t()
+        returns[:, span] = (delta + values).masked_fill_(~inside, 0).t()
+    return AdvantageOutputs(advantages=advantages, returns=returns)
+
+
+@ADVANTAGES.register("reinforce")
+def reinforce(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """The discounted reward-to-go Σ_k γ^k r_{t+k} over sampled tokens (Williams 1992)."""
+    return AdvantageOutputs(advantages=discounted_sum(_rewards(inputs), inputs.mask, inputs.gamma).to(inputs.scores.dtype))
+
+
+@ADVANTAGES.register("reinforce_moving_baseline")
+def reinforce_moving_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """R − b at every token: the response is one action, R its score plus all its token penalties (arXiv 2402.14740 §3).
+
+    b is the mean of R over all responses of *earlier* calls (0 before the first), so that it does not depend on the
+    actions it is subtracted from; `outputs.baseline` is the state for the next call.
+
+    Raises:
+        ValueError: `baseline` is missing.
+    """
+    if inputs.baseline is None:
+        raise ValueError("reinforce_moving_baseline needs baseline, the state of its running mean; the first is RunningMean()")
+    rewards = _rewards(inputs).sum(1, dtype=torch.float64)
+    sampled = inputs.mask.any(1)
+    return AdvantageOutputs(
+        advantages=per_token(inputs, rewards - inputs.baseline.mean), baseline=inputs.baseline.update(rewards[sampled])
+    )
+
+
+@ADVANTAGES.register("reinforce_plus_plus")
+def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """A_t = r + Σ_{i≥t} penalty_i, whitened over all sampled tokens of the batch (arXiv 2501.03262). γ plays no part."""
+    advantages = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
+    return AdvantageOutputs(
+        advantages=masked_whiten(advantages, inputs.mask, inputs.unbiased, inputs.eps).to(inputs.scores.dtype)
+    )
+
+
+@ADVANTAGES.register("remax")
+def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Reward-to-go (the score, and any token penalty) less the score of the greedy response (arXiv 2310.10505).
+
+    Raises:
+        ValueError: `greedy_scores` is missing.
+    """
+    if inputs.greedy_scores is None:
+        raise ValueError("remax needs greedy_scores, but none were given")
+    to_go = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
+    return AdvantageOutputs(advantages=(to_go - per_token(inputs, inputs.greedy_scores)).to(inputs.scores.dtype))
