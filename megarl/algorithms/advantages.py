@@ -126,12 +126,21 @@ def masked_whiten(x: Tensor, mask: Tensor, unbiased: bool = True, eps: float = 1
         eps: added to the standard deviation.
     """
     out = torch.zeros_like(x)
-    count = int(mask.sum())
-    if count == 0 or bool(torch.where(mask, x, torch.inf).amin() == torch.where(mask, x, -torch.inf).amax()):
+    count = int(torch.count_nonzero(mask))
+    if count == 0:
         return out
+    row = int(mask.any(1).to(torch.uint8).argmax())
+    first = float(x[row][mask[row]][0])
     spans = [slice(start, start + COLUMNS) for start in range(0, x.shape[1], COLUMNS)]
-    mean = sum(float(torch.where(mask[:, span], x[:, span], 0).double().sum()) for span in spans) / count
-    squares = sum(float((torch.where(mask[:, span], x[:, span].double() - mean, 0) ** 2).sum()) for span in spans)
+
+    def total(power: int, origin: float) -> float:
+        blocks = (torch.where(mask[:, span], x[:, span].double() - origin, 0) for span in spans)
+        return sum(float((block**power).sum()) for block in blocks)
+
+    mean = first + total(1, first) / count  # exact where all are equal, so that the squares are 0
+    squares = total(2, mean)
+    if squares == 0:
+        return out
     deviation = (squares / (count - int(unbiased))) ** 0.5 + eps
     for span in spans:
         out[:, span] = torch.where(mask[:, span], (x[:, span].double() - mean) / deviation, 0)
@@ -164,7 +173,7 @@ class BackwardColumns:
 
 
 def accumulate(x: Tensor, factors: Tensor, following: Tensor) -> Tensor:
-    """S_t = x_t + factor_t·S_{t+1}, from the last row to the first, written over `x`; returns S of the first row.
+    """S_t = x_t + factor_t·S_{t+1}, from the last row to the first, written over `x`; returns a copy of S of the first row.
 
     Args:
         x: float64 `[columns, B]`.
@@ -173,7 +182,7 @@ def accumulate(x: Tensor, factors: Tensor, following: Tensor) -> Tensor:
     """
     for row, factor in zip(reversed(x.unbind()), reversed(factors.unbind()), strict=True):
         following = row.addcmul_(factor, following)
-    return following
+    return following.clone()  # not a view: what the caller then does to `x` must not reach the next block
 
 
 def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:

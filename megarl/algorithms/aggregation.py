@@ -39,13 +39,13 @@ def token_weights(mask: Tensor, mode: str, *, norm_length: int | None = None) ->
     tokens = mask.sum(dim=1, keepdim=True, dtype=torch.float64)
     responses = (tokens > 0).sum().to(torch.float64)
     if mode == "token_mean":
-        denominator = tokens.sum().expand_as(tokens)
+        denominator = tokens.sum()
     elif mode == "seq_mean_token_mean":
         denominator = responses * tokens
     elif mode == "seq_mean_token_sum":
-        denominator = responses.expand_as(tokens)
+        denominator = responses
     else:
         if norm_length is None or norm_length < 1:
             raise ConfigError(f"norm_length is {norm_length}, but aggregation '{mode}' needs a number of tokens above 0")
-        denominator = (responses * norm_length).expand_as(tokens)
-    return torch.where(mask, 1 / denominator, 0.0).float()
+        denominator = responses * norm_length
+    return torch.where(mask, (1 / denominator).float(), 0)

@@ -30,8 +30,9 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """`reinforce_plus_plus` of the score less its group's mean; responses alone in their group are dropped first."""
     group = _responses(inputs)
     kept = inputs.mask & ~group.alone[:, None]
-    rewards = token_rewards(group.centred.to(inputs.scores.dtype), inputs.token_penalty, kept)
-    advantages = masked_whiten(discounted_sum(rewards, kept, 1.0), kept, inputs.unbiased, inputs.eps)
+    centred = group.centred.to(inputs.scores.dtype)
+    to_go = discounted_sum(token_rewards(centred, inputs.token_penalty, kept), kept, 1.0)
+    advantages = masked_whiten(to_go, kept, inputs.unbiased, inputs.eps)
     return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
 
 

@@ -21,10 +21,11 @@ def value_loss(
         The loss `[N]`, to be weighted by `token_weights`, and sums over tokens: `clipped`, the number of tokens whose
         gradient the clipping cut.
     """
-    squared = (values - returns) ** 2
+    error = values - returns
     if not clip_range:
-        return squared / 2, {"clipped": torch.zeros((), device=values.device)}
-    moved = values - old_values
-    clipped = (old_values + moved.clamp(-clip_range, clip_range) - returns) ** 2
-    cut = (clipped > squared) & (moved.abs() > clip_range)
-    return torch.maximum(squared, clipped) / 2, {"clipped": cut.float().sum()}
+        return error * error / 2, {"clipped": torch.zeros((), device=values.device)}
+    moved = values.detach() - old_values
+    bounded = old_values + moved.clamp(-clip_range, clip_range) - returns  # a constant wherever it differs from the error
+    cut = (bounded.abs() > error.detach().abs()) & (moved.abs() > clip_range)
+    error = torch.where(cut, bounded, error)
+    return error * error / 2, {"clipped": cut.float().sum()}

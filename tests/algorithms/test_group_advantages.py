@@ -1,0 +1,313 @@
+"""Group estimators (METHODS §3) row by row against plain Python in float64, in shuffled, uneven, incomplete and tied groups."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megarl.algorithms import ADVANTAGES, AdvantageInputs
+from megarl.config.presets import GROUP_ADVANTAGES
+from megarl.errors import ConfigError
+from tests.algorithms.batches import B, T, batch, constant, dense, places, rows_of, same
+
+OUTCOME = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "pass_at_k")
+WITHOUT_PENALTY = (*OUTCOME, "grpo_process")
+GROUPED = (*WITHOUT_PENALTY, "reinforce_plus_plus_baseline")
+
+
+def fitting(name: str, inputs: AdvantageInputs) -> AdvantageInputs:
+    """`inputs` with rewards that the estimator takes: 0 or 1 for `pass_at_k`."""
+    return dataclasses.replace(inputs, scores=(inputs.scores > 0).double()) if name == "pass_at_k" else inputs
+
+
+def members(inputs: AdvantageInputs, row: int) -> list[int]:
+    """Rows of the group of `row` that have sampled tokens."""
+    return [i for i in range(len(inputs.groups)) if inputs.groups[i] == inputs.groups[row] and inputs.mask[i].any()]
+
+
+def std_of(values: list[float], unbiased: bool) -> float:
+    return statistics.stdev(values) if unbiased and len(values) > 1 else statistics.pstdev(values)
+
+
+def subset_mean(rewards: list[float], row: int, k: int, eps: float) -> float:
+    """Mean over all k-subsets that hold `row` of (reward of the subset − mean)/(std + eps), by enumeration."""
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    values = [max(rewards[i] for i in subset) for subset in subsets]
+    mean, std = statistics.fmean(values), statistics.pstdev(values)
+    return statistics.fmean((v - mean) / (std + eps) for v, s in zip(values, subsets, strict=True) if row in s)
+
+
+def plain(name: str, inputs: AdvantageInputs) -> list[float]:
+    """The advantage of each response by the table's rule; groups have at least two members."""
+    want = []
+    sampled = [i for i in range(len(inputs.scores)) if inputs.mask[i].any()]
+    tied = {i for i in sampled if len({float(inputs.scores[j]) for j in members(inputs, i)}) == 1}
+    for i in range(len(inputs.scores)):
+        rows = members(inputs, i)
+        if i not in rows or i in tied:
+            want.append(0.0)
+            continue
+        r, group = float(inputs.scores[i]), [float(inputs.scores[j]) for j in rows]
+        mean = statistics.fmean(group)
+        lengths = [len(places(inputs, j)) for j in rows]
+        want.append(
+            {
+                "grpo": lambda r=r, g=group, m=mean: (r - m) / (std_of(g, inputs.unbiased) + inputs.eps),
+                "dr_grpo": lambda r=r, m=mean: r - m,
+                "rloo": lambda r=r, g=group: r - (sum(g) - r) / (len(g) - 1),
+                "opo": lambda r=r, g=group, n=lengths: r - sum(a * b for a, b in zip(n, g, strict=True)) / sum(n),
+                "gpg": lambda r=r, m=mean: len(sampled) / (len(sampled) - len(tied)) * (r - m),
+                "pass_at_k": lambda i=i, g=group, rows=rows: subset_mean(g, rows.index(i), inputs.pass_k or 0, inputs.eps),
+            }[name]()
+        )
+    return want
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", OUTCOME)
+def test_every_outcome_estimator_is_its_row_of_methods(name: str, seed: int, unbiased: bool) -> None:
+    inputs = fitting(name, batch(seed, unbiased=unbiased, eps=0.01))
+    outputs = ADVANTAGES.resolve(name)(inputs)
+    same(outputs.advantages, constant(inputs, plain(name, inputs)))
+    assert outputs.dropped is not None
+    assert not outputs.dropped.any()
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_process_grpo_sums_the_normalised_rewards_of_the_steps_that_end_here_or_later(seed: int, unbiased: bool) -> None:
+    inputs = batch(seed, unbiased=unbiased, eps=0.01)
+    assert inputs.step_rewards is not None
+    assert inputs.step_ends is not None
+    steps = {i: [t for t in places(inputs, i) if inputs.step_ends[i, t]] for i in range(B)}
+    rewards = {i: [float(inputs.step_rewards[i, t]) for t in steps[i]] for i in range(B)}
+    want = {}
+    for i in range(B):
+        everything = [r for j in members(inputs, i) for r in rewards[j]]
+        mean, std = statistics.fmean(everything), std_of(everything, unbiased)
+        normalised = {t: (r - mean) / (std + 0.01) for t, r in zip(steps[i], rewards[i], strict=True)}
+        want[i] = [sum(r for end, r in normalised.items() if end >= t) for t in places(inputs, i)]
+    outputs = ADVANTAGES.resolve("grpo_process")(inputs)
+    same(outputs.advantages, dense(inputs, want))
+    assert bool((outputs.advantages.max(1).values != outputs.advantages.min(1).values).any())
+
+
+def test_one_step_at_the_end_of_each_response_makes_the_process_form_the_outcome_form() -> None:
+    inputs = batch(1)
+    ends, rewards = torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.float64)
+    for i in range(B):
+        ends[i, places(inputs, i)[-1]] = True
+        rewards[i, places(inputs, i)[-1]] = inputs.scores[i]
+    process = ADVANTAGES.resolve("grpo_process")(dataclasses.replace(inputs, step_ends=ends, step_rewards=rewards))
+    same(process.advantages, ADVANTAGES.resolve("grpo")(inputs).advantages)
+
+
+@pytest.mark.parametrize("wrong", range(7))
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
+def test_pass_at_k_is_the_mean_advantage_over_all_subsets(k: int, wrong: int) -> None:
+    scores = torch.tensor([0.0] * wrong + [1.0] * (6 - wrong), dtype=torch.float64)
+    inputs = AdvantageInputs(
+        scores=scores,
+        token_penalty=torch.zeros(6, 1),
+        mask=torch.ones(6, 1, dtype=torch.bool),
+        groups=torch.zeros(6, dtype=torch.long),
+        pass_k=k,
+        eps=1e-3,
+    )
+    outputs = ADVANTAGES.resolve("pass_at_k")(inputs)
+    want = [subset_mean(scores.tolist(), i, k, 1e-3) for i in range(6)]
+    same(outputs.advantages[:, 0], torch.tensor(want, dtype=torch.float64))
+    if k == 1:
+        same(outputs.advantages, ADVANTAGES.resolve("grpo")(dataclasses.replace(inputs, unbiased=False)).advantages)
+
+
+def test_pass_at_k_drops_groups_smaller_than_k() -> None:
+    inputs = fitting("pass_at_k", batch(2, pass_k=3))
+    outputs = ADVANTAGES.resolve("pass_at_k")(inputs)
+    assert outputs.dropped is not None
+    assert outputs.dropped.tolist() == [g == 12 for g in inputs.groups.tolist()]
+    assert not outputs.advantages[outputs.dropped].any()
+
+
+def test_opo_has_the_baseline_of_least_variance_for_gradients_that_grow_with_length() -> None:
+    """Σ|o|·(r − b)² is least at OPO's b, so it is less than at the plain mean."""
+    inputs = batch(0, groups=torch.zeros(B, dtype=torch.long))
+    lengths = inputs.mask.sum(1)
+    opo, mean = (ADVANTAGES.resolve(name)(inputs).advantages.sum(1) / lengths for name in ("opo", "dr_grpo"))
+    assert abs((lengths * opo).sum()) < 1e-12
+    assert (lengths * opo**2).sum() < (lengths * mean**2).sum()
+
+
+def test_gpg_keeps_the_mean_gradient_of_the_groups_that_have_one() -> None:
+    """Tied groups stay in the denominator; α makes up for them exactly."""
+    inputs = batch(3)
+    live = inputs.groups == 70
+    inputs.scores[~live] = 0.5
+    advantages = ADVANTAGES.resolve("gpg")(inputs).advantages[:, 0]
+    alone = ADVANTAGES.resolve("dr_grpo")(rows_of(inputs, live)).advantages[:, 0]
+    same(advantages.abs().mean(), alone.abs().mean())
+    assert not advantages[~live].any()
+    inputs.scores[:] = 0.5
+    assert not ADVANTAGES.resolve("gpg")(inputs).advantages.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", GROUPED)
+def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
+    value = 1.0 if name == "pass_at_k" else 0.1  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
+    equal = {"scores": torch.full((B,), value, dtype=dtype), "step_rewards": torch.full((B, T), value, dtype=dtype)}
+    outputs = ADVANTAGES.resolve(name)(batch(**equal, eps=0.0))
+    assert outputs.advantages.dtype == dtype
+    assert bool((outputs.advantages == 0).all())
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_group_of_one_is_zero_dropped_and_invisible_to_the_others(name: str) -> None:
+    inputs = fitting(name, batch(2, penalty=name not in WITHOUT_PENALTY))
+    inputs.groups[4] = 999
+    outputs = ADVANTAGES.resolve(name)(inputs)
+    assert outputs.dropped is not None
+    assert outputs.dropped.tolist() == [i == 4 for i in range(B)]
+    assert bool((outputs.advantages[4] == 0).all())
+    rest = [i for i in range(B) if i != 4]
+    others = ADVANTAGES.resolve(name)(rows_of(inputs, rest))
+    assert others.dropped is not None
+    assert not others.dropped.any()
+    same(outputs.advantages[rest], others.advantages)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_response_without_sampled_tokens_counts_in_no_statistic(name: str) -> None:
+    inputs = fitting(name, batch(3))
+    inputs.mask[0] = False
+    inputs.scores[0] = 1e6
+    got = ADVANTAGES.resolve(name)(inputs).advantages
+    assert not got[0].any()
+    same(got[1:], ADVANTAGES.resolve(name)(rows_of(inputs, list(range(1, B)))).advantages)
+
+
+def random_groups(groups: list[int], scores: list[int], seed: int) -> AdvantageInputs:
+    """Responses in `groups` with whole-number scores, so that ties happen; some without sampled tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    size = len(groups)
+    mask = torch.rand(size, 4, generator=generator) < 0.6
+    return AdvantageInputs(
+        scores=torch.tensor(scores, dtype=torch.float64),
+        token_penalty=torch.zeros(size, 4, dtype=torch.float64),
+        mask=mask,
+        groups=torch.tensor(groups),
+        step_rewards=torch.randint(-1, 2, (size, 4), generator=generator).double(),
+        step_ends=torch.rand(size, 4, generator=generator) < 0.6,
+        pass_k=2,
+    )
+
+
+MANY_GROUPS = st.integers(1, 12).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.sampled_from([3, 7, -1, 10**12]), min_size=size, max_size=size),
+        st.lists(st.integers(0, 1), min_size=size, max_size=size),
+        st.permutations(range(size)),
+        st.integers(0, 999),
+    )
+)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@settings(max_examples=60, deadline=None)
+@given(drawn=MANY_GROUPS)
+def test_any_mixture_of_groups_is_handled_group_by_group(name: str, drawn: tuple[list[int], list[int], list[int], int]) -> None:
+    groups, scores, order, seed = drawn
+    inputs = random_groups(groups, scores, seed)
+    outputs = ADVANTAGES.resolve(name)(inputs)
+    assert bool(outputs.advantages.isfinite().all())
+    assert bool((outputs.advantages[~inputs.mask] == 0).all())
+    assert outputs.dropped is not None
+    sampled = [i for i in range(len(groups)) if inputs.mask[i].any()]
+    assert outputs.dropped.tolist() == [i in sampled and len(members(inputs, i)) == 1 for i in range(len(groups))]
+    shuffled = ADVANTAGES.resolve(name)(rows_of(inputs, list(order)))
+    same(shuffled.advantages, outputs.advantages[order])
+    renamed = ADVANTAGES.resolve(name)(dataclasses.replace(inputs, groups=5 - inputs.groups))
+    same(renamed.advantages, outputs.advantages)
+    if name in OUTCOME:
+        dropped = set(outputs.dropped.nonzero().flatten().tolist())
+        mask = inputs.mask & ~outputs.dropped[:, None]
+        kept = dataclasses.replace(inputs, mask=mask)
+        same(outputs.advantages, constant(inputs, [0.0 if i in dropped else a for i, a in enumerate(plain(name, kept))]))
+
+
+@pytest.mark.parametrize("name", [n for n in GROUPED if n not in ("gpg", "reinforce_plus_plus_baseline")])
+@settings(max_examples=30, deadline=None)
+@given(drawn=MANY_GROUPS)
+def test_a_group_does_not_see_the_others(name: str, drawn: tuple[list[int], list[int], list[int], int]) -> None:
+    """Uneven groups never mix: each group's advantages are those it has in a batch of its own."""
+    groups, scores, _, seed = drawn
+    inputs = random_groups(groups, scores, seed)
+    together = ADVANTAGES.resolve(name)(inputs).advantages
+    for group in set(groups):
+        rows = [i for i in range(len(groups)) if groups[i] == group]
+        same(together[rows], ADVANTAGES.resolve(name)(rows_of(inputs, rows)).advantages)
+
+
+@pytest.mark.parametrize("name", WITHOUT_PENALTY)
+def test_a_penalty_in_the_reward_is_refused_where_it_would_be_ignored(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}'.*put it in the loss"):
+        ADVANTAGES.resolve(name)(batch(penalty=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "missing"),
+    [
+        ("grpo_process", {"step_rewards": None}, "step_rewards"),
+        ("grpo_process", {"step_ends": None}, "step_ends"),
+        ("pass_at_k", {"pass_k": None}, "pass_k"),
+        ("pass_at_k", {"pass_k": 0}, "pass_k"),
+    ],
+)
+def test_what_a_group_estimator_lacks_is_named(name: str, changes: dict[str, Any], missing: str) -> None:
+    with pytest.raises(ValueError, match=missing):
+        ADVANTAGES.resolve(name)(batch(**changes))
+
+
+def test_pass_at_k_refuses_rewards_that_are_not_binary() -> None:
+    scores = torch.ones(B)
+    scores[3] = 0.25
+    with pytest.raises(ConfigError, match=r"rewards of 0 or 1, but one of them is 0\.25"):
+        ADVANTAGES.resolve("pass_at_k")(batch(scores=scores))
+
+
+def test_large_pass_k_does_not_overflow() -> None:
+    """C(1024, 512) is far beyond float64; its ratio to another binomial is not."""
+    scores = (torch.arange(1024) % 8 == 0).double()
+    inputs = AdvantageInputs(
+        scores=scores,
+        token_penalty=torch.zeros(1024, 1),
+        mask=torch.ones(1024, 1, dtype=torch.bool),
+        groups=torch.zeros(1024, dtype=torch.long),
+        pass_k=8,
+    )
+    none_right = math.comb(896, 8) / math.comb(1024, 8)
+    others_wrong = math.comb(895, 7) / math.comb(1023, 7)
+    std = math.sqrt(none_right * (1 - none_right)) + 1e-6
+    right, wrong = none_right / std, (none_right - others_wrong) / std
+    same(ADVANTAGES.resolve("pass_at_k")(inputs).advantages[:, 0], wrong + (right - wrong) * scores)
+
+
+def test_the_config_knows_which_estimators_compare_responses() -> None:
+    assert set(GROUPED) >= GROUP_ADVANTAGES
+
+
+def test_group_statistics_are_exact_for_scores_far_from_zero() -> None:
+    scores = torch.tensor([1e8, 1e8 + 1, 1e8 + 2] * 3, dtype=torch.float64)
+    groups = torch.arange(B) // 3
+    shifted: Tensor = ADVANTAGES.resolve("grpo")(batch(scores=scores, groups=groups)).advantages
+    same(shifted, ADVANTAGES.resolve("grpo")(batch(scores=scores - 1e8, groups=groups)).advantages)
