@@ -19,21 +19,28 @@ class Batch:
     """B samples with up to T response tokens.
 
     `mask` bool `[B, T]`: tokens the policy sampled. `groups` int64 `[B]`: equal where group ids are equal.
-    `columns`: float32 `[B, T]` by name; `rollout_log_probs` is there from the start.
+    `columns`: float32 `[B, T]` by name. From the start there are `rollout_log_probs`, unless a response was made by no
+    engine, and `labels` (0 outside the mask), if every sample with tokens in the mask has them.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = list(samples)
         length = max((len(s.response_ids) for s in self.samples), default=0)
         self.mask = torch.zeros(len(self.samples), length, dtype=torch.bool)
-        rollout = torch.zeros(len(self.samples), length)
         for row, sample in enumerate(self.samples):
             size = len(sample.response_ids)
             self.mask[row, :size] = torch.tensor(sample.sampled_mask, dtype=torch.bool)
-            rollout[row, :size] = torch.tensor(sample.rollout_log_probs)
         numbers: dict[str, int] = {}
         self.groups = torch.tensor([numbers.setdefault(s.group_id, len(numbers)) for s in self.samples])
-        self.columns: dict[str, Tensor] = {"rollout_log_probs": rollout}
+        self.columns: dict[str, Tensor] = {}
+        if all(sample.has_rollout for sample in self.samples):
+            rollout = self.columns["rollout_log_probs"] = torch.zeros(self.mask.shape)
+            for row, sample in enumerate(self.samples):
+                rollout[row, : len(sample.response_ids)] = torch.tensor(sample.rollout_log_probs)
+        given = [label for sample in self.samples for label in sample.labels]
+        if given and len(given) == self.response_tokens:
+            labels = self.columns["labels"] = torch.zeros(self.mask.shape)
+            labels[self.mask] = torch.tensor(given)
 
     def __len__(self) -> int:
         return len(self.samples)

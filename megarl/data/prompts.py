@@ -9,30 +9,12 @@ import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.config.checks import PROCEDURAL_ROWS
+from megarl.data.rows import Row, Source, describe_source
 from megarl.data.user_function import describe, load_user_function
 from megarl.errors import DataError, nearest
-
-Row = dict[str, Any]
-
-
-class Source(Protocol):
-    """What `load_rows` reads of a `SourceConfig`."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def path(self) -> str | None: ...
-    @property
-    def args(self) -> dict[str, Any]: ...
-    @property
-    def limit(self) -> int | None: ...
-    @property
-    def seed(self) -> int: ...
 
 
 def load_rows(source: Source) -> list[Row]:
@@ -51,23 +33,6 @@ def load_rows(source: Source) -> list[Row]:
     if not rows:
         raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
     return rows
-
-
-def describe_source(source: Source) -> str:
-    """The source as error messages name it: its file, task or function."""
-    if source.source in ("jsonl", "parquet"):
-        return f"'{source.path}'"
-    return f"{source.source} source '{source.name}'"
-
-
-def line_of_row(path: str, number: int) -> int | None:
-    """The line of row `number` (counted from 0) in a JSONL file, whose blank lines are no rows; None if it cannot be read."""
-    try:
-        with Path(path).open("rb") as file:
-            lines = (line for line, text in enumerate(file, start=1) if text.strip())
-            return next(islice(lines, number, None), None)
-    except OSError:
-        return None
 
 
 def _existing_file(source: Source) -> Path:

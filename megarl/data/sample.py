@@ -33,6 +33,10 @@ class Sample:
     where the policy itself sampled the token (0: tool or environment token). `rollout_log_probs` are the engine's, in
     nats under the sampling temperature. `finish_reason` is `stop`, `length` (truncated) or `abort`.
     `media` holds references (paths or URLs) to images or video frames of the prompt.
+
+    A response that comes from a data row was sampled by no engine: `rollout_log_probs` and `weight_versions` are both
+    empty, and `sampled_mask` is 1 on the tokens to be trained on. `labels` is empty, or has one number from 0 to 1 per
+    such token, in their order: whether the step that the token ends is right, or whether the response is desirable.
     """
 
     sample_id: str
@@ -49,14 +53,27 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     media: list[str] = field(default_factory=list)
+    labels: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        lengths = {len(self.response_ids), len(self.sampled_mask), len(self.rollout_log_probs), len(self.weight_versions)}
+        lengths = {len(self.response_ids), len(self.sampled_mask)}
+        if self.rollout_log_probs or self.weight_versions:
+            lengths |= {len(self.rollout_log_probs), len(self.weight_versions)}
         if len(lengths) != 1:
             raise ValueError(
                 f"sample {self.sample_id}: response_ids, sampled_mask, rollout_log_probs and weight_versions must have "
-                f"one entry per response token, got lengths {sorted(lengths)}"
+                f"one entry per response token (the last two may both be empty), got lengths {sorted(lengths)}"
             )
+        if self.labels and len(self.labels) != sum(self.sampled_mask):
+            raise ValueError(
+                f"sample {self.sample_id}: labels must have one entry per token in the mask, got {len(self.labels)} "
+                f"for {sum(self.sampled_mask)}"
+            )
+
+    @property
+    def has_rollout(self) -> bool:
+        """Whether an engine sampled the response, or there is nothing to sample log-probs of."""
+        return len(self.rollout_log_probs) == len(self.response_ids)
 
     @property
     def total_length(self) -> int:

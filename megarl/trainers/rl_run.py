@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
-from megarl.data.sampler import PromptSampler, without_held_out
+from megarl.data.sampler import build_sampler, without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.rewards import build_rewards
 from megarl.trainers.evaluate import evaluation
@@ -57,7 +57,7 @@ class RlRun(Run):
         train = builder.build(load_rows(config.data.train), prefix="train")
         kept = without_held_out(train, self.eval_prompts)
         self.left_out = len(train) - len(kept), len(train)
-        self.sampler = PromptSampler(kept, config.run.seed)
+        self.sampler = build_sampler([kept], [1.0], config.run.seed)
         self.rewards = build_rewards(config.rewards, config.data)
         self.rewards.check([*kept, *self.eval_prompts])
 

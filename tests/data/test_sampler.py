@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
-from megarl.data.sampler import PromptSampler, without_held_out
+from megarl.data.sampler import RowSampler, without_held_out
 from megarl.errors import CheckpointError, DataError
 
 
@@ -20,7 +20,7 @@ def _prompts(count: int) -> list[Prompt]:
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12), st.integers(0, 3))
 def test_each_epoch_is_a_permutation_and_group_ids_are_unique(count: int, takes: list[int], seed: int) -> None:
-    sampler = PromptSampler(_prompts(count), seed)
+    sampler = RowSampler(_prompts(count), seed)
     taken = [prompt for n in takes for prompt in sampler.next(n)]
     for epoch in range(-(-len(taken) // count)):
         visits = taken[epoch * count : (epoch + 1) * count]
@@ -32,19 +32,19 @@ def test_each_epoch_is_a_permutation_and_group_ids_are_unique(count: int, takes:
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 20))
 def test_resumed_order_is_the_order_of_a_run_that_never_stopped(count: int, before: int, after: int) -> None:
-    straight = PromptSampler(_prompts(count), 5)
+    straight = RowSampler(_prompts(count), 5)
     expected = straight.next(before + after)[before:]
-    stopped = PromptSampler(_prompts(count), 5)
+    stopped = RowSampler(_prompts(count), 5)
     stopped.next(before)
     state = json.loads(json.dumps(stopped.state_dict()))
-    resumed = PromptSampler(_prompts(count), 5)
+    resumed = RowSampler(_prompts(count), 5)
     resumed.next(3)
     resumed.load_state_dict(state)
     assert resumed.next(after) == expected
 
 
 def test_order_follows_from_the_seed_and_differs_between_seeds_and_epochs() -> None:
-    ids = [[p.row_id for p in PromptSampler(_prompts(50), seed).next(100)] for seed in (0, 0, 1)]
+    ids = [[p.row_id for p in RowSampler(_prompts(50), seed).next(100)] for seed in (0, 0, 1)]
     assert ids[0] == ids[1] != ids[2]
     assert ids[0][:50] != ids[0][50:]
     assert ids[0][:50] != [f"train-{i}" for i in range(50)]
@@ -52,14 +52,14 @@ def test_order_follows_from_the_seed_and_differs_between_seeds_and_epochs() -> N
 
 def test_prompts_handed_out_are_copies() -> None:
     prompts = _prompts(1)
-    first, second = PromptSampler(prompts, 0).next(2)
+    first, second = RowSampler(prompts, 0).next(2)
     assert (first.group_id, second.group_id, prompts[0].group_id) == ("train-0@0", "train-0@1", "")
 
 
 def test_state_of_another_data_set_is_refused() -> None:
-    state = PromptSampler(_prompts(4), 0).state_dict()
-    with pytest.raises(CheckpointError, match=r"4 prompts, but data\.train now gives 5"):
-        PromptSampler(_prompts(5), 0).load_state_dict(state)
+    state = RowSampler(_prompts(4), 0).state_dict()
+    with pytest.raises(CheckpointError, match=r"4 rows, but data\.train now gives 5"):
+        RowSampler(_prompts(5), 0).load_state_dict(state)
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:

@@ -1,0 +1,120 @@
+"""Chat messages as the text that is tokenised: the tokenizer's template, the system message, and what is trained in it.
+
+Text only: which part of a rendered conversation the model is trained on is decided here, tokens are made elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from megarl.data.rows import RowPlace
+from megarl.errors import DataError
+
+Message = dict[str, Any]
+Span = tuple[str, bool]
+"""A piece of text, and whether the model is trained on it."""
+
+
+class ChatTemplate:
+    """Whether and how the tokenizer's chat template is applied. `is_used` says whether."""
+
+    def __init__(self, tokenizer: Any, choice: str, system_prompt: str | None) -> None:
+        """Decide once: `choice` is `data.chat_template`, `system_prompt` comes before every conversation.
+
+        Raises:
+            DataError: `choice` is `always`, and the tokenizer has no template.
+        """
+        has_template = bool(tokenizer.chat_template)
+        if choice == "always" and not has_template:
+            raise DataError(
+                "data.chat_template is 'always', but the model's tokenizer has no chat template; it may be 'auto' or 'never'"
+            )
+        self.tokenizer, self.system_prompt = tokenizer, system_prompt
+        self.is_used = has_template and choice != "never"
+        self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
+        added = tokenizer.added_tokens_decoder.values()
+        self._special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+
+    def messages(self, value: Any, key: str, place: RowPlace) -> list[Message]:
+        """The value under `key` as messages: text is one user message.
+
+        Raises:
+            DataError: it is neither text nor a list of messages, or there is no template for messages.
+        """
+        if isinstance(value, str):
+            return [{"role": "user", "content": value}]
+        messages = value if isinstance(value, list) else []
+        if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+            raise DataError(
+                f"{place} has a {type(value).__name__} under '{key}', but it may be text or a list of chat messages, each "
+                "with 'role' and 'content'"
+            )
+        if not self.is_used:
+            raise DataError(f"{place} has chat messages under '{key}', but {self._why_not}; it may be text")
+        return messages
+
+    def with_system(self, messages: list[Message], place: RowPlace) -> list[Message]:
+        """`messages` after the system message, if there is one.
+
+        Raises:
+            DataError: the row brings a system message of its own as well.
+        """
+        if self.system_prompt is None:
+            return messages
+        if messages and messages[0]["role"] == "system":
+            raise DataError(f"{place} has a system message of its own, but data.system_prompt is set; it may be null")
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def plain_prompt(self, prompt: str) -> str:
+        """A prompt of plain text, after the system prompt and an empty line if there is one."""
+        return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
+
+    def render(self, messages: Sequence[Message], place: RowPlace, *, ask: bool) -> str:
+        """`messages` under the template; with `ask` up to where the assistant's next turn begins.
+
+        Raises:
+            DataError: the template refuses them.
+        """
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False))
+        except (jinja2.TemplateError, TypeError) as error:
+            raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
+
+    def spans(self, messages: Sequence[Message], place: RowPlace, *, after: int = 0) -> list[Span]:
+        """The conversation in pieces, up to the end of its last assistant turn.
+
+        Trained are the assistant turns among `messages[after:]`, each from where the template asks for it up to and
+        with its end token; a line break that the template writes behind the end token is not.
+
+        Raises:
+            DataError: there is no such turn, the first message is one, or the template renders the beginning of a
+                conversation otherwise when more follows, so that no piece of it is a turn.
+        """
+        if messages and messages[0]["role"] == "assistant":
+            raise DataError(f"{place} begins with an assistant turn, but there must be a message that it answers")
+        turns = [at for at in range(after, len(messages)) if messages[at]["role"] == "assistant"]
+        if not turns:
+            raise DataError(f"{place} has no assistant turn to train on")
+        spans: list[Span] = []
+        done = ""
+        for turn in turns:
+            before = self.render(messages[:turn], place, ask=True)
+            through = self.render(messages[: turn + 1], place, ask=False)
+            if not before.startswith(done) or not through.startswith(before):
+                raise DataError(
+                    f"{place}: the chat template renders the messages before message {turn} (counted from 0) otherwise once "
+                    "that one follows, so the tokens of each turn are unknown; it needs a template that only appends"
+                )
+            end = self._end_of_turn(through, len(before))
+            spans += [(before[len(done) :], False), (through[len(before) : end], True)]
+            done = through[:end]
+        return spans
+
+    def _end_of_turn(self, text: str, start: int) -> int:
+        """Behind the end token of the turn `text[start:]`; behind all of it if the template writes none."""
+        ends = [text.rfind(token, start) + len(token) for token in self._special if token and token in text[start:]]
+        end = max(ends, default=len(text))
+        return len(text) if text[end:].strip() else end

@@ -1,0 +1,253 @@
+"""From data rows to samples to be trained on as they stand: responses, conversations, pairs, labelled responses, steps.
+
+Prompt ids are everything before the first trained token, `sampled_mask` is 1 on the tokens to be trained on, and a
+response ends with its last trained token. Nothing is truncated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from megarl.data.chat import ChatTemplate, Message, Span
+from megarl.data.rows import Origin, Row, RowPlace, value_of
+from megarl.data.sample import Sample
+from megarl.errors import DataError, nearest
+
+Kind = Literal["sft", "pairs", "kto", "steps"]
+"""Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
+
+
+@dataclass(frozen=True)
+class SupervisedSettings:
+    """Keys of a row and what is done with it; the fields are those of the config's `data` section, described there."""
+
+    prompt_key: str = "prompt"
+    response_key: str = "response"
+    messages_key: str | None = None
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    label_key: str = "label"
+    steps_key: str = "steps"
+    equal_pairs: Literal["error", "drop"] = "error"
+    system_prompt: str | None = None
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    max_tokens: int = 1024
+    overlong: Literal["error", "drop"] = "error"
+
+
+@dataclass
+class _Tokens:
+    """A sample's tokens before it has an id; two are equal where the tokens are."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    prompt_text: str = field(compare=False)
+    response_text: str = field(compare=False)
+
+
+class SupervisedBuilder:
+    """Makes samples of one kind from rows. `dropped` counts rows left out as `overlong` or as `equal_pairs`."""
+
+    def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings) -> None:
+        """Decide once whether the chat template is used.
+
+        Raises:
+            DataError: `kind` is unknown, or `settings.chat_template` is `always` and the tokenizer has none.
+        """
+        if kind not in get_args(Kind):
+            kinds = get_args(Kind)
+            raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it may be one of {', '.join(kinds)}")
+        self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
+        self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
+        self.dropped = {"overlong": 0, "equal_pairs": 0}
+
+    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
+        """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`.
+
+        `row_id` is `<prefix>-<row number>`, and so is `group_id` until a sampler hands the row out. `labels` are set for
+        `kto` (the same on every trained token) and `steps` (one per step, on the step's last token).
+
+        Args:
+            rows: data rows.
+            prefix: what row ids begin with, such as `train` or `eval`.
+            origin: where the rows are from; None: the section `data.<prefix>`.
+
+        Raises:
+            DataError: a row is not of the kind, is too long or has two equal sides where that is an error, or no row
+                is left.
+        """
+        origin = origin or Origin(f"data.{prefix}")
+        samples: list[Sample] = []
+        for number, row in enumerate(rows):
+            samples += self._of_row(row, f"{prefix}-{number}", RowPlace(origin, number))
+        if not samples:
+            left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
+            raise DataError(f"{origin} gives no samples: {f'of {len(rows)} rows {left}' if rows else 'it has no rows'}")
+        return samples
+
+    def _of_row(self, row: Row, row_id: str, place: RowPlace) -> list[Sample]:
+        labels: list[float] = []
+        if self.kind == "pairs":
+            sides = dict(zip(("/chosen", "/rejected"), self._pair(row, place), strict=True))
+        elif self.kind == "steps":
+            tokens, labels = self._steps(row, place)
+            sides = {"": tokens}
+        else:
+            sides = {"": self._response(row, place)}
+        if self.kind == "kto":
+            labels = [self._desirable(row, place)] * sum(sides[""].mask)
+        for tokens in sides.values():
+            if not tokens.prompt_ids:
+                raise DataError(f"{place} has no token before the first one to be trained on; its prompt may not be empty")
+        if self._is_left_out(list(sides.values()), place):
+            return []
+        return [
+            Sample(
+                row_id + side, row_id, row_id, tokens.prompt_ids, tokens.response_ids, tokens.mask, [], [], "stop",
+                prompt_text=tokens.prompt_text, response_text=tokens.response_text, row=row, labels=labels,
+            )
+            for side, tokens in sides.items()
+        ]  # fmt: skip
+
+    def _is_left_out(self, sides: Sequence[_Tokens], place: RowPlace) -> bool:
+        """Whether the row is dropped; it is counted then."""
+        settings = self.settings
+        longest = max(len(tokens.prompt_ids) + len(tokens.response_ids) for tokens in sides)
+        if longest > settings.max_tokens:
+            if settings.overlong == "error":
+                raise DataError(
+                    f"{place} has {longest} tokens, but data.max_tokens is {settings.max_tokens}; raise it, or set "
+                    "data.overlong to 'drop'"
+                )
+            self.dropped["overlong"] += 1
+            return True
+        if len(sides) == 2 and sides[0] == sides[1]:
+            if settings.equal_pairs == "error":
+                raise DataError(
+                    f"{place} has the same tokens under '{settings.chosen_key}' and '{settings.rejected_key}', but a pair "
+                    "needs two different sides; mend the row, or set data.equal_pairs to 'drop'"
+                )
+            self.dropped["equal_pairs"] += 1
+            return True
+        return False
+
+    def _response(self, row: Row, place: RowPlace) -> _Tokens:
+        settings = self.settings
+        if self.kind == "sft" and settings.messages_key is not None:
+            key = settings.messages_key
+            value = value_of(row, key, "data.messages_key", place)
+            if isinstance(value, str):
+                raise DataError(f"{place} has text under '{key}', but data.messages_key names a list of chat messages")
+            messages = self.template.messages(value, key, place)
+            return self._tokenise(self.template.spans(self.template.with_system(messages, place), place))
+        response = self._text(row, settings.response_key, "data.response_key", place)
+        return self._tokenise(self._answered(row, response, place))
+
+    def _answered(self, row: Row, response: str, place: RowPlace) -> list[Span]:
+        """The row's prompt, not trained on, and `response` with its end token, trained on."""
+        prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
+        if isinstance(prompt, str) and not self.template.is_used:
+            return [(self.template.plain_prompt(prompt), False), (response, True)]
+        asked = self._prompt_messages(row, place)
+        return self.template.spans([*asked, {"role": "assistant", "content": response}], place, after=len(asked))
+
+    def _prompt_messages(self, row: Row, place: RowPlace) -> list[Message]:
+        key = self.settings.prompt_key
+        messages = self.template.messages(value_of(row, key, "data.prompt_key", place), key, place)
+        return self.template.with_system(messages, place)
+
+    def _pair(self, row: Row, place: RowPlace) -> list[_Tokens]:
+        """Chosen and rejected; of two message lists the assistant turns after their common beginning are trained on."""
+        keys = {self.settings.chosen_key: "data.chosen_key", self.settings.rejected_key: "data.rejected_key"}
+        values = {key: value_of(row, key, name, place) for key, name in keys.items()}
+        if all(isinstance(value, str) for value in values.values()):
+            texts = [self._text(row, key, name, place) for key, name in keys.items()]
+            return [self._tokenise(self._answered(row, text, place)) for text in texts]
+        for key, value in values.items():
+            if isinstance(value, str):
+                raise DataError(
+                    f"{place} has text under '{key}' and messages on the other side; both may be text, or both lists"
+                )
+        sides = {key: self._side(row, value, key, place) for key, value in values.items()}
+        chosen, rejected = sides.values()
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+            shared += 1
+        if chosen == rejected:  # equal in their last turn too: what they answer is still that turn
+            shared -= 1
+        for key, side in sides.items():
+            role = side[shared]["role"] if shared < len(side) else "end"
+            if not shared or role != "assistant":
+                raise DataError(
+                    f"{place}: where its two sides part (message {shared}, counted from 0), '{key}' has the {role}, but "
+                    "they must share their beginning and part in an assistant turn"
+                )
+        return [self._tokenise(self.template.spans(side, place, after=shared)) for side in sides.values()]
+
+    def _side(self, row: Row, value: Any, key: str, place: RowPlace) -> list[Message]:
+        """One side as a whole conversation: a list that begins with an assistant turn answers the row's prompt."""
+        messages = self.template.messages(value, key, place)
+        if messages[0]["role"] == "assistant":
+            return [*self._prompt_messages(row, place), *messages]
+        return self.template.with_system(messages, place)
+
+    def _desirable(self, row: Row, place: RowPlace) -> float:
+        key = self.settings.label_key
+        label = value_of(row, key, "data.label_key", place)
+        if not isinstance(label, bool):
+            raise DataError(f"{place} has {label!r} under '{key}', but the label of a response may be true or false")
+        return float(label)
+
+    def _steps(self, row: Row, place: RowPlace) -> tuple[_Tokens, list[float]]:
+        """The response of all steps, each ending with a line break or the response, and a label for every step."""
+        key, label_key = self.settings.steps_key, self.settings.label_key
+        steps, labels = value_of(row, key, "data.steps_key", place), value_of(row, label_key, "data.label_key", place)
+        if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+            raise DataError(f"{place} has {steps!r:.80} under '{key}', but it may be a list of texts, none of them empty")
+        if not isinstance(labels, list) or not all(isinstance(one, bool | int | float) and 0 <= one <= 1 for one in labels):
+            raise DataError(f"{place} has {labels!r:.80} under '{label_key}', but it may be a list of numbers from 0 to 1")
+        if len(labels) != len(steps):
+            raise DataError(f"{place} has {len(labels)} labels under '{label_key}' for {len(steps)} steps under '{key}'")
+        lines = [step.removesuffix("\n") + "\n" for step in steps[:-1]] + [steps[-1].removesuffix("\n")]
+        content = "".join(lines)
+        *asked, (turn, _) = self._answered(row, content, place)
+        start = turn.find(content)
+        if start < 0:
+            raise DataError(f"{place}: the chat template changes the text of the response, so its steps are not found in it")
+        ends = [start + sum(map(len, lines[: count + 1])) for count in range(len(lines) - 1)]
+        pieces: list[Span] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
+        return self._tokenise([*asked, *pieces], only_ends=True), [float(label) for label in labels]
+
+    def _text(self, row: Row, key: str, name: str, place: RowPlace) -> str:
+        value = value_of(row, key, name, place)
+        if not isinstance(value, str) or not value:
+            raise DataError(f"{place} has {value!r:.80} under '{key}' ({name}), but it may be text that is not empty")
+        return value
+
+    def _tokenise(self, spans: Sequence[Span], *, only_ends: bool = False) -> _Tokens:
+        """Tokens of `spans`; with `only_ends` the mask is 1 only on the last token of every trained span.
+
+        Text before a boundary gives the tokens that it gives alone: a response does not change the ids of its prompt,
+        just as when the prompt was sent to an engine. Plain text ends with the tokenizer's end token, if it has one.
+        """
+        plain, end = not self.template.is_used, self.tokenizer.eos_token_id
+        first = next(at for at, (_, is_trained) in enumerate(spans) if is_trained)
+        ids: list[int] = []
+        mask: list[int] = []
+        start = 0
+        for at, (text, is_trained) in enumerate(spans):
+            start = len(ids) if at == first else start
+            whole = self._ids("".join(piece for piece, _ in spans[: at + 1]), special=plain)
+            more = whole[len(ids) :] if whole[: len(ids)] == ids else self._ids(text, special=False)
+            if plain and at == len(spans) - 1 and end is not None:
+                more.append(end)
+            ids += more
+            mask += [int(is_trained and (not only_ends or place == len(more) - 1)) for place in range(len(more))]
+        texts = ["".join(piece for piece, _ in part) for part in (spans[:first], spans[first:])]
+        return _Tokens(ids[:start], ids[start:], mask[start:], texts[0], texts[1])
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
