@@ -115,11 +115,31 @@ def _check_rollout(config: Config) -> None:
 
 
 def _check_source(field: str, source: SourceConfig) -> None:
-    needs = "path" if source.source in ("jsonl", "parquet") else "name"
+    if source.weight != 1:
+        raise ConfigError(f"{field}.weight is {source.weight}, but only the parts of a mixture have a weight; it may be 1.0")
+    if source.source != "mixture":
+        _check_single_source(field, source)
+        return
+    if not source.parts:
+        raise ConfigError(f"{field}.parts is empty, but {field}.source = 'mixture' needs at least one source with its weight")
+    for name in ("name", "path", "args"):
+        if getattr(source, name):
+            raise ConfigError(f"{field}.{name} is set, but {field}.source is 'mixture'; it may be set in {field}.parts")
+    for number, part in enumerate(source.parts):
+        if part.source == "mixture":
+            raise ConfigError(f"{field}.parts[{number}].source is 'mixture', but a part may be any other source")
+        _check_single_source(f"{field}.parts[{number}]", part)
+
+
+def _check_single_source(field: str, source: SourceConfig) -> None:
+    if source.parts:
+        raise ConfigError(f"{field}.parts is set, but {field}.source is '{source.source}'; only 'mixture' has parts")
+    needs = "path" if source.source in ("jsonl", "parquet", "dataset") else "name"
     if getattr(source, needs) is None:
         example = {
             "reasoning_gym": "a task such as 'basic_arithmetic'",
             "python": "'package.module:function'",
+            "dataset": "the folder of rows",
         }.get(source.source, "the file of rows")
         raise ConfigError(f"{field}.{needs} is null, but {field}.source = '{source.source}' needs {example}")
     if source.source == "python" and ":" not in (source.name or ""):
@@ -128,6 +148,13 @@ def _check_source(field: str, source: SourceConfig) -> None:
 
 def _check_held_out(train: SourceConfig, held_out: SourceConfig) -> None:
     """A procedural row depends on seed + index and the arguments alone: overlapping ranges are the same rows."""
+    for a, one in enumerate(train.parts or (train,)):
+        for b, other in enumerate(held_out.parts or (held_out,)):
+            train_field = f"data.train.parts[{a}]" if train.parts else "data.train"
+            _check_ranges(train_field, one, f"data.eval.parts[{b}]" if held_out.parts else "data.eval", other)
+
+
+def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: SourceConfig) -> None:
     same_task = (train.source, train.name, train.args) == (held_out.source, held_out.name, held_out.args)
     if train.source != "reasoning_gym" or not same_task:
         return
@@ -135,7 +162,7 @@ def _check_held_out(train: SourceConfig, held_out: SourceConfig) -> None:
     eval_end = held_out.seed + (held_out.limit or PROCEDURAL_ROWS)
     if train.seed < eval_end and held_out.seed < train_end:
         raise ConfigError(
-            f"data.eval.seed is {held_out.seed}, but data.train already uses the rows of seeds {train.seed} to "
+            f"{field}.seed is {held_out.seed}, but {train_field} already uses the rows of seeds {train.seed} to "
             f"{train_end - 1}; it may be {train_end} or more"
         )
 

@@ -272,18 +272,24 @@ class AlgorithmConfig(Section):
 class SourceConfig(Section):
     """Where rows come from."""
 
-    source: Literal["reasoning_gym", "jsonl", "parquet", "python"] = "reasoning_gym"
-    """Kind of source."""
+    source: Literal["reasoning_gym", "jsonl", "parquet", "dataset", "python", "mixture"] = "reasoning_gym"
+    """Kind of source; `dataset`: a Hugging Face datasets folder; `mixture`: several sources, by weight."""
     name: str | None = None
     """Task name (reasoning_gym) or `package.module:function` (python)."""
     path: str | None = None
-    """File of rows (jsonl, parquet)."""
+    """File of rows (jsonl, parquet), or folder of them (dataset)."""
     args: dict[str, Any] = {}
     """Keyword arguments of the task or function."""
     limit: Positive | None = None
     """Rows used: how many a procedural source makes, the first so many of a file; null: all (procedural: 1000)."""
     seed: Count = 0
     """Seed of a procedural source; row i is made from seed + i."""
+    fields: dict[str, str] = {}
+    """New names for keys of a row, as `new: name in the row`; the others stay."""
+    parts: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
+    """The sources of a mixture; its own `limit` is of each of them."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """In a mixture: how often a row comes from this part, against the other parts' weights."""
 
 
 class EvalSourceConfig(SourceConfig):

@@ -12,27 +12,60 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.checks import PROCEDURAL_ROWS
-from megarl.data.rows import Row, Source, describe_source
+from megarl.data.arrow_folder import dataset_rows, table_rows
+from megarl.data.rows import Origin, Row, RowPlace, Source, describe_source, value_of
 from megarl.data.user_function import describe, load_user_function
 from megarl.errors import DataError, nearest
 
 
 def load_rows(source: Source) -> list[Row]:
-    """All rows of `source`, at least one, at most `source.limit`, in the source's own order.
+    """All rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `fields`.
+
+    A mixture gives the rows of its parts one after the other; its weights are for sampling.
 
     Raises:
-        DataError: a file is missing, empty or damaged, a task is unknown or refuses its arguments, or a function of
-            the user raised or gave something else than dicts.
+        DataError: a file is missing, empty or damaged, a task is unknown or refuses its arguments, a function of the
+            user raised or gave something else than dicts, or a row lacks a key that `fields` names.
     """
-    readers = {"jsonl": _jsonl_rows, "parquet": _parquet_rows, "python": _python_rows, "reasoning_gym": _reasoning_gym_rows}
+    if source.source == "mixture":
+        return [row for rows in load_parts(source) for row in rows]
+    readers = {
+        "jsonl": _jsonl_rows,
+        "parquet": _parquet_rows,
+        "dataset": dataset_rows,
+        "python": _python_rows,
+        "reasoning_gym": _reasoning_gym_rows,
+    }
     if source.source not in readers:
-        raise DataError(
-            f"data source is '{source.source}'{nearest(source.source, readers)}; it may be one of {', '.join(readers)}"
-        )
+        names = [*readers, "mixture"]
+        raise DataError(f"data source is '{source.source}'{nearest(source.source, names)}; it may be one of {', '.join(names)}")
     rows = list(islice(readers[source.source](source), source.limit))
     if not rows:
         raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
-    return rows
+    return _renamed(rows, source.fields, source)
+
+
+def load_parts(source: Source) -> list[list[Row]]:
+    """The rows of every part of a mixture, at most `source.limit` of each; of another source, all its rows as one part.
+
+    Raises:
+        DataError: as `load_rows` does, for any part.
+    """
+    if source.source != "mixture":
+        return [load_rows(source)]
+    return [_renamed(load_rows(part)[: source.limit], source.fields, part) for part in source.parts]
+
+
+def _renamed(rows: list[Row], fields: dict[str, str], source: Source) -> list[Row]:
+    if not fields:
+        return rows
+    return [
+        {
+            **row,
+            **{new: value_of(row, old, f"fields.{new}", RowPlace(Origin("", source), number)) for new, old in fields.items()},
+        }
+        for number, row in enumerate(rows)
+    ]
 
 
 def _existing_file(source: Source) -> Path:
@@ -66,16 +99,7 @@ def _json_type(value: Any) -> str:
 
 
 def _parquet_rows(source: Source) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    path = _existing_file(source)
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"'{path}' cannot be read as parquet: {error}") from None
+    return table_rows(_existing_file(source), "parquet")
 
 
 def _python_rows(source: Source) -> Iterator[Row]:

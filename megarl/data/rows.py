@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,17 +28,25 @@ class Source(Protocol):
     def limit(self) -> int | None: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def fields(self) -> dict[str, str]: ...
+    @property
+    def parts(self) -> Sequence[Source]: ...
+    @property
+    def weight(self) -> float: ...
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows come from: the config section, and its source if it is known."""
+    """Where rows come from: the config section (empty where it is not known), and its source if it is known."""
 
     section: str
     source: Source | None = None
 
     def __str__(self) -> str:
-        return self.section if self.source is None else f"{self.section} ({describe_source(self.source)})"
+        if self.source is None:
+            return self.section
+        return f"{self.section} ({describe_source(self.source)})" if self.section else describe_source(self.source)
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,10 @@ def value_of(row: Row, key: str, field: str, place: RowPlace) -> Any:
 
 def describe_source(source: Source) -> str:
     """The source as error messages name it: its file, task or function."""
-    if source.source in ("jsonl", "parquet"):
+    if source.source in ("jsonl", "parquet", "dataset"):
         return f"'{source.path}'"
+    if source.source == "mixture":
+        return f"a mixture of {len(source.parts)} sources"
     return f"{source.source} source '{source.name}'"
 
 

@@ -10,6 +10,7 @@ import torch
 from megarl.algorithms import LossSettings
 from megarl.config import Config
 from megarl.data.batch import Batch
+from megarl.data.mixture import build_parts, weights_of
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import build_sampler, without_held_out
@@ -54,10 +55,11 @@ class RlRun(Run):
         builder = PromptBuilder(self.tokenizer, config.data)
         held_out = config.data.eval
         self.eval_prompts = builder.build(load_rows(held_out), prefix="eval") if held_out is not None else []
-        train = builder.build(load_rows(config.data.train), prefix="train")
-        kept = without_held_out(train, self.eval_prompts)
-        self.left_out = len(train) - len(kept), len(train)
-        self.sampler = build_sampler([kept], [1.0], config.run.seed)
+        train = build_parts(builder, config.data.train, prefix="train")
+        parts = [without_held_out(prompts, self.eval_prompts) for prompts in train]
+        kept, rows = [prompt for part in parts for prompt in part], sum(map(len, train))
+        self.left_out = rows - len(kept), rows
+        self.sampler = build_sampler(parts, weights_of(config.data.train), config.run.seed)
         self.rewards = build_rewards(config.rewards, config.data)
         self.rewards.check([*kept, *self.eval_prompts])
 

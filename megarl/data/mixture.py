@@ -1,0 +1,37 @@
+"""The records of a source and of the parts of a mixture, with the weights that a sampler draws them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megarl.data.prompts import load_parts
+from megarl.data.rows import Origin, Row, Source
+from megarl.data.sampler import Record
+
+
+class RowBuilder(Protocol[Record]):
+    """What makes records of rows: a `PromptBuilder` or a `SupervisedBuilder`."""
+
+    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Record]:
+        """The records of `rows`, whose row ids begin with `prefix`."""
+
+
+def build_parts(builder: RowBuilder[Record], source: Source, *, prefix: str) -> list[list[Record]]:
+    """The records of every part of a mixture, row ids `<prefix>-<part>-<row>`; of another source, of its only part.
+
+    Raises:
+        DataError: a source or a row cannot be used, named as `data.<prefix>` or `data.<prefix>.parts[<part>]`.
+    """
+    parts = load_parts(source)
+    if source.source != "mixture":
+        return [builder.build(parts[0], prefix=prefix, origin=Origin(f"data.{prefix}", source))]
+    return [
+        builder.build(rows, prefix=f"{prefix}-{number}", origin=Origin(f"data.{prefix}.parts[{number}]", part))
+        for number, (part, rows) in enumerate(zip(source.parts, parts, strict=True))
+    ]
+
+
+def weights_of(source: Source) -> list[float]:
+    """One weight per part that `build_parts` gives."""
+    return [part.weight for part in source.parts] if source.source == "mixture" else [1.0]
