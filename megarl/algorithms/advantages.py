@@ -164,12 +164,16 @@ class BackwardColumns:
 
     def read(self, x: Tensor, span: slice) -> Tensor:
         """A fresh float64 `[columns, B]` copy of these columns of `x` `[B, T]`, 0 outside the mask."""
-        block = torch.where(self.mask[:, span], x[:, span].detach(), 0).t()
-        return block.to(torch.float64, memory_format=torch.contiguous_format)
+        block = torch.where(self.mask[:, span], x[:, span].detach(), 0.0).double()
+        return block.t().contiguous()
 
     def inside(self, span: slice) -> Tensor:
-        """The mask of these columns, bool `[columns, B]`."""
-        return self.mask[:, span].t().contiguous()
+        """The mask of these columns, float64 `[columns, B]`: products with it are several times faster than filling."""
+        return self.mask[:, span].double().t().contiguous()
+
+    def write(self, block: Tensor, out: Tensor, span: slice) -> None:
+        """Put float64 `[columns, B]` into these columns of `out` `[B, T]`, in its dtype."""
+        out[:, span] = block.t().contiguous()
 
 
 def accumulate(x: Tensor, factors: Tensor, following: Tensor) -> Tensor:
@@ -192,6 +196,6 @@ def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     following = columns.zeros()
     for span in columns.spans:
         total, inside = columns.read(x, span), columns.inside(span)
-        following = accumulate(total, torch.ones_like(total).masked_fill_(inside, factor), following)
-        out[:, span] = total.masked_fill_(~inside, 0).t()
+        following = accumulate(total, 1 + (factor - 1) * inside, following)
+        columns.write(total.mul_(inside), out, span)
     return out

@@ -47,12 +47,11 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
         inside, values = columns.inside(span), columns.read(inputs.values, span)
         latest = values.clone()  # V of the next sampled token, that of this column included
         following = next_value[None]
-        next_value = accumulate(latest, (~inside).double(), next_value)
-        delta = columns.read(rewards, span).add_(torch.cat([latest[1:], following]), alpha=inputs.gamma).sub_(values)
-        delta.masked_fill_(~inside, 0)
-        advantage = accumulate(delta, torch.ones_like(delta).masked_fill_(inside, inputs.gamma * inputs.lam), advantage)
-        advantages[:, span] = delta.masked_fill(~inside, 0).t()
-        returns[:, span] = (delta + values).masked_fill_(~inside, 0).t()
+        next_value = accumulate(latest, 1 - inside, next_value)
+        delta = columns.read(rewards, span).add_(torch.cat([latest[1:], following]).mul_(inside), alpha=inputs.gamma)
+        advantage = accumulate(delta.sub_(values), 1 + (inputs.gamma * inputs.lam - 1) * inside, advantage)
+        columns.write(delta.mul_(inside), advantages, span)
+        columns.write(delta.add_(values), returns, span)
     return AdvantageOutputs(advantages=advantages, returns=returns)
 
 
