@@ -1,4 +1,4 @@
-"""The command line, and the only place that parses argv: train, eval, config and doctor.
+"""The command line, and the only place that parses argv.
 
 What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C as 130. Heavy imports wait until needed.
 """
@@ -21,7 +21,13 @@ from megarl.errors import ConfigError, MegarlError, nearest
 
 USER_ERROR = 2
 INTERRUPTED = 130
-COMMANDS = ("train", "eval", "config", "doctor")
+COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "config", "doctor")
+OBJECTIVES = {
+    "sft": ("sft",),
+    "reward-model": ("reward_model", "process_reward_model"),
+    "preference": ("dpo", "cdpo", "ipo", "kto"),
+}
+"""Which `objective.name` each command of training on given responses runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     _config_arguments(train)
     train.set_defaults(run=_train)
 
+    for command, what in (
+        ("sft", "on demonstrations or conversations"),
+        ("reward-model", "a scalar head on pairs (outcome) or on judged steps (process)"),
+        ("preference", "on pairs by dpo, cdpo or ipo, or on labelled responses by kto"),
+    ):
+        supervised = commands.add_parser(
+            command,
+            help=f"train {what}",
+            description=f"Train {what}, as CONFIG says. Under torchrun every process is one rank; otherwise Ray starts them.",
+        )
+        _config_arguments(supervised)
+        supervised.set_defaults(run=_supervised, command=command)
+
     evaluate = commands.add_parser(
         "eval", help="measure a model on data.eval", description="Measure a model on data.eval, greedily."
     )
@@ -124,6 +143,25 @@ def _train(arguments: argparse.Namespace) -> int:
     print(batch_arithmetic(config).table(), flush=True)
     from megarl.trainers.rl import train
 
+    train(config)
+    return 0
+
+
+def _supervised(arguments: argparse.Namespace) -> int:
+    from megarl.config import check_models, load_supervised_config
+
+    config = load_supervised_config(arguments.config, arguments.overrides)
+    allowed = OBJECTIVES[arguments.command]
+    if config.objective.name not in allowed:
+        raise ConfigError(
+            f"objective.name is '{config.objective.name}', but `megarl {arguments.command}` trains by {' or '.join(allowed)}"
+        )
+    check_models(config)
+    from megarl.trainers.supervised import train
+    from megarl.workers.spmd import is_leader
+
+    if is_leader():
+        print("\n".join(f"{what:<26} {how_many}" for what, how_many in config.batch_rows()), flush=True)
     train(config)
     return 0
 

@@ -16,6 +16,7 @@ from megarl.errors import ConfigError, LayoutError, ModelError, nearest
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config, SourceConfig
+    from megarl.config.supervised import SupervisedConfig
 
 PROCEDURAL_ROWS = 1000
 """Rows of a procedural source whose `limit` is null."""
@@ -167,27 +168,32 @@ def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: S
         )
 
 
-def check_models(config: Config) -> None:
+def check_models(config: Config | SupervisedConfig) -> None:
     """Check that every model folder exists and that the layouts divide its model.
 
     Raises:
         ModelError: a folder, or its config.json, is missing or unreadable.
         ConfigError: a layout does not divide heads, layers, feed-forward width or experts.
     """
-    policy_sizes = read_sizes("model.path", config.model.path)
-    _check_layout("policy.layout", config.policy.layout, policy_sizes)
-    _check_layout("rollout", Layout(tp=config.rollout.tp), policy_sizes)
+    from megarl.config.supervised import SupervisedConfig  # which is made of the sections that this file checks
+
+    sizes = read_sizes("model.path", config.model.path)
+
+    def check(field: str, path: str | None, layout: Layout | None) -> None:
+        model = read_sizes(f"{field}.path", path) if path else sizes
+        _check_layout(f"{field}.layout", layout or config.policy.layout, model)
+
+    check("policy", None, config.policy.layout)
+    if config.uses_reference:
+        check("reference", config.reference.path, config.reference.layout)
+    if isinstance(config, SupervisedConfig):
+        return
+    _check_layout("rollout", Layout(tp=config.rollout.tp), sizes)
     if config.uses_critic:
         path = config.critic.init_from
-        sizes = read_sizes("critic.init_from", path) if path else policy_sizes
-        _check_layout("critic.layout", config.critic.layout, sizes)
-    if config.uses_reference:
-        path = config.reference.path
-        sizes = read_sizes("reference.path", path) if path else policy_sizes
-        _check_layout("reference.layout", config.reference.layout or config.policy.layout, sizes)
-    if config.reward_model.path is not None:
-        sizes = read_sizes("reward_model.path", config.reward_model.path)
-        _check_layout("reward_model.layout", config.reward_model.layout or config.policy.layout, sizes)
+        _check_layout("critic.layout", config.critic.layout, read_sizes("critic.init_from", path) if path else sizes)
+    if config.uses_reward_model:
+        check("reward_model", config.reward_model.path, config.reward_model.layout)
 
 
 def read_sizes(field: str, folder: str) -> dict[str, Any]:

@@ -109,6 +109,8 @@ class Experience:
                 bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
                 baseline=self.baseline,
                 greedy_scores=_by_row(greedy_scores, batch),
+                step_rewards=batch.columns.get("step_rewards"),
+                step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
             )
         )
         batch.columns["advantages"] = outputs.advantages

@@ -92,22 +92,15 @@ class ValueObjective:
         }
 
 
-@dataclass(frozen=True)
-class SupervisedObjective:
-    """Next-token cross-entropy on response tokens (METHODS §7, SFT). Column it reads: `weights`."""
-
-    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
-        """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
-        loss = -(stream.columns["weights"] * output[:, 0]).sum()
-        return loss, {"sft/loss": float(loss.detach()), "tokens": float(len(output))}
-
-
-SUMMED = frozenset({"policy/loss", "critic/loss", "sft/loss"})
+SUMMED = frozenset({"policy/loss", "critic/loss", "ptx/loss"})
 """Metrics whose sum over ranks and micro-batches is the value itself; the other sums are divided by the tokens."""
 
 
 def combine(answers: list[dict[str, float]]) -> dict[str, float]:
-    """One update's metrics from its ranks' sums: means per token, maxima, and what only one rank reported."""
+    """One update's metrics from its ranks' sums: means per token, maxima, and what only one rank reported.
+
+    Where no rank counted `tokens`, the sums are the values.
+    """
     totals: dict[str, float] = {}
     for answer in answers:
         for name, value in answer.items():

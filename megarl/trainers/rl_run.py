@@ -25,6 +25,7 @@ from megarl.trainers.experience import (
     reward_statistics,
     set_loss_weights,
 )
+from megarl.trainers.model_rewards import ModelRewards
 from megarl.trainers.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
 from megarl.trainers.processes import check_architectures, open_cluster, open_roles
@@ -61,6 +62,7 @@ class RlRun(Run):
         self.left_out = rows - len(kept), rows
         self.sampler = build_sampler(parts, weights_of(config.data.train), config.run.seed)
         self.rewards = build_rewards(config.rewards, config.data)
+        self.model_rewards = ModelRewards(config.reward_model, self.tokenizer)
         self.rewards.check([*kept, *self.eval_prompts])
 
     def start(self) -> None:
@@ -171,6 +173,8 @@ class RlRun(Run):
         """Advantages and returns over the whole batch, on the driver."""
         with self.phases("advantages"):
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
+            if self.config.algorithm.advantage == "grpo_process":
+                self.model_rewards.add_steps(batch, rewards)
             self.metrics |= self.experience.estimate(batch, rewards, self._greedy_scores())
         self.metrics |= {
             "reward/mean": statistics.mean,
@@ -240,15 +244,10 @@ class RlRun(Run):
 
     def _score(self, samples: list[Sample]) -> list[float]:
         rewards = self.rewards.score(samples)
-        model = self.config.reward_model
-        if not self.config.uses_reward_model:
-            return rewards
-        batch = Batch(samples)
-        self.roles.forward(REWARD_MODEL, batch, ["score"], at=batch.last_tokens)
-        scores = batch.columns["score"].sum(1).tolist()
-        for sample, score in zip(samples, scores, strict=True):
-            sample.rewards["reward_model"] = score
-        return [reward + model.weight * score for reward, score in zip(rewards, scores, strict=True)]
+        if self.config.uses_reward_model:
+            model_rewards = self.model_rewards.score(self.roles, samples)
+            rewards = [own + model for own, model in zip(rewards, model_rewards, strict=True)]
+        return rewards
 
     def _greedy_scores(self) -> dict[str, float] | None:
         """By group id, the reward of the greedy response, where the advantage compares with it."""

@@ -21,6 +21,11 @@ def is_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def is_leader() -> bool:
+    """Whether this process writes the run's files: a driver under Ray, rank 0 under torchrun."""
+    return not is_torchrun() or os.environ["RANK"] == "0"
+
+
 class SpmdGroup:
     """This process's rank, called as `WorkerGroup` calls Ray actors. Deadlines are those of torch.distributed."""
 
@@ -71,3 +76,9 @@ class SpmdGroup:
     def share(self, replicas: Sequence[Any]) -> list[Any]:
         """For every rank its data-parallel replica's value."""
         return [replicas[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+
+    def leave(self) -> None:
+        """Leave torch.distributed's world."""
+        import torch
+
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,194 @@
+"""From rewards to advantages on the driver: every option changes exactly what it says, by the number it says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import Config, parse_config
+from megarl.config.yaml_tree import apply_overrides
+from megarl.data.batch import Batch
+from megarl.data.sample import Sample
+from megarl.errors import ConfigError
+from megarl.trainers.experience import Experience, group_rewards, is_tied
+
+BASE: dict[str, Any] = {
+    "model": {"path": "nowhere"},
+    "data": {"train": {"source": "reasoning_gym", "name": "chain_sum"}},
+    "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6},
+    "rewards": [{"name": "exact_number"}],
+}
+REWARDS = [1.0, 0.0, 3.0, 2.0]
+LENGTHS = [2, 4, 6, 3]
+
+
+def config(*overrides: str) -> Config:
+    return parse_config(apply_overrides(BASE, overrides))
+
+
+def batch() -> Batch:
+    """Two groups of two responses of 2, 4, 6 (truncated) and 3 tokens, whose engine log-probs are off by known amounts."""
+    samples = [
+        Sample(
+            sample_id=f"{number}", group_id=f"g{number // 2}", row_id=f"g{number // 2}", prompt_ids=[1],
+            response_ids=[5] * length, sampled_mask=[1] * length, rollout_log_probs=[-1.0] * length,
+            weight_versions=[0] * length, finish_reason="length" if length == 6 else "stop",
+        )
+        for number, length in enumerate(LENGTHS)
+    ]  # fmt: skip
+    made = Batch(samples)
+    offsets = torch.tensor([0.0, 1.0, -1.0, 0.1])[:, None]
+    made.columns["old_log_probs"] = (made.columns["rollout_log_probs"] + offsets) * made.mask
+    made.columns["reference_log_probs"] = (made.columns["old_log_probs"] - 0.5) * made.mask
+    return made
+
+
+def advantages(*overrides: str) -> tuple[Batch, dict[str, float], Experience]:
+    made, experience = batch(), Experience(config(*overrides))
+    return made, experience.estimate(made, REWARDS), experience
+
+
+def of_row(made: Batch, row: int) -> list[float]:
+    return made.columns["advantages"][row][made.mask[row]].tolist()
+
+
+def test_the_group_mean_is_subtracted_without_any_option() -> None:
+    made, metrics, _ = advantages("algorithm.advantage=dr_grpo")
+    assert [of_row(made, row)[0] for row in range(4)] == [0.5, -0.5, 0.5, -0.5]
+    assert metrics["reward/shaped_mean"] == 1.5
+
+
+def test_penalties_come_before_normalisation_and_clipping() -> None:
+    made, metrics, experience = advantages(
+        "algorithm.advantage=reinforce", "algorithm.kl.coef=0.0",
+        "algorithm.shaping={overlong_tokens: 4, length_penalty: 0.25, normalise: true, clip: 1.0}",
+    )  # fmt: skip
+    overlong = [0.0, -0.5, -1.0, -0.25]
+    raw = [r + o - 0.25 * n for r, o, n in zip(REWARDS, overlong, LENGTHS, strict=True)]
+    mean = sum(raw) / 4
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
+    expected = [max(-1.0, min(1.0, (x - mean) / (std + 1e-6))) for x in raw]
+    for row, value in enumerate(expected):
+        assert of_row(made, row) == pytest.approx([value] * LENGTHS[row], abs=1e-5)
+    assert metrics["reward/shaped_mean"] == pytest.approx(sum(expected) / 4, abs=1e-5)
+    assert experience.state_dict()["normaliser"]["count"] == 4
+
+
+def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
+    settings = config("algorithm.advantage=reinforce", "algorithm.kl.coef=0.0", "algorithm.shaping.normalise=true")
+    whole, first, second = Experience(settings), Experience(settings), Experience(settings)
+    for experience in (whole, first):
+        experience.estimate(batch(), REWARDS)
+    second.load_state_dict(first.state_dict())
+    later = [5.0, 1.0, 0.0, 2.0]
+    expected, resumed = batch(), batch()
+    whole.estimate(expected, later)
+    second.estimate(resumed, later)
+    assert torch.equal(expected.columns["advantages"], resumed.columns["advantages"])
+    fresh = batch()
+    Experience(settings).estimate(fresh, later)
+    assert not torch.equal(expected.columns["advantages"], fresh.columns["advantages"])
+
+
+def test_truncated_responses_leave_the_mask_but_still_count_in_their_group() -> None:
+    made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.mask_truncated=true")
+    assert made.mask.any(1).tolist() == [True, True, False, True]
+    assert of_row(made, 3) == [-0.5] * 3
+
+
+def test_importance_weights_are_truncated_and_denominators_kept() -> None:
+    made, metrics, _ = advantages("algorithm.correction={mode: tis_token, high: 2.0}")
+    weights = [made.columns["correction"][row, 0].item() for row in range(4)]
+    assert weights == pytest.approx([1.0, 2.0, math.exp(-1), math.exp(0.1)], abs=1e-6)
+    assert made.mask.sum() == sum(LENGTHS)
+    assert metrics["correction/changed_responses"] == 0.25
+
+
+def test_rejected_responses_leave_every_denominator() -> None:
+    correction = "algorithm.correction={mode: reject_sequence, low: 0.9, high: 1.2}"
+    made, _, _ = advantages(correction, "algorithm.advantage=reinforce")
+    assert made.mask.any(1).tolist() == [True, False, False, True]
+    made, metrics, _ = advantages(correction)  # what is left of each group is alone in it
+    assert not made.mask.any()
+    assert metrics["reward/lone_responses"] == 2
+
+
+def test_kl_in_the_reward_is_subtracted_at_every_token_from_there_on() -> None:
+    made, _, _ = advantages(
+        "algorithm.advantage=reinforce", "algorithm.kl={coef: 0.2, estimator: k1, where: reward}", "algorithm.shaping.clip=null"
+    )
+    assert of_row(made, 0) == pytest.approx([1.0 - 0.2, 1.0 - 0.1], abs=1e-6)
+
+
+def test_the_kl_weight_is_steered_towards_its_target_and_saved() -> None:
+    overrides = [
+        "algorithm.advantage=reinforce",
+        "algorithm.kl={coef: 0.2, estimator: k1, where: reward, target: 0.5, horizon: 10}",
+    ]
+    made, metrics, experience = advantages(*overrides)
+    assert metrics["kl/coef"] == 0.2  # what this step used
+    # the mean KL of a response, 0.5 x 15/4 nats, is far above the target: the largest step, 1 + 0.2 x 4/10
+    assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2 * 1.08)
+    experience.estimate(batch(), REWARDS)
+    resumed = Experience(config(*overrides))
+    resumed.load_state_dict(experience.state_dict())
+    assert resumed.kl is not None
+    assert resumed.kl.coef == pytest.approx(0.2 * 1.08 * 1.08)
+
+
+def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
+    made = batch()
+    made.columns["values"] = torch.zeros(made.mask.shape)
+    made.columns["values_after"] = torch.full(made.mask.shape, 0.0)
+    made.columns["values_after"][:, 0] = 2.0
+    Experience(
+        config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.lam=1.0", "algorithm.bootstrap_truncated=true")
+    ).estimate(made, REWARDS)
+    assert of_row(made, 2) == pytest.approx([5.0] * 6)
+    assert of_row(made, 3) == pytest.approx([2.0] * 3)
+
+
+def test_remax_subtracts_the_greedy_reward_of_the_same_prompt() -> None:
+    made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0"))
+    experience.estimate(made, REWARDS, {"g1": 2.5, "g0": 1.0})
+    assert [of_row(made, row)[0] for row in range(4)] == pytest.approx([0.0, -1.0, 0.5, -0.5])
+
+
+def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
+    needed = {
+        (): False,
+        ("algorithm.epochs=2",): True,
+        ("algorithm.mini_batches=2",): True,
+        ("algorithm.correction.mode=mis_token",): True,
+        ("algorithm.name=ppo",): True,
+    }
+    assert {overrides: Experience(config(*overrides)).needs_old_log_probs for overrides in needed} == needed
+
+
+def test_groups_are_found_by_their_ids() -> None:
+    samples = batch().samples
+    groups = group_rewards([samples[2], samples[0], samples[3], samples[1]], [1.0, 2.0, 1.0, 3.0])
+    assert [[sample.sample_id for sample, _ in group] for group in groups] == [["2", "3"], ["0", "1"]]
+    assert [is_tied(group) for group in groups] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm.correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.correction.low is 2.0"),
+        (["algorithm.bootstrap_truncated=true"], "'gae'"),
+        (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
+        (["algorithm.advantage=grpo_process"], "reward_model.process"),
+        (["algorithm.kl.target=0.1"], "algorithm.kl.target"),
+        (["algorithm.kl={where: reward}"], "algorithm.kl.where is 'reward'"),
+        (["reference.reset_every=2", "algorithm.kl.coef=0.0"], "reference.reset_every is 2"),
+        (["rollout.samples_per_prompt=1", "rollout.prompts_per_step=4"], "needs at least 2"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(*overrides)
+    assert sentence in str(raised.value)
