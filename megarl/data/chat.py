@@ -18,6 +18,12 @@ Span = tuple[str, bool]
 """A piece of text, and whether the model is trained on it."""
 
 
+def special_tokens(tokenizer: Any) -> set[str]:
+    """The texts of the tokens that mark turns, beginnings and ends."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+
+
 class ChatTemplate:
     """Whether and how the tokenizer's chat template is applied. `is_used` says whether."""
 
@@ -35,8 +41,7 @@ class ChatTemplate:
         self.tokenizer, self.system_prompt = tokenizer, system_prompt
         self.is_used = has_template and choice != "never"
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
-        added = tokenizer.added_tokens_decoder.values()
-        self._special = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+        self._special = special_tokens(tokenizer)
 
     def messages(self, value: Any, key: str, place: RowPlace) -> list[Message]:
         """The value under `key` as messages: text is one user message.

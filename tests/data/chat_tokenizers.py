@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<s>", "</s>", "<|start|>", "<|end|>"]
@@ -26,6 +26,7 @@ def byte_tokenizer(template: str | None = CHATML, merges: tuple[tuple[str, str],
     words = [*SPECIAL, *alphabet, *("".join(pair) for pair in merges)]
     backend = Tokenizer(models.BPE({token: number for number, token in enumerate(words)}, list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template)

@@ -1,0 +1,155 @@
+"""`megarl data inspect`: rows of a file as the model will see them, with what is trained on told from what is not.
+
+On a terminal by colour; elsewhere trained spans stand between ⟦ and ⟧. Rows go through the builders that a run uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from megarl.config.schema import DataConfig, SourceConfig
+from megarl.data.chat import special_tokens
+from megarl.data.prompts import load_rows
+from megarl.data.rows import Origin, Row
+from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
+from megarl.data.tokenize import PromptBuilder, load_tokenizer
+from megarl.errors import DataError
+
+STYLES = {"trained": "bold green", "not trained": "dim", "special": "magenta", "trained special": "bold magenta underline"}
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """One sample as it is shown: token ids, and for each whether it is trained on."""
+
+    title: str
+    ids: list[int]
+    mask: list[int]
+    note: str = ""
+
+
+def inspect(
+    path: str,
+    tokenizer_path: str,
+    settings: SupervisedSettings,
+    rows: int = 3,
+    console: Console | None = None,
+    *,
+    kind: Kind | Literal["prompts"] | None = None,
+) -> None:
+    """Show the first `rows` rows of a .jsonl or .parquet file, or of a folder of Arrow or Parquet files.
+
+    Args:
+        path: the file or folder.
+        tokenizer_path: model folder that the tokenizer comes from.
+        settings: keys and limits, as in a run; `max_tokens` is the longest prompt where rows are prompts.
+        rows: how many rows are shown.
+        console: where to; None: stdout.
+        kind: what rows are; None: told from the keys of the first row.
+
+    Raises:
+        DataError: the file cannot be read, its rows are of no known kind, or a row does not fit.
+        ModelError: there is no tokenizer.
+    """
+    console = console or Console()
+    source = SourceConfig(source=_source_of(Path(path)), path=path, limit=rows)
+    found = load_rows(source)
+    if kind is None:
+        kind, settings = _kind_of(found[0], settings, path)
+    tokenizer = load_tokenizer(tokenizer_path)
+    shown, used, dropped = _build(found, source, tokenizer, settings, kind)
+    template = "chat template" if used else "plain text"
+    console.print(Text(f"{path}: {len(found)} row{'s' * (len(found) > 1)} as {kind}, {template}", style="bold"), soft_wrap=True)
+    if console.is_terminal:
+        console.print(Text.assemble(*((f"{name}  ", style) for name, style in STYLES.items())))
+    for one in shown:
+        trained = f", {sum(one.mask)} trained" if kind != "prompts" else ""
+        console.print(Text(f"\n{one.title}: {len(one.ids)} tokens{trained}{one.note}", style="bold"), soft_wrap=True)
+        console.print(_text(one, tokenizer, coloured=console.is_terminal), soft_wrap=True)
+    for why, count in dropped.items():
+        if count:
+            console.print(Text(f"\n{count} of {len(found)} rows dropped as {why}"))
+
+
+def _source_of(path: Path) -> Literal["jsonl", "parquet", "dataset"]:
+    if path.is_dir():
+        return "dataset"
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise DataError(
+            f"'{path}' ends in '{path.suffix}', but a file of rows may be .jsonl, .parquet or a folder of such files"
+        )
+    return "jsonl" if path.suffix == ".jsonl" else "parquet"
+
+
+def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | Literal["prompts"], SupervisedSettings]:
+    """What `row` is by its keys, and settings that name the key of its conversation if it is one."""
+    messages_key = settings.messages_key or "messages"
+    if {settings.chosen_key, settings.rejected_key} <= row.keys():
+        return "pairs", settings
+    if settings.steps_key in row:
+        return "steps", settings
+    if settings.response_key in row:
+        return ("kto" if isinstance(row.get(settings.label_key), bool) else "sft"), replace(settings, messages_key=None)
+    if messages_key in row:
+        return "sft", replace(settings, messages_key=messages_key)
+    if settings.prompt_key in row:
+        return "prompts", settings
+    wanted = (
+        f"'{settings.prompt_key}' (prompts), '{settings.response_key}' or '{messages_key}' (sft), '{settings.chosen_key}' and "
+        f"'{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
+    )
+    raise DataError(f"'{path}' has rows of no known kind: they have {', '.join(row)}, but may have {wanted}")
+
+
+def _build(
+    rows: Sequence[Row], source: SourceConfig, tokenizer: Any, settings: SupervisedSettings, kind: Kind | Literal["prompts"]
+) -> tuple[list[_Shown], bool, dict[str, int]]:
+    """What to show, whether a chat template was used, and how many rows were dropped for which reason."""
+    origin = Origin("", source)
+    if kind == "prompts":
+        data = DataConfig(
+            train=source,
+            prompt_key=settings.prompt_key,
+            system_prompt=settings.system_prompt,
+            chat_template=settings.chat_template,
+            max_prompt_tokens=settings.max_tokens,
+            overlong_prompts=settings.overlong,
+        )
+        prompts = PromptBuilder(tokenizer, data)
+        built = prompts.build(rows, prefix="row", origin=origin)
+        shown = [_Shown(one.row_id, one.prompt_ids, [0] * len(one.prompt_ids)) for one in built]
+        return shown, prompts.template.is_used, {"overlong": prompts.dropped}
+    builder = SupervisedBuilder(tokenizer, kind, settings)
+    shown = []
+    for one in builder.build(rows, prefix="row", origin=origin):
+        labels = one.labels[:1] if kind == "kto" else one.labels
+        note = f", label {', '.join(f'{label:g}' for label in labels)}" if labels else ""
+        mask = [0] * len(one.prompt_ids) + one.sampled_mask
+        shown.append(_Shown(one.sample_id, one.prompt_ids + one.response_ids, mask, f" (prompt {len(one.prompt_ids)}){note}"))
+    return shown, builder.template.is_used, builder.dropped
+
+
+def _text(one: _Shown, tokenizer: Any, *, coloured: bool) -> Text:
+    """The sample's text, token runs of one kind in one style, or trained runs in brackets."""
+    special = special_tokens(tokenizer)
+    tokens = tokenizer.convert_ids_to_tokens(one.ids)
+    kinds = [(bool(trained), coloured and token in special) for trained, token in zip(one.mask, tokens, strict=True)]
+    text, end, written = Text(), 0, 0
+    for (is_trained, is_special), run in groupby(kinds):
+        end += sum(1 for _ in run)
+        # The difference of two prefixes, since a run decoded alone may lose the space that it begins with.
+        so_far = tokenizer.decode(one.ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        piece, written = so_far[written:], len(so_far)
+        if coloured:
+            style = f"{'trained ' * is_trained}special" if is_special else "trained" if is_trained else "not trained"
+            text.append(piece, STYLES[style])
+        else:
+            text.append(f"⟦{piece}⟧" if is_trained else piece)
+    return text

@@ -1,0 +1,105 @@
+"""What is shown is what a run trains on: the marked spans are the assistant's turns, on a terminal and in plain text."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from rich.console import Console
+
+from megarl.data.inspect import STYLES, inspect
+from megarl.data.supervised import SupervisedSettings
+from megarl.errors import DataError
+from tests.data.chat_tokenizers import CHATML, byte_tokenizer
+
+SETTINGS = SupervisedSettings()
+
+
+def _shown(folder: Path, written: list[dict[str, Any]], settings: SupervisedSettings = SETTINGS, **options: Any) -> str:
+    model = folder / "model"
+    byte_tokenizer(options.pop("template", CHATML)).save_pretrained(model)
+    file = folder / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in written))
+    stream = io.StringIO()
+    terminal = options.pop("terminal", False)
+    console = Console(file=stream, force_terminal=terminal, color_system="standard" if terminal else None, width=60)
+    inspect(str(file), str(model), settings, console=console, **options)
+    return stream.getvalue()
+
+
+def test_prompts_are_shown_with_nothing_marked(tmp_path: Path) -> None:
+    out = _shown(tmp_path, [{"prompt": "1+1? [b]ü[/b]"}])
+    assert "1 row as prompts, chat template" in out
+    assert "\nrow-0: 33 tokens\n<|start|>user\n1+1? [b]ü[/b]<|end|>\n<|start|>assistant\n" in out
+    assert "⟦" not in out
+
+
+def test_a_conversation_marks_exactly_its_assistant_turns(tmp_path: Path) -> None:
+    turns = [("system", "s"), ("user", "a"), ("assistant", "b ü"), ("user", "c" * 80), ("assistant", "d")]
+    out = _shown(tmp_path, [{"messages": [{"role": role, "content": content} for role, content in turns]}])
+    assert out.endswith(
+        "<|start|>system\ns<|end|>\n<|start|>user\na<|end|>\n<|start|>assistant\n⟦b ü<|end|>⟧\n"
+        f"<|start|>user\n{'c' * 80}<|end|>\n<|start|>assistant\n⟦d<|end|>⟧\n"
+    )
+    assert "1 row as sft" in out
+    assert ", 7 trained (prompt " in out
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "lines"),
+    [
+        ({"prompt": "q", "response": "r"}, "sft", ["q⟦r</s>⟧"]),
+        ({"prompt": "q", "chosen": "x", "rejected": "y"}, "pairs", ["row-0/chosen: 4 tokens", "q⟦x</s>⟧", "q⟦y</s>⟧"]),
+        ({"prompt": "q", "response": "r", "label": False}, "kto", ["2 trained (prompt 2), label 0", "q⟦r</s>⟧"]),
+        ({"prompt": "q", "steps": ["a", "b"], "label": [1, 0.5]}, "steps", [", label 1, 0.5", "qa⟦\n⟧b⟦</s>⟧"]),
+    ],
+)
+def test_the_kind_is_told_from_the_keys(tmp_path: Path, row: dict[str, Any], kind: str, lines: list[str]) -> None:
+    out = _shown(tmp_path, [row], template=None)
+    assert f"1 row as {kind}, plain text" in out
+    for line in lines:
+        assert line in out
+
+
+def test_a_given_kind_counts_and_only_so_many_rows_are_shown(tmp_path: Path) -> None:
+    rows = [{"prompt": "q", "response": str(n), "label": True} for n in range(5)]
+    out = _shown(tmp_path, rows, kind="sft", rows=2)
+    assert "2 rows as sft" in out
+    assert ("row-1" in out, "row-2" in out, "label" in out) == (True, False, False)
+
+
+def test_a_terminal_shows_the_mask_in_colour(tmp_path: Path) -> None:
+    from rich.style import Style
+
+    out = _shown(tmp_path, [{"prompt": "q", "response": "r"}], terminal=True)
+    assert "⟦" not in out
+    for name, piece in [("trained", "r"), ("trained special", "<|end|>"), ("special", "<|start|>"), ("not trained", "user")]:
+        codes = Style.parse(STYLES[name]).render("|").partition("|")[0]
+        assert f"{codes}{piece}" in out, name
+
+
+def test_dropped_rows_are_counted_and_bad_ones_named_with_their_line(tmp_path: Path) -> None:
+    settings = SupervisedSettings(max_tokens=6, overlong="drop")
+    out = _shown(tmp_path, [{"prompt": "q", "response": "x" * n} for n in (1, 9)], settings, template=None)
+    assert "1 of 2 rows dropped as overlong" in out
+    with pytest.raises(DataError, match=r"^'.*rows\.jsonl' line 2 has no key 'response'"):
+        _shown(tmp_path, [{"prompt": "q", "response": "r"}, {"prompt": "q"}])
+    with pytest.raises(DataError, match=r"rows of no known kind: they have a, b, but may have 'prompt' \(prompts\)"):
+        _shown(tmp_path, [{"a": 1, "b": 2}])
+    with pytest.raises(DataError, match=r"ends in '\.txt', but a file of rows may be \.jsonl, \.parquet or a folder"):
+        inspect(str(tmp_path / "x.txt"), str(tmp_path / "model"), SETTINGS)
+
+
+def test_folders_and_parquet_files_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    file = tmp_path / "data" / "x.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "q", "response": "r"}]), file)
+    for path in (file, tmp_path / "data"):
+        inspect(str(path), str(tmp_path / "model"), SETTINGS)
+        assert "⟦r<|end|>⟧" in capsys.readouterr().out
