@@ -97,12 +97,14 @@ def mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> 
         `log_prob_abs`, the mean |Δ|; `log_prob_max`, the greatest; `k3`, the mean k3 estimate of KL(rollout‖old), whose
         expectation is right because the engine sampled the tokens. All 0 if there are none.
     """
-    old, rollout = old_log_probs.detach()[mask], rollout_log_probs[mask]
-    if not len(old):
+    tokens = int(torch.count_nonzero(mask))
+    if not tokens:
         return {"log_prob_abs": 0.0, "log_prob_max": 0.0, "k3": 0.0}
-    difference = (old - rollout).abs()
+    difference = torch.where(mask, old_log_probs.detach() - rollout_log_probs, 0.0)
+    k3 = kl_per_token(-difference, difference.new_zeros(()), "k3")  # of log π_rollout − log π_old; 0 outside the mask
+    distance = difference.abs_()
     return {
-        "log_prob_abs": float(difference.mean(dtype=torch.float64)),
-        "log_prob_max": float(difference.max()),
-        "k3": float(kl_per_token(rollout, old, "k3").mean(dtype=torch.float64)),
+        "log_prob_abs": float(distance.sum(dtype=torch.float64)) / tokens,
+        "log_prob_max": float(distance.max()),
+        "k3": float(k3.sum(dtype=torch.float64)) / tokens,
     }
