@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -48,6 +49,14 @@ def test_order_follows_from_the_seed_and_differs_between_seeds_and_epochs() -> N
     assert ids[0] == ids[1] != ids[2]
     assert ids[0][:50] != ids[0][50:]
     assert ids[0][:50] != [f"train-{i}" for i in range(50)]
+
+
+def test_the_order_is_the_one_that_earlier_checkpoints_stand_in() -> None:
+    taken = [prompt.row_id for prompt in RowSampler(_prompts(30), 7).next(60)]
+    for epoch in range(2):
+        order = list(range(30))
+        Random(f"7/{epoch}").shuffle(order)
+        assert taken[30 * epoch : 30 * (epoch + 1)] == [f"train-{n}" for n in order]
 
 
 def test_prompts_handed_out_are_copies() -> None:
