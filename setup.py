@@ -27,7 +27,8 @@ REQUIRES = [
     "pyarrow>=17",  # parquet rows
     "reasoning-gym==0.1.25",  # rows are a function of seed and version: a new version is another data set
     "math-verify==0.9.0",  # verdicts are part of the reward
-    "aiohttp>=3.10",  # client of the rollout servers
+    "aiohttp>=3.10",  # client of the rollout servers, client and server of rewards
+    "jsonschema>=4.18",  # reward json_object
     "tensorboard>=2.18",
 ]
 

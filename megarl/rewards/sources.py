@@ -12,13 +12,32 @@ from typing import Any, Protocol
 from megarl.config.schema import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
+from megarl.rewards.code_tests import CodeTests
 from megarl.rewards.exact_number import ExactNumber
+from megarl.rewards.format_regex import FormatRegex
+from megarl.rewards.http_reward import HttpReward
+from megarl.rewards.json_object import JsonObject
+from megarl.rewards.llm_judge import LlmJudge
 from megarl.rewards.math_verifier import MathVerify
+from megarl.rewards.multiple_choice import MultipleChoice
 from megarl.rewards.reasoning_gym_task import ReasoningGymTask
 from megarl.rewards.scorer import Scorer, Verdict
+from megarl.rewards.text_match import ExactText, FuzzyText
 from megarl.rewards.user_reward import UserReward
 
-BUILT_IN: dict[str, Any] = {"math_verify": MathVerify, "exact_number": ExactNumber, "reasoning_gym": ReasoningGymTask}
+BUILT_IN: dict[str, Any] = {
+    "math_verify": MathVerify,
+    "exact_number": ExactNumber,
+    "reasoning_gym": ReasoningGymTask,
+    "multiple_choice": MultipleChoice,
+    "exact_text": ExactText,
+    "fuzzy_text": FuzzyText,
+    "json_object": JsonObject,
+    "format_regex": FormatRegex,
+    "code_tests": CodeTests,
+    "http": HttpReward,
+    "llm_judge": LlmJudge,
+}
 
 
 class RewardSetting(Protocol):

@@ -107,9 +107,37 @@ def parse_gold(gold: str) -> list[Any]:
     return []
 
 
+def fuzzy_text_judge() -> Callable[[list[str], str], float | None]:
+    """(gold texts, answer) → difflib's best ratio of any of them with the answer, None without gold texts."""
+    from difflib import SequenceMatcher
+
+    def judge(golds: list[str], answer: str) -> float | None:
+        return max((SequenceMatcher(None, gold, answer, autojunk=False).ratio() for gold in golds), default=None)
+
+    return judge
+
+
+def json_schema_judge() -> Callable[[dict[str, Any], str], float | None]:
+    """(schema, JSON text) → whether the value is valid under the schema."""
+    from jsonschema.validators import validator_for
+
+    def judge(schema: dict[str, Any], text: str) -> float | None:
+        return float(validator_for(schema)(schema).is_valid(json.loads(text)))
+
+    return judge
+
+
+def format_regex_judge() -> Callable[[str, str], float | None]:
+    """(pattern, response) → whether all of the response matches."""
+    return lambda pattern, response: float(re.fullmatch(pattern, response) is not None)
+
+
 JUDGES: dict[str, Callable[[], Callable[..., float | None]]] = {
     "math_verify": math_verify_judge,
     "reasoning_gym": reasoning_gym_judge,
+    "fuzzy_text": fuzzy_text_judge,
+    "json_schema": json_schema_judge,
+    "format_regex": format_regex_judge,
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,88 @@
+"""One JSON request to a server of rewards, tried again a bounded number of times; what goes wrong is one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from megarl.errors import RewardError
+
+_LONGEST_WAIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go and how patiently."""
+
+    reward: str
+    """Name of the reward in error messages."""
+    url: str
+    timeout_s: float
+    """Seconds of one try."""
+    retries: int
+    """Further tries after a failed connection, no answer in time, or a status of 429 or 5xx."""
+    backoff_s: float
+    """Seconds before the first further try, doubled before each other one, 30 at most."""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise RewardError(f"reward '{self.reward}': url is '{self.url}', but it must start with http:// or https://")
+        if self.timeout_s <= 0 or self.retries < 0 or self.backoff_s < 0:
+            raise RewardError(
+                f"reward '{self.reward}': timeout_s is {self.timeout_s}, retries {self.retries} and backoff_s "
+                f"{self.backoff_s}, but the first must be above 0 and the others not below"
+            )
+
+    def error(self, what: str) -> RewardError:
+        """The error that says `what` of this endpoint."""
+        return RewardError(f"reward '{self.reward}': {self.url} {what}")
+
+
+async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[str, Any], until: float) -> Any:
+    """The JSON that the endpoint answers with status 200.
+
+    Raises:
+        RewardError: no try was answered so before `until` (in `time.monotonic()`); it names the URL and its last answer.
+    """
+    failure = "was not asked before the deadline for all rewards"
+    for attempt in range(endpoint.retries + 1):
+        if attempt:
+            await asyncio.sleep(max(min(endpoint.backoff_s * 2 ** (attempt - 1), _LONGEST_WAIT_S, until - time.monotonic()), 0))
+        timeout_s = min(endpoint.timeout_s, until - time.monotonic())
+        if timeout_s <= 0:
+            break
+        try:
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with session.post(endpoint.url, json=body, headers=endpoint.headers, timeout=timeout) as response:
+                text = (await response.read()).decode(errors="replace")
+                status = response.status
+        except TimeoutError:
+            failure = f"did not answer within {timeout_s:.3g} s"
+            continue
+        except aiohttp.ClientError as error:
+            failure = f"cannot be asked: {type(error).__name__}: {error}"
+            continue
+        if status == 200:
+            return _parsed(endpoint, text)
+        failure = f"answered status {status}: {_short(text)}"
+        if status != 429 and status < 500:
+            raise endpoint.error(failure)
+    raise endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")
+
+
+def _parsed(endpoint: Endpoint, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise endpoint.error(f"answered what is no JSON: {_short(text)}") from None
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 200 else line[:197] + "...")

@@ -1,0 +1,94 @@
+"""The server of the protocol in `http_reward.py`: rewards of a config for trainers elsewhere.
+
+`POST /` and `POST /get_reward` score, `GET /health` says that the server lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from megarl.config.schema import DataConfig
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
+
+MAX_REQUEST_BYTES = 256 << 20
+_FIELDS = ("query", "prompts", "labels")
+
+
+def serve_reward(rewards: Sequence[RewardSetting], data: DataConfig, host: str, port: int) -> None:
+    """Serve the rewards of a config until interrupted.
+
+    Raises:
+        RewardError: a reward cannot be built, or the address cannot be listened on.
+    """
+    serve(build_rewards(rewards, data), host, port, answer_key=data.answer_key)
+
+
+def serve(sources: RewardSources, host: str, port: int, *, answer_key: str = "answer", deadline_s: float = 600.0) -> None:
+    """Serve `sources` until interrupted. `deadline_s` is given to the scoring of one request. Raises as `serve_reward`."""
+    try:
+        web.run_app(make_app(sources, answer_key=answer_key, deadline_s=deadline_s), host=host, port=port, print=None)
+    except OSError as error:
+        raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
+
+
+def make_app(sources: RewardSources, *, answer_key: str = "answer", deadline_s: float = 600.0) -> web.Application:
+    """The application. Labels become the `answer_key` of a row; requests are scored one after another."""
+    one_at_a_time = threading.Lock()
+
+    def score(samples: list[Sample]) -> tuple[list[float], int]:
+        with one_at_a_time:
+            before = sum(sources.failures.values())
+            rewards = sources.score(samples, deadline_s)
+            return rewards, sum(sources.failures.values()) - before
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            samples = read_samples(await request.json(), answer_key)
+            sources.check([Prompt(s.row_id, s.group_id, [], s.prompt_text, s.row) for s in samples])
+        except (ValueError, RecursionError) as error:
+            return web.json_response({"error": f"the body is no JSON: {error}"}, status=400)
+        except RewardError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        try:
+            rewards, failures = await asyncio.to_thread(score, samples)
+        except RewardError as error:
+            return web.json_response({"error": str(error)}, status=500)
+        return web.json_response({"rewards": rewards, "scores": rewards, "extra_logs": {"failures": failures}})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok", "rewards": [label for label, _, _ in sources.sources]})
+
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+    app.add_routes([web.post("/", answer), web.post("/get_reward", answer), web.get("/health", health)])
+    return app
+
+
+def read_samples(body: Any, answer_key: str) -> list[Sample]:
+    """The samples of a request; a response is the query without the prompt that it starts with.
+
+    Raises:
+        RewardError: the request is not of the protocol.
+    """
+    if not isinstance(body, dict):
+        raise RewardError(f"the body must be an object with lists {', '.join(_FIELDS)}, not {type(body).__name__}")
+    for name in _FIELDS:
+        if not isinstance(body.get(name), list) or not all(isinstance(text, str) for text in body[name]):
+            raise RewardError(f"'{name}' must be a list of texts")
+    lengths = [len(body[name]) for name in _FIELDS]
+    if len(set(lengths)) != 1:
+        raise RewardError(f"query, prompts and labels must have the same length, not {lengths}")
+    samples = []
+    for place, (query, prompt, label) in enumerate(zip(*(body[name] for name in _FIELDS), strict=True)):
+        if not query.startswith(prompt):
+            raise RewardError(f"query {place} does not start with its prompt")
+        ids = (f"request-{place}", f"request-{place}", f"request-{place}")
+        texts = {"prompt_text": prompt, "response_text": query.removeprefix(prompt)}
+        samples.append(Sample(*ids, [], [], [], [], [], "stop", row={answer_key: label}, **texts))
+    return samples

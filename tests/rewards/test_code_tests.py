@@ -1,0 +1,195 @@
+"""A program in a response passes only by passing the tests, and can do nothing but compute while it tries."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards import RewardSources, build_rewards, sandbox, sandbox_filter
+from megarl.rewards.code_tests import extract_program
+
+DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
+ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2"]
+PAIRS = [{"input": "2\n", "output": "4\n"}, {"input": "-1", "output": "-2"}]
+
+
+def _sample(code: str, tests: Any) -> Sample:
+    return Sample(
+        "s", "g", "train-0", [1], [], [], [], [], "stop", response_text=f"```python\n{code}\n```", row={"answer": tests}
+    )
+
+
+def _rewards(**args: Any) -> RewardSources:
+    return build_rewards([RewardConfig(name="code_tests", args={"timeout_s": 2, **args})], DATA)
+
+
+@pytest.fixture(scope="module")
+def rewards() -> RewardSources:
+    return _rewards(partial=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "reward"),
+    [
+        ("def double(x): return 2 * x", ASSERTS, 1.0),
+        ("def double(x): return 4", ASSERTS, 0.5),
+        ("def double(x): return 4", '["assert double(2) == 4"]', 1.0),
+        ("def double(x) return", ASSERTS, 0.0),
+        ("print(2 * int(input()))", PAIRS, 1.0),
+        ("print(2 * int(open(0).read()), '  ')", PAIRS, 1.0),
+        ("print(4)", PAIRS, 0.5),
+        ("print(2 * int(input())); raise SystemExit(1)", PAIRS, 0.0),
+        ("import threading\nt = threading.Thread(target=lambda: print(2 * int(input())))\nt.start()", PAIRS, 1.0),
+    ],
+)
+def test_reward_is_the_fraction_of_passed_tests(rewards: RewardSources, code: str, tests: Any, reward: float) -> None:
+    assert rewards.score([_sample(code, tests)]) == [reward]
+    assert rewards.failures == {}
+
+
+def test_without_partial_one_failed_test_is_0() -> None:
+    samples = [_sample("def double(x): return 4", ASSERTS), _sample("print(4)", PAIRS), _sample("print(2*int(input()))", PAIRS)]
+    assert _rewards().score(samples) == [0.0, 0.0, 1.0]
+
+
+LEAVING = [
+    "print('passed'); import sys; sys.exit(0)",
+    "print('passed', flush=True); import os; os._exit(0)",
+    "import atexit, os\natexit.register(lambda: os.write(3, b'passed 2'))\nraise SystemExit",
+    "def double(x):\n    import os; os._exit(0)",
+    "import os\nfor fd in range(3, 60):\n    try: os.write(fd, b'0' * 64 + b' 2\\n')\n    except OSError: pass\nos._exit(0)",
+    "import os\nos.lseek(0, 0, 0); found = os.read(0, 9999)\ndef double(x): return 2 * x if b'token' in found else None",
+]
+
+
+@pytest.mark.parametrize("code", LEAVING)
+def test_leaving_early_or_printing_passes_nothing(rewards: RewardSources, code: str) -> None:
+    assert rewards.score([_sample(code, ASSERTS)]) == [0.0]
+
+
+REFUSED = {
+    "write": "open('made', 'w')",
+    "write_tmp": "open('/tmp/megarl_made', 'w')",
+    "append": "open(__import__('sys').executable, 'ab')",
+    "mkdir": "os.mkdir('made')",
+    "unlink": "os.unlink('/tmp/megarl_nothing')",
+    "rename": "os.rename('/tmp/a', '/tmp/b')",
+    "chmod": "os.chmod('/tmp', 0o777)",
+    "symlink": "os.symlink('/tmp', 'link')",
+    "memfd": "os.memfd_create('x')",
+    "socket": "__import__('socket').socket()",
+    "unix_socket": "__import__('socket').socketpair()",
+    "fork": "os.fork()",
+    "posix_spawn": "os.posix_spawn('/bin/true', ['true'], {})",
+    "exec": "os.execv('/bin/true', ['true'])",
+    "kill": "os.kill(os.getppid(), 0)",
+    "setsid": "os.setsid()",
+    "raise_limit": "__import__('resource').setrlimit(__import__('resource').RLIMIT_AS, (-1, -1))",
+    "nice": "os.setpriority(os.PRIO_PROCESS, 0, 19)",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_system_calls_with_effects_outside_are_refused(rewards: RewardSources, name: str) -> None:
+    """The program sees the refusal itself, so that it is not another failure that is taken for one."""
+    code = f"import os\ntry: {REFUSED[name]}\nexcept (OSError, ValueError) as error: refused = type(error).__name__, str(error)"
+    tests = ["assert refused[0] == 'PermissionError' or 'not allowed' in refused[1], refused"]
+    assert rewards.score([_sample(code, tests)]) == [1.0]
+
+
+def test_a_python_that_is_not_shut_in_is_told_apart(tmp_path: Path) -> None:
+    """The same calls do work outside: the refusals above are the sandbox's."""
+    program = "import os, socket\nopen('made', 'w').close(); os.mkdir('dir'); socket.socket().close(); os.kill(os.getpid(), 0)"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=30)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dir", "made"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(1000)",
+        "import signal, time\nfor s in (1, 2, 15, 24): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+        "import os\nos.close(1); os.close(2)\nwhile True: pass",
+        "while True: print('x' * 10000)",
+        "x = bytearray(10 << 30)\nprint(4)",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",
+        "10 ** 10 ** 10",
+    ],
+)
+def test_what_does_not_end_or_grows_is_ended_in_time(rewards: RewardSources, code: str) -> None:
+    started = time.monotonic()
+    assert rewards.score([_sample(code, PAIRS[:1]), _sample(code, ["assert double(1)"])]) == [0.0, 0.0]
+    assert time.monotonic() - started < 15
+    assert not _sandboxed_processes()
+
+
+def _sandboxed_processes() -> list[str]:
+    """Children of this process that still run the sandbox's program."""
+    found = []
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            command = Path(f"/proc/{child}/cmdline").read_text()
+            if "sandbox_child" in command:
+                found.append(command)
+    return found
+
+
+def test_output_beyond_its_limit_ends_the_program_at_once() -> None:
+    flood = [_sample("while True: print('x' * 10000)", PAIRS[:1])]
+    started = time.monotonic()
+    assert _rewards(timeout_s=30, output_kb=10).score(flood) == [0.0]
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("tests", ["", "[]", [], None, "assert (", ["assert ("], [3], [{"input": "1"}], ["assert 1", {}]])
+def test_tests_that_are_none_are_counted_and_never_rewarded(tests: Any) -> None:
+    rewards = _rewards()
+    assert rewards.score([_sample("print(1)", tests)]) == [0.0]
+    assert rewards.failures == {"train-0": 1}
+
+
+def test_missing_tests_are_named() -> None:
+    with pytest.raises(RewardError, match=r"reward 'code_tests': row train-0 has no key 'answer'"):
+        _rewards().check([Prompt("train-0", "", [1], "q", {"anser": ASSERTS})])
+
+
+def test_without_the_filter_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = Path(sandbox.__file__).parent
+    (tmp_path / "sandbox_child.py").write_text((folder / "sandbox_child.py").read_text())
+    filter_text = (folder / "sandbox_filter.py").read_text()
+    (tmp_path / "sandbox_filter.py").write_text(re.sub(r"_FILTER_MODE = 22, 38, 2", "_FILTER_MODE = 22, 38, 77", filter_text))
+    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    with pytest.raises(RewardError, match=r"reward 'code_tests': programs of a model cannot be run safely .*PR_SET_SECCOMP"):
+        _rewards()
+
+
+def test_an_unknown_machine_has_no_filter() -> None:
+    with pytest.raises(OSError, match="no list of system calls for riscv64 machines, only for x86_64 and aarch64"):
+        sandbox_filter.instructions("riscv64")
+
+
+def test_jumps_of_the_filter_stay_inside_and_no_call_is_listed_twice() -> None:
+    for machine in ("x86_64", "aarch64"):
+        program = sandbox_filter.instructions(machine)
+        ends = [place + 1 + max(yes, no) for place, (code, yes, no, _) in enumerate(program) if code & 7 == 5]
+        assert max(ends) == len(program) - 1
+        assert all(len(set(table)) == len(table) for table in (sandbox_filter._X86_64, sandbox_filter._AARCH64))
+
+
+def test_last_python_block_is_the_program() -> None:
+    assert extract_program("```python\na\n```\ntext\n```py\nb\n```\n```text\nc\n```") == "b\n"
+    assert extract_program("```\na\n```\n```sh\nb\n```") == "a\n"
+    assert extract_program("x = 1") == "x = 1"
+    assert extract_program("```python\nx = 1\n") == "x = 1\n"
