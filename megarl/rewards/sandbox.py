@@ -75,8 +75,8 @@ def _run(request: dict[str, object], limits: SandboxLimits, until: float) -> tup
             env={},
             start_new_session=True,
         )
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             return _supervise(process, process.stdout.fileno(), limits, until)
         finally:
             with contextlib.suppress(ProcessLookupError):  # its own group, made by start_new_session
