@@ -17,7 +17,7 @@ from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
-from megarl.rewards.server import make_app
+from megarl.rewards.server import make_app, serve_reward
 from tests.rewards.local_server import running
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
@@ -233,3 +233,12 @@ def test_an_endpoint_that_fails_is_an_error(answer: Any, sentence: str) -> None:
 def test_unusable_judges_are_refused(args: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
         _judge("http://h", **args)
+
+
+def test_an_address_that_is_taken_is_a_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(RewardError, match=f"the reward server cannot listen on 127.0.0.1:{port}: "):
+            serve_reward([RewardConfig(name="exact_number")], DATA, "127.0.0.1", port)
