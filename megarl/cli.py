@@ -21,7 +21,7 @@ from megarl.errors import ConfigError, MegarlError, nearest
 
 USER_ERROR = 2
 INTERRUPTED = 130
-COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "config", "doctor")
+COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "config", "doctor")
 OBJECTIVES = {
     "sft": ("sft",),
     "reward-model": ("reward_model", "process_reward_model"),
@@ -110,6 +110,45 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to measure (default: model.path)")
     evaluate.set_defaults(run=_evaluate)
 
+    generate = commands.add_parser(
+        "generate",
+        help="sample and judge responses to data.train, as rows of a file",
+        description="Sample rollout.samples_per_prompt responses to every row of data.train and judge them.",
+    )
+    _config_arguments(generate)
+    generate.add_argument("--out", metavar="FILE", required=True, help="JSONL file to write; it must not exist")
+    generate.add_argument(
+        "--as", dest="form", choices=("samples", "sft", "pairs"), default="samples",
+        help="every response with its rewards, the right ones to train on, or right beside wrong ones (default: samples)",
+    )  # fmt: skip
+    generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint that samples (default: model.path)")
+    generate.set_defaults(run=_generate)
+
+    serve = commands.add_parser(
+        "serve-reward",
+        help="serve the rewards of CONFIG over HTTP",
+        description="Serve the sources in `rewards` over HTTP, by the protocol of the reward `http` (and of OpenRLHF).",
+    )
+    _config_arguments(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
+    serve.set_defaults(run=_serve_reward)
+
+    data = commands.add_parser("data", help="look at data files", description="Look at data files.")
+    inspect = data.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser).add_parser(
+        "inspect",
+        help="show rows as the model will see them",
+        description="Show the first rows of FILE as the model will see them: tokens that are trained on told from the others.",
+    )
+    inspect.add_argument("file", metavar="FILE", help=".jsonl or .parquet file, or a folder of Arrow or Parquet files")
+    inspect.add_argument("--model", metavar="FOLDER", required=True, help="model folder that the tokenizer comes from")
+    inspect.add_argument("--rows", type=int, default=3, help="rows shown (default: 3)")
+    inspect.add_argument(
+        "--kind", choices=("prompts", "sft", "pairs", "kto", "steps"), help="what rows are (default: by their keys)"
+    )
+    inspect.add_argument("--prompt-key", default="prompt", help="key of the prompt (default: prompt)")
+    inspect.set_defaults(run=_inspect)
+
     config = commands.add_parser(
         "config",
         help="list every config field, or show what CONFIG resolves to",
@@ -161,7 +200,7 @@ def _supervised(arguments: argparse.Namespace) -> int:
     from megarl.workers.spmd import is_leader
 
     if is_leader():
-        print("\n".join(f"{what:<26} {how_many}" for what, how_many in config.batch_rows()), flush=True)
+        print(_aligned(config.batch_rows()), flush=True)
     train(config)
     return 0
 
@@ -179,20 +218,63 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _generate(arguments: argparse.Namespace) -> int:
+    from megarl.config import check_models, load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_models(config)
+    from megarl.trainers.generate import generate
+
+    rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
+    print(f"{rows} rows written to {arguments.out}")
+    return 0
+
+
+def _serve_reward(arguments: argparse.Namespace) -> int:
+    from megarl.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    from megarl.rewards.server import serve_reward
+
+    serve_reward(config.rewards, config.data, arguments.host, arguments.port)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from megarl.data.inspect import inspect
+    from megarl.data.supervised import SupervisedSettings
+
+    settings = SupervisedSettings(prompt_key=arguments.prompt_key)
+    inspect(arguments.file, arguments.model, settings, arguments.rows, _console(), kind=arguments.kind)
+    return 0
+
+
 def _config(arguments: argparse.Namespace) -> int:
-    from megarl.config import batch_arithmetic, leaves, load_config, to_yaml
+    from megarl.config import SupervisedConfig, batch_arithmetic, leaves, load_config, load_supervised_config, to_yaml
+    from megarl.config.yaml_tree import read_yaml
 
     if arguments.config is None:
-        table = Table("field", "default", "may be", "meaning", show_lines=False, box=None, pad_edge=False)
-        for leaf in leaves():
-            table.add_row(leaf.name, leaf.default, leaf.may_be, leaf.description)
-        _console().print(table, markup=False)
+        for title, found in (("train, eval, generate", leaves()), ("sft, reward-model, preference", leaves(SupervisedConfig))):
+            table = Table("field", "default", "may be", "meaning", box=None, pad_edge=False, title=title, title_justify="left")
+            for leaf in found:
+                table.add_row(leaf.name, leaf.default, leaf.may_be, leaf.description)
+            _console().print(table, markup=False)
         return 0
-    config = load_config(arguments.config, arguments.overrides)
-    print(to_yaml(config))
+    if "objective" in read_yaml(arguments.config):
+        supervised = load_supervised_config(arguments.config, arguments.overrides)
+        text, rows = to_yaml(supervised), _aligned(supervised.batch_rows())
+    else:
+        config = load_config(arguments.config, arguments.overrides)
+        text, rows = to_yaml(config), batch_arithmetic(config).table()
+    print(text)
     # as comments, so that the output as a whole is a config file again
-    print("\n".join(f"# {line}" for line in batch_arithmetic(config).table().splitlines()))
+    print("\n".join(f"# {line}" for line in rows.splitlines()))
     return 0
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"{what:<{width}}  {how_many}" for what, how_many in rows)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -26,9 +26,9 @@ def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     _check_algorithm(config)
     _check_rollout(config)
-    _check_source("data.train", config.data.train)
+    check_source("data.train", config.data.train)
     if config.data.eval is not None:
-        _check_source("data.eval", config.data.eval)
+        check_source("data.eval", config.data.eval)
         _check_held_out(config.data.train, config.data.eval)
     elif config.run.eval_every:
         raise ConfigError(f"run.eval_every is {config.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
@@ -52,6 +52,7 @@ def _check_algorithm(config: Config) -> None:
             f"'{algorithm.advantage}' compares the responses of one prompt and needs at least 2"
         )
     _check_kl(config)
+    _check_ptx(config)
     correction = algorithm.correction
     if correction.mode not in ("none", "tis_token", "tis_sequence") and correction.low >= correction.high:
         raise ConfigError(
@@ -97,6 +98,22 @@ def _check_kl(config: Config) -> None:
         )
 
 
+def _check_ptx(config: Config) -> None:
+    if not config.ptx.coef:
+        return
+    if config.ptx.data is None:
+        raise ConfigError(
+            f"ptx.coef is {config.ptx.coef}, but ptx.data is null; give it a source of rows, or set ptx.coef to 0"
+        )
+    check_source("ptx.data", config.ptx.data)
+    share = config.algorithm.mini_batches * config.policy.layout.dp
+    if config.ptx.samples_per_step % share:
+        raise ConfigError(
+            f"ptx.samples_per_step is {config.ptx.samples_per_step}, but it must be a multiple of {share}, the mini-batches "
+            "of a step times policy.layout.dp"
+        )
+
+
 def _check_rollout(config: Config) -> None:
     rollout = config.rollout
     if rollout.engine == "replay" and rollout.replay_from is None:
@@ -115,7 +132,7 @@ def _check_rollout(config: Config) -> None:
         raise ConfigError(f"rollout.tp is {rollout.tp}, but rollout.engine = 'embedded' runs in one process; it may be 1")
 
 
-def _check_source(field: str, source: SourceConfig) -> None:
+def check_source(field: str, source: SourceConfig) -> None:
     if source.weight != 1:
         raise ConfigError(f"{field}.weight is {source.weight}, but only the parts of a mixture have a weight; it may be 1.0")
     if source.source != "mixture":

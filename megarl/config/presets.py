@@ -19,12 +19,14 @@ AdvantageName = Literal[
     "dr_grpo",
     "rloo",
     "remax",
+    "opo",
+    "gpg",
 ]
 PolicyLossName = Literal["clip", "dual_clip", "gspo", "cispo", "reinforce", "kl_penalty"]
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 
-GROUP_ADVANTAGES = frozenset({"reinforce_plus_plus_baseline", "grpo", "grpo_process", "dr_grpo", "rloo"})
+GROUP_ADVANTAGES = frozenset({"reinforce_plus_plus_baseline", "grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg"})
 """Estimators that compare the responses of one prompt, and so need at least two of them."""
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -307,7 +307,7 @@ class PtxConfig(Section):
     coef: NonNegative = 0.0
     """Weight of their mean cross-entropy per token in the policy loss; 0: none are read."""
     samples_per_step: Positive = 8
-    """Examples per training step, shared by its updates."""
+    """Examples per pass over a step's samples, shared by its mini-batches."""
     data: SourceConfig | None = None
     """Rows with `data.prompt_key` and `response_key`."""
     response_key: str = "response"

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megarl.config import checks
 from megarl.config.schema import (
     ModelConfig,
     NonNegative,
@@ -105,6 +106,9 @@ class SupervisedConfig(Section):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> SupervisedConfig:
+        checks.check_source("data.train", self.data.train)
+        if self.data.eval is not None:
+            checks.check_source("data.eval", self.data.eval)
         longest = self.data.max_tokens * (2 if self.objective.name in PAIR_LOSSES else 1)
         if self.policy.max_tokens_per_micro_batch < longest:
             raise ConfigError(

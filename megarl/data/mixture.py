@@ -17,17 +17,17 @@ class RowBuilder(Protocol[Record]):
         """The records of `rows`, whose row ids begin with `prefix`."""
 
 
-def build_parts(builder: RowBuilder[Record], source: Source, *, prefix: str) -> list[list[Record]]:
+def build_parts(builder: RowBuilder[Record], source: Source, *, prefix: str, section: str | None = None) -> list[list[Record]]:
     """The records of every part of a mixture, row ids `<prefix>-<part>-<row>`; of another source, of its only part.
 
     Raises:
-        DataError: a source or a row cannot be used, named as `data.<prefix>` or `data.<prefix>.parts[<part>]`.
+        DataError: a source or a row cannot be used, named as `section` (None: `data.<prefix>`) or one of its parts.
     """
-    parts = load_parts(source)
+    parts, section = load_parts(source), section or f"data.{prefix}"
     if source.source != "mixture":
-        return [builder.build(parts[0], prefix=prefix, origin=Origin(f"data.{prefix}", source))]
+        return [builder.build(parts[0], prefix=prefix, origin=Origin(section, source))]
     return [
-        builder.build(rows, prefix=f"{prefix}-{number}", origin=Origin(f"data.{prefix}.parts[{number}]", part))
+        builder.build(rows, prefix=f"{prefix}-{number}", origin=Origin(f"{section}.parts[{number}]", part))
         for number, (part, rows) in enumerate(zip(source.parts, parts, strict=True))
     ]
 

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
-from megarl.data.prompts import load_rows
+from megarl.config.schema import SourceConfig
+from megarl.data.mixture import build_parts
+from megarl.data.sample import Sample
+from megarl.data.sampler import without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ConfigError
 from megarl.rewards import build_rewards
@@ -27,14 +30,35 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
     """
     if config.data.eval is None:
         raise ConfigError("data.eval is null, but eval needs rows to measure on")
+    started = time.perf_counter()
+    samples, scores = answer(config, config.data.eval, "eval", checkpoint, greedy=True)
+    return evaluation(samples, scores) | {"seconds": time.perf_counter() - started}
+
+
+def answer(
+    config: Config, source: SourceConfig, prefix: str, checkpoint: str | None, *, greedy: bool
+) -> tuple[list[Sample], list[float]]:
+    """Responses of `model.path`, or of the policy saved in `checkpoint`, to every row of `source`, and their rewards.
+
+    `greedy`: one response per row, else `rollout.samples_per_prompt`. A reward model is not asked. Rows of `data.eval` are
+    left out of any other source.
+
+    Raises:
+        MegarlError: anything the user can mend, as one sentence.
+    """
+    if not config.rewards:
+        raise ConfigError("rewards is empty, but responses are judged by its sources; it may have one of weight 0")
     check_architectures(config)
     folder = CheckpointFolder(config.run_folder).resolve(checkpoint) if checkpoint is not None else None
     tokenizer = load_tokenizer(config.model.path)
-    prompts = PromptBuilder(tokenizer, config.data).build(load_rows(config.data.eval), prefix="eval")
+    prompts = [p for part in build_parts(PromptBuilder(tokenizer, config.data), source, prefix=prefix) for p in part]
+    if config.data.eval is not None and source is not config.data.eval:
+        held_out = build_parts(PromptBuilder(tokenizer, config.data), config.data.eval, prefix="eval")
+        prompts = without_held_out(prompts, [prompt for part in held_out for prompt in part])
     rewards = build_rewards(config.rewards, config.data)
     rewards.check(prompts)
     requests = group_requests(config)[:1] if folder is not None else []
-    with tempfile.TemporaryDirectory(prefix="megarl-eval-") as logs, open_cluster(config, requests, logs) as cluster:
+    with tempfile.TemporaryDirectory(prefix="megarl-logs-") as logs, open_cluster(config, requests, logs) as cluster:
         rollouts = Rollouts(config, cluster, tokenizer)
         starting = rollouts.begin_start()
         if folder is not None:
@@ -44,14 +68,23 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
         rollouts.finish_start(starting)
         if folder is not None:
             rollouts.update_weights(roles)
-        started = time.perf_counter()
-        samples = rollouts.generate(prompts, greedy=True)
-        scores = rewards.score(samples)
-        return evaluation(scores, config) | {"seconds": time.perf_counter() - started}
+        samples = rollouts.generate(prompts, greedy=greedy)
+        return samples, rewards.score(samples)
 
 
-def evaluation(scores: Sequence[float], config: Config) -> dict[str, float]:
-    """`reward` (mean) and `accuracy`: the share of responses that got all the reward there is."""
-    full = sum(reward.weight for reward in config.rewards if reward.weight > 0)
-    correct = sum(score >= full - 1e-9 for score in scores)
-    return {"reward": sum(scores) / len(scores), "accuracy": correct / len(scores), "prompts": float(len(scores))}
+def evaluation(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, float]:
+    """`reward` (mean), and `accuracy`: the share of responses that every function in `rewards` gave 1 or more.
+
+    A source of weight 0 takes part in the accuracy alone. There is no accuracy where only a reward model judges.
+    """
+    figures = {"reward": sum(scores) / len(scores), "prompts": float(len(scores))}
+    judged = [is_right(sample) for sample in samples]
+    if None not in judged:
+        figures["accuracy"] = sum(map(bool, judged)) / len(judged)
+    return figures
+
+
+def is_right(sample: Sample) -> bool | None:
+    """Whether every function gave the response 1 or more; None if none was asked."""
+    verdicts = [value >= 1 - 1e-9 for name, value in sample.rewards.items() if name != "reward_model"]
+    return all(verdicts) if verdicts else None

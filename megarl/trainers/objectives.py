@@ -21,7 +21,7 @@ class PolicyObjective:
 
     Columns it reads: `weights`, `advantages`; `old_log_probs` (absent: the step is on-policy and the ratio is 1);
     `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` (absent: 1), which multiplies the
-    policy loss alone.
+    policy loss alone. A stream with the column `ptx_weights` has supervised examples instead, mixed in with `ptx_coef`.
     """
 
     name: str
@@ -36,6 +36,9 @@ class PolicyObjective:
         """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
         log_probs, entropy = output[:, 0], output[:, 1]
         columns = stream.columns
+        if "ptx_weights" in columns:
+            cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
+            return self.ptx_coef * cross_entropy, {"ptx/loss": float(cross_entropy.detach())}
         old = columns.get("old_log_probs", log_probs.detach())
         response = torch.repeat_interleave(
             torch.arange(len(stream.owners)), torch.tensor([len(places) for _, places, _ in stream.owners])

@@ -29,6 +29,7 @@ from megarl.trainers.model_rewards import ModelRewards
 from megarl.trainers.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
 from megarl.trainers.processes import check_architectures, open_cluster, open_roles
+from megarl.trainers.ptx import PtxExamples
 from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
 from megarl.trainers.rollouts import Rollouts
 from megarl.trainers.run import Run
@@ -61,6 +62,7 @@ class RlRun(Run):
         kept, rows = [prompt for part in parts for prompt in part], sum(map(len, train))
         self.left_out = rows - len(kept), rows
         self.sampler = build_sampler(parts, weights_of(config.data.train), config.run.seed)
+        self.ptx = PtxExamples(config, self.tokenizer) if config.ptx.coef else None
         self.rewards = build_rewards(config.rewards, config.data)
         self.model_rewards = ModelRewards(config.reward_model, self.tokenizer)
         self.rewards.check([*kept, *self.eval_prompts])
@@ -93,12 +95,15 @@ class RlRun(Run):
             "sampler": self.sampler.state_dict(),
             "weight_version": self.rollouts.version,
             "experience": self.experience.state_dict(),
+            "ptx": self.ptx.state_dict() if self.ptx is not None else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state()` was taken; the engines have yet to be given the policy."""
         self.sampler.load_state_dict(state["sampler"])
         self.experience.load_state_dict(state["experience"])
+        if self.ptx is not None and state["ptx"] is not None:
+            self.ptx.load_state_dict(state["ptx"])
         if not self.was_finished:
             self.rollouts.resume_after(state["weight_version"])
 
@@ -203,7 +208,10 @@ class RlRun(Run):
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
                 wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
                 columns = [name for name in wanted if name in batch.columns]
-                running.append(self.roles.start_update(POLICY, batch, rows, columns, self._policy_objective()))
+                mixed_in = self.ptx.next() if self.ptx is not None else None
+                running.append(
+                    self.roles.start_update(POLICY, batch, rows, columns, self._policy_objective(), mixed_in=mixed_in)
+                )
                 self.rollouts.stale = True
             names = [CRITIC, POLICY] if config.uses_critic else [POLICY]
             merged: dict[str, float] = {}
@@ -240,7 +248,8 @@ class RlRun(Run):
         if not self.eval_prompts:
             return None
         self.sync_weights()
-        return evaluation(self._score(self.rollouts.generate(self.eval_prompts, greedy=True)), self.config)
+        samples = self.rollouts.generate(self.eval_prompts, greedy=True)
+        return evaluation(samples, self._score(samples))
 
     def _score(self, samples: list[Sample]) -> list[float]:
         rewards = self.rewards.score(samples)
@@ -276,4 +285,5 @@ class RlRun(Run):
             kl_estimator=algorithm.kl.estimator,
             kl_unbiased=algorithm.kl.unbiased,
             entropy_coef=algorithm.entropy_coef,
+            ptx_coef=self.config.ptx.coef,
         )

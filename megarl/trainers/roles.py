@@ -108,8 +108,8 @@ class Roles:
         `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one.
         """
         group = self.group_of(role)
-        shares = self._shares(role, batch, range(len(batch)), [], at=at)
-        arguments = [(role, share, at is not None) for share in shares]
+        replicas = self._micro_batches(role, batch, range(len(batch)), [], at=at)
+        arguments = [(role, share, at is not None) for share in group.share(replicas)]
         answers = group.call("forward", arguments, phase=f"{role} forward", deadline_s=self._deadlines.step_s)
         batch.gather(names, answers)
 
@@ -123,14 +123,19 @@ class Roles:
         *,
         at: Tensor | None = None,
         keep_groups: bool = False,
+        mixed_in: tuple[Batch, Sequence[str]] | None = None,
     ) -> Any:
         """Begin one optimizer step of `role` on `rows`; give the result to `finish_updates`.
 
         `at` is as in `forward`. `keep_groups`: no group is split over micro-batches, since the loss compares its members.
+        `mixed_in`: a further batch, all of whose rows join the step in micro-batches of their own, and its columns.
         """
         group = self.group_of(role)
-        shares = self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups)
-        return group, group.submit("update", [(role, share, loss, at is not None) for share in shares])
+        replicas = self._micro_batches(role, batch, rows, columns, at=at, keep_groups=keep_groups)
+        if mixed_in is not None:
+            more = self._micro_batches(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1])
+            replicas = [own + extra for own, extra in zip(replicas, more, strict=True)]
+        return group, group.submit("update", [(role, share, loss, at is not None) for share in group.share(replicas)])
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, float]]:
         """Wait for updates and return each one's metrics."""
@@ -189,7 +194,7 @@ class Roles:
     def _call(self, group: RankGroup, method: str, arguments: tuple[Any, ...], phase: str, deadline_s: float) -> None:
         group.call(method, arguments, phase=phase, deadline_s=deadline_s)
 
-    def _shares(
+    def _micro_batches(
         self,
         role: str,
         batch: Batch,
@@ -198,14 +203,14 @@ class Roles:
         *,
         at: Tensor | None = None,
         keep_groups: bool = False,
-    ) -> list[Any]:
-        """For every rank of the role's group, a reference to its replica's micro-batches."""
+    ) -> list[list[MicroBatch]]:
+        """For every data-parallel replica of the role its micro-batches."""
         group = self.group_of(role)
         units = batch.units(rows, columns, share_prompts=self.share_prompts or keep_groups, mask=at)
         limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
         sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
         plan = plan_micro_batches(sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops, whole_units=keep_groups)
-        return group.share([[_part(units, micro_batch) for micro_batch in share] for share in plan])
+        return [[_part(units, micro_batch) for micro_batch in share] for share in plan]
 
 
 def _part(units: Sequence[Unit], micro_batch: Sequence[tuple[int, Sequence[int]]]) -> MicroBatch:

@@ -70,14 +70,14 @@ class KtoObjective:
 
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
-        losses, figures = kto(
-            per_response(output[:, 0], stream),
-            per_response(stream.columns["reference_log_probs"], stream),
-            _first(stream.columns["labels"], stream).bool(),
-            torch.tensor(self.kl_reference, device=output.device),
-            self.settings,
-        )
-        return _mean(losses, figures, self.responses)
+        sums = per_response(output[:, 0], stream)
+        reference = per_response(stream.columns["reference_log_probs"], stream)
+        desirable = _first(stream.columns["labels"], stream).bool()
+        kl_reference = torch.tensor(self.kl_reference, device=output.device)
+        losses, figures = kto(sums, reference, desirable, kl_reference, self.settings)
+        moved = sums.detach() - reference
+        right = torch.where(desirable, moved > 0, moved < 0).sum()
+        return _mean(losses, figures | {"accuracy": right}, self.responses)
 
 
 @dataclass(frozen=True)

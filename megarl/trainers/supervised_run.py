@@ -12,8 +12,7 @@ from megarl.algorithms import PreferenceSettings, kto_kl_reference, token_weight
 from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES
 from megarl.data.batch import Batch
-from megarl.data.prompts import load_rows
-from megarl.data.rows import Origin
+from megarl.data.mixture import build_parts, weights_of
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.data.stream import pack
@@ -50,11 +49,10 @@ class SupervisedRun(Run):
         check_architectures(config)
         settings = SupervisedSettings(**{field.name: getattr(config.data, field.name) for field in fields(SupervisedSettings)})
         builder = SupervisedBuilder(load_tokenizer(config.model.path), self._kind(), settings)
-        train = builder.build(load_rows(config.data.train), prefix="train", origin=Origin("data.train", config.data.train))
-        held_out, self.held_out = config.data.eval, []
-        if held_out is not None:
-            self.held_out = builder.build(load_rows(held_out), prefix="eval", origin=Origin("data.eval", held_out))
-        self.sampler = build_sampler([train], [1.0], config.run.seed)
+        train = build_parts(builder, config.data.train, prefix="train")
+        held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
+        self.held_out = [sample for part in held_out for sample in part]
+        self.sampler = build_sampler(train, weights_of(config.data.train), config.run.seed)
         self.dropped = builder.dropped
 
     def start(self) -> None:

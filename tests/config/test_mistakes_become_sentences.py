@@ -46,7 +46,6 @@ def sentence(*overrides: str) -> str:
         ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas is the list [0.9]", "a list of 2 numbers"]),
         ("algorithm.name=gropo", ["'grpo', 'ppo' or 'reinforce_plus_plus'", "did you mean 'grpo'?"]),
         ("algorithm.kl.where=reward", ["algorithm.kl.where is 'reward'", "'grpo'", "it may be 'loss'"]),
-
         ("algorithm.kl.where=both", ["algorithm.kl.where is the text 'both'", "'loss' or 'reward'"]),
         ("policy.layout.tp=0", ["policy.layout.tp is 0", "at least 1"]),
         ("policy.layout.sequence_parallel=true", ["policy.layout.sequence_parallel is true", "policy.layout.tp of at least 2"]),

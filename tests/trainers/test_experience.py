@@ -128,7 +128,7 @@ def test_the_kl_weight_is_steered_towards_its_target_and_saved() -> None:
         "algorithm.advantage=reinforce",
         "algorithm.kl={coef: 0.2, estimator: k1, where: reward, target: 0.5, horizon: 10}",
     ]
-    made, metrics, experience = advantages(*overrides)
+    _, metrics, experience = advantages(*overrides)
     assert metrics["kl/coef"] == 0.2  # what this step used
     # the mean KL of a response, 0.5 x 15/4 nats, is far above the target: the largest step, 1 + 0.2 x 4/10
     assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2 * 1.08)

@@ -1,7 +1,8 @@
 """Make a tiny Llama that half knows how to add: where the examples in examples/tiny/ start from.
 
-Usage: python tools/model/tiny.py OUT_FOLDER. Random weights, then supervised training on every sum of two numbers up to
-10, once with its answer and once with one too many. The folder appears whole or not at all; it takes under a minute.
+Usage: python tools/model/tiny.py OUT_FOLDER [--untrained]. Random weights, then supervised training on every sum of two
+numbers up to 10, once with its answer and once with one too many; --untrained leaves that out. The folder appears whole
+or not at all; it takes under a minute.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ def accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> floa
         return float(answer_log_probs(model, *encode(tokenizer, SUMS)).exp().mean())
 
 
-def make(out: Path) -> float:
-    """Write the warmed-up model and its tokenizer to `out`; returns its accuracy."""
+def make(out: Path, *, untrained: bool) -> float:
+    """Write the model and its tokenizer to `out`; returns its accuracy."""
     torch.set_num_threads(1)  # so that the sums of floats, and with them the model, do not depend on the machine's cores
     torch.manual_seed(0)
     model, tokenizer = make_model(), make_tokenizer()
-    reached = warm_up(model, tokenizer)
+    reached = accuracy(model, tokenizer) if untrained else warm_up(model, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -123,14 +124,15 @@ def make(out: Path) -> float:
 
 def main() -> None:
     """Make the model unless the folder is there already."""
-    if len(sys.argv) != 2:
-        sys.exit("usage: python tools/model/tiny.py OUT_FOLDER")
+    untrained = sys.argv[2:] == ["--untrained"]
+    if len(sys.argv) != 2 + untrained:
+        sys.exit("usage: python tools/model/tiny.py OUT_FOLDER [--untrained]")
     out = Path(sys.argv[1])
     if (out / "config.json").exists():
         print(f"{out} is already there")
         return
     started = time.monotonic()
-    reached = make(out)
+    reached = make(out, untrained=untrained)
     print(f"wrote {out}: {reached:.0%} of its sampled answers are right, made in {time.monotonic() - started:.0f} s")
 
 
