@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megarl import cli
-from megarl.config import leaves
+from megarl.config import SupervisedConfig, leaves
 from megarl.errors import RewardError
 
 CONFIG = """
@@ -41,6 +41,11 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["eval", "c.yaml"], "data.eval is null"),
         (["config", "c.yaml", "algorithm.mini_batches=3"], "it may be 2 or 4"),
         (["doctor", "run.steps=3"], "run.steps=3"),
+        (["sft", "c.yaml"], "rewards is not a config field"),
+        (["generate", "c.yaml"], "--out"),
+        (["generate", "c.yaml", "--out", "x", "--as", "pears"], "'pears'"),
+        (["data", "inspect", "missing.jsonl", "--model", "nowhere"], "missing.jsonl"),
+        (["data", "show"], "'show'"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(config_file: str, capsys, argv: list[str], part: str) -> None:
@@ -79,8 +84,18 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
 def test_config_lists_every_leaf(capsys) -> None:
     assert cli.main(["config"]) == 0
     out = capsys.readouterr().out
-    for leaf in leaves():
+    for leaf in [*leaves(), *leaves(SupervisedConfig)]:
         assert leaf.name in out
+
+
+def test_config_of_a_supervised_file_prints_it_too(config_file: str, capsys) -> None:
+    Path("s.yaml").write_text(
+        "model: {path: nowhere}\nobjective: {name: dpo}\npolicy: {layout: {dp: 2}}\ndata: {train: {source: jsonl, path: x}}\n"
+    )
+    assert cli.main(["config", "s.yaml", "objective.beta=0.3"]) == 0
+    out = capsys.readouterr().out
+    assert yaml.safe_load(out)["objective"]["beta"] == 0.3
+    assert "pairs per DP rank" in out
 
 
 def test_config_of_a_file_prints_a_config_and_its_arithmetic(config_file: str, capsys) -> None:

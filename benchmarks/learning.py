@@ -1,0 +1,161 @@
+"""Does it learn: every advantage estimator and every policy loss on the tiny model, three seeds each.
+
+    make tiny-model && python benchmarks/learning.py --out benchmarks/results/learning.json
+
+The mean reward of the last five steps is compared with a threshold of 0.9; what misses it is written down as such.
+Writes the JSON file, the table in docs/learning.md and the picture beside it. Needs matplotlib (pip install matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from workload import ROOT, machine, versions
+
+MODEL = str(ROOT / "models/tiny-arithmetic")
+THRESHOLD, LAST_STEPS = 0.9, 5
+LR = 5e-4
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "gae": {"critic": {"max_tokens_per_micro_batch": 4096, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}}},
+    "reinforce": {},
+    "reinforce_moving_baseline": {},
+    "reinforce_plus_plus": {},
+    "reinforce_plus_plus_baseline": {},
+    "grpo": {},
+    "grpo_process": {"reward_model": {"path": MODEL, "process": True, "weight": 0.0}},
+    "dr_grpo": {},
+    "rloo": {},
+    "remax": {},
+    "opo": {},
+    "gpg": {},
+}
+LOSSES: dict[str, dict[str, Any]] = {
+    "clip": {},
+    "dual_clip": {},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {},
+    "reinforce": {},
+    "kl_penalty": {"penalty_coef": 0.1},
+}
+
+
+def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[str, Any]:
+    """The run of one row and seed: estimators under `clip` with one update a step, losses under `grpo` with two."""
+    task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]}
+    source = {"source": "reasoning_gym", "name": "basic_arithmetic", "limit": 1000}
+    source["args"] = task | {"allow_parentheses": False, "allow_negation": False}
+    algorithm: dict[str, Any] = {"kl": {"coef": 0.0}, "aggregation": "token_mean"}
+    if kind == "estimator":
+        algorithm |= {"advantage": name}
+    else:
+        algorithm |= {"advantage": "grpo", "policy_loss": name, "mini_batches": 2, **LOSSES[name]}
+    more = ESTIMATORS[name] if kind == "estimator" else {}
+    return {
+        "run": {"name": f"{kind}-{name}-{seed}", "folder": folder, "steps": steps, "seed": seed, "log_samples": 0},
+        "model": {"path": MODEL, "dtype": "float32"},
+        "policy": {
+            "max_tokens_per_micro_batch": 4096, "share_prompts": True, "threads_per_rank": 1,
+            "optimizer": {"lr": LR, "warmup_steps": 5, "betas": [0.9, 0.99]},
+        },
+        "algorithm": algorithm,
+        "data": {"train": source, "chat_template": "never", "max_prompt_tokens": 8},
+        "rollout": {"engine": "embedded", "prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4},
+        "rewards": [{"name": "exact_number"}],
+        **more,
+    }  # fmt: skip
+
+
+def learn(row: tuple[str, str, int], steps: int) -> dict[str, Any]:
+    """One run in this process: its reward at every step, and its seconds."""
+    import ray
+
+    from megarl.config import parse_config
+    from megarl.observe import read_metrics
+    from megarl.trainers.rl import train
+
+    if not ray.is_initialized():
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)
+    kind, name, seed = row
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.monotonic()
+        config = parse_config(settings(kind, name, seed, steps, folder))
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(config)
+        curve = [line["reward/mean"] for line in read_metrics(Path(config.run_folder) / "metrics.jsonl") if line["step"]]
+    return {"kind": kind, "name": name, "seed": seed, "seconds": time.monotonic() - started, "reward": curve}
+
+
+def table(runs: list[dict[str, Any]], kind: str) -> list[str]:
+    """Markdown rows: reward of the last steps per seed, first step above the threshold on the mean curve, and the verdict."""
+    lines = [f"| {kind} | seed 0 | seed 1 | seed 2 | mean curve first above {THRESHOLD} at step | reaches {THRESHOLD} |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name in dict.fromkeys(run["name"] for run in runs if run["kind"] == kind):
+        curves = [
+            run["reward"] for run in sorted(runs, key=lambda run: run["seed"]) if (run["kind"], run["name"]) == (kind, name)
+        ]
+        ends = [sum(curve[-LAST_STEPS:]) / LAST_STEPS for curve in curves]
+        mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+        first = next((str(step) for step, value in enumerate(mean, 1) if value >= THRESHOLD), "never")
+        reached = sum(end >= THRESHOLD for end in ends)
+        verdict = "yes" if reached == len(ends) else f"{reached} of {len(ends)} seeds"
+        lines.append(f"| `{name}` | {' | '.join(f'{end:.3f}' for end in ends)} | {first} | {verdict} |")
+    return lines
+
+
+def draw(runs: list[dict[str, Any]], out: Path) -> None:
+    """Mean curves, estimators beside losses."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4), dpi=130, sharey=True)
+    for axes, kind in zip(panels, ("estimator", "loss"), strict=True):
+        for name in dict.fromkeys(run["name"] for run in runs if run["kind"] == kind):
+            curves = [run["reward"] for run in runs if (run["kind"], run["name"]) == (kind, name)]
+            mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+            axes.plot(range(1, len(mean) + 1), mean, linewidth=1.2, label=name)
+        axes.axhline(THRESHOLD, color="black", linewidth=0.6, linestyle="--")
+        axes.set(xlabel="step", title=f"by {kind}")
+        axes.legend(fontsize=6, ncols=2)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("mean reward, mean of the seeds")
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+
+
+def main() -> None:
+    """Run every row and seed, two at a time, and write what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("learning.json"), help="JSON file to write")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs/learning.md", help="page whose table is written")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    names = [("estimator", name) for name in ESTIMATORS] + [("loss", name) for name in LOSSES]
+    rows = [(kind, name, seed) for kind, name in names for seed in range(arguments.seeds)]
+    setup = {"machine": machine(), "versions": versions(), "steps": arguments.steps, "threshold": THRESHOLD}
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(learn, rows, [arguments.steps] * len(rows)))
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(setup | {"runs": runs}) + "\n")
+    draw(runs, arguments.docs.parent / "images/learning.png")
+    head = arguments.docs.read_text().partition("<!-- table -->")[0] if arguments.docs.exists() else ""
+    body = "\n".join([*table(runs, "estimator"), "", *table(runs, "loss")])
+    arguments.docs.write_text(f"{head}<!-- table -->\n\n{body}\n\n![Reward over the steps](images/learning.png)\n")
+    print(body)
+
+
+if __name__ == "__main__":
+    main()
