@@ -81,7 +81,7 @@ def _check_algorithm(config: Config) -> None:
 
 def _check_kl(config: Config) -> None:
     kl, advantage = config.algorithm.kl, config.algorithm.advantage
-    if kl.coef and kl.where == "reward" and advantage in ("grpo", "grpo_process", "dr_grpo", "rloo"):
+    if kl.coef and kl.where == "reward" and advantage in ("grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg"):
         raise ConfigError(
             f"algorithm.kl.where is 'reward', but algorithm.advantage = '{advantage}' gives a whole response one "
             "advantage and has no place for a penalty per token; it may be 'loss', or algorithm.kl.coef 0"

@@ -27,14 +27,8 @@ FLOPS = FlopsModel.from_sizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim
 LOSSES = ("clip", "dual_clip", "gspo", "cispo", "reinforce", "kl_penalty")
 Variant = tuple[int, int | None, bool]
 """Tokens per micro-batch, seed of the samples' order (None: as they are), whether a group's prompt is computed once."""
-VARIANTS: list[Variant] = [
-    (10_000, None, True),
-    (10_000, 3, False),
-    (60, None, True),
-    (60, 1, True),
-    (33, 2, False),
-    (24, 4, True),
-]
+WHOLE: Variant = (10_000, None, True)
+VARIANTS: list[Variant] = [WHOLE, (10_000, 3, False), (60, None, True), (60, 1, True), (33, 2, False), (24, 4, True)]
 
 
 @pytest.fixture(scope="module")
