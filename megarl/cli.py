@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -86,6 +86,29 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
+    _training_commands(commands)
+    _model_commands(commands)
+    _serving_and_data_commands(commands)
+    config = commands.add_parser(
+        "config",
+        help="list every config field, or show what CONFIG resolves to",
+        description="Without CONFIG: every field with its type, default and meaning. With CONFIG: the resolved tree and "
+        "the batch arithmetic that follows from it.",
+    )
+    _config_arguments(config, is_optional=True)
+    config.set_defaults(run=_config)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what is installed, what will be used, and how to mend what is missing",
+        description="What is installed, which devices, which layer spec and optimizer will be used and why, with a fix "
+        "for each problem. Exit code 1 if something a run needs is missing.",
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _training_commands(commands: Any) -> None:
     train = commands.add_parser("train", help="train as CONFIG says", description="Train as CONFIG says.")
     _config_arguments(train)
     train.set_defaults(run=_train)
@@ -103,6 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         _config_arguments(supervised)
         supervised.set_defaults(run=_supervised, command=command)
 
+
+def _model_commands(commands: Any) -> None:
     evaluate = commands.add_parser(
         "eval", help="measure a model on data.eval", description="Measure a model on data.eval, greedily."
     )
@@ -124,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint that samples (default: model.path)")
     generate.set_defaults(run=_generate)
 
+
+def _serving_and_data_commands(commands: Any) -> None:
     serve = commands.add_parser(
         "serve-reward",
         help="serve the rewards of CONFIG over HTTP",
@@ -148,24 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--prompt-key", default="prompt", help="key of the prompt (default: prompt)")
     inspect.set_defaults(run=_inspect)
-
-    config = commands.add_parser(
-        "config",
-        help="list every config field, or show what CONFIG resolves to",
-        description="Without CONFIG: every field with its type, default and meaning. With CONFIG: the resolved tree and "
-        "the batch arithmetic that follows from it.",
-    )
-    _config_arguments(config, is_optional=True)
-    config.set_defaults(run=_config)
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="what is installed, what will be used, and how to mend what is missing",
-        description="What is installed, which devices, which layer spec and optimizer will be used and why, with a fix "
-        "for each problem. Exit code 1 if something a run needs is missing.",
-    )
-    doctor.set_defaults(run=_doctor)
-    return parser
 
 
 def _config_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
