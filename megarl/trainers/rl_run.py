@@ -178,7 +178,7 @@ class RlRun(Run):
         """Advantages and returns over the whole batch, on the driver."""
         with self.phases("advantages"):
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
-            if self.config.algorithm.advantage == "grpo_process":
+            if self.config.uses_reward_model and self.config.reward_model.process:
                 self.model_rewards.add_steps(batch, rewards)
             self.metrics |= self.experience.estimate(batch, rewards, self._greedy_scores())
         self.metrics |= {

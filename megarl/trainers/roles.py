@@ -171,13 +171,13 @@ class Roles:
         return merged
 
     def save(self, folder: str) -> None:
-        """Write every trained role into a folder of its own below `folder`."""
-        for role in self._trained():
+        """Write every role that changes during the run into a folder of its own below `folder`."""
+        for role in self._changing():
             self._call(self.group_of(role), "save_role", (role, f"{folder}/{role}"), "save", self._deadlines.save_s)
 
     def restore(self, folder: str, roles: Sequence[str] | None = None) -> None:
-        """Read trained roles back; all of them unless `roles` says which."""
-        for role in roles or self._trained():
+        """Read back what `save` wrote; every role of it unless `roles` says which."""
+        for role in roles or self._changing():
             self._call(self.group_of(role), "load_role", (role, f"{folder}/{role}"), "resume", self._deadlines.save_s)
 
     def group_of(self, role: str) -> RankGroup:
@@ -188,8 +188,10 @@ class Roles:
     def _deadlines(self) -> Any:
         return self.config.resources.deadlines
 
-    def _trained(self) -> list[str]:
-        return [role for role in self._loaded if self.specs[role].trained is not None]
+    def _changing(self) -> list[str]:
+        """Roles whose weights a checkpoint must keep: trained ones, and a reference that is set to the policy on the way."""
+        moving = {REFERENCE} if self.config.reference.reset_every else set()
+        return [role for role in self._loaded if self.specs[role].trained is not None or role in moving]
 
     def _call(self, group: RankGroup, method: str, arguments: tuple[Any, ...], phase: str, deadline_s: float) -> None:
         group.call(method, arguments, phase=phase, deadline_s=deadline_s)

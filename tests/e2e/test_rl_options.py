@@ -107,6 +107,15 @@ def test_a_reset_reference_is_the_policy_of_that_step(tiny_config: Callable[...,
     assert kl[3] > 1e-7
 
 
+def test_a_resumed_run_keeps_the_reference_that_was_reset(tiny_config: Callable[..., Config]) -> None:
+    settings = {**NO_EVAL, "reference.reset_every": 2, "run.resume": "auto"}
+    whole, _ = run(tiny_config(**settings, **{"run.name": "whole", "run.steps": 4}))
+    run(tiny_config(**settings, **{"run.name": "parts", "run.steps": 3}))
+    parts, _ = run(tiny_config(**settings, **{"run.name": "parts", "run.steps": 4}))
+    assert [row["kl/reference"] for row in parts] == [row["kl/reference"] for row in whole]
+    assert [row["policy/grad_norm"] for row in parts] == [row["policy/grad_norm"] for row in whole]
+
+
 def test_supervised_examples_are_mixed_in_with_their_weight(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
         "".join(json.dumps({"question": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(4))
