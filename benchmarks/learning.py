@@ -23,7 +23,8 @@ from workload import ROOT, machine, versions
 
 MODEL = str(ROOT / "models/tiny-arithmetic")
 THRESHOLD, LAST_STEPS = 0.9, 5
-LR = 5e-4
+LR = {"estimator": 5e-4, "loss": 3e-4}
+"""Losses make two updates a step."""
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": {"critic": {"max_tokens_per_micro_batch": 4096, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}}},
     "reinforce": {},
@@ -64,7 +65,7 @@ def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[s
         "model": {"path": MODEL, "dtype": "float32"},
         "policy": {
             "max_tokens_per_micro_batch": 4096, "share_prompts": True, "threads_per_rank": 1,
-            "optimizer": {"lr": LR, "warmup_steps": 5, "betas": [0.9, 0.99]},
+            "optimizer": {"lr": LR[kind], "warmup_steps": 5, "schedule": "cosine", "betas": [0.9, 0.99]},
         },
         "algorithm": algorithm,
         "data": {"train": source, "chat_template": "never", "max_prompt_tokens": 8},
