@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
@@ -136,11 +137,11 @@ def test_what_does_not_end_or_grows_is_ended_in_time(rewards: RewardSources, cod
 
 
 def _sandboxed_processes() -> list[str]:
-    """Children of this process that still run the sandbox's program."""
+    """Descendants of this process that still run the sandbox's program."""
     found = []
-    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            command = Path(f"/proc/{child}/cmdline").read_text()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(child.cmdline())
             if "sandbox_child" in command:
                 found.append(command)
     return found
