@@ -14,12 +14,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
+from megarl.megatron.model_config import transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {"silu": torch.nn.functional.silu}
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:
@@ -34,45 +32,6 @@ def initialize_layout(layout: Layout, seed: int) -> None:
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> TransformerConfig:
-    """megatron-core's config for a Hugging Face config under `options`."""
-    architecture = architecture_for(hf_config)
-    layout = options.layout
-    kwargs = dict(architecture.transformer_config_kwargs(hf_config))
-    kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
-    if options.recompute != "none":
-        kwargs["recompute_granularity"] = options.recompute
-    if options.recompute == "full":
-        kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
-    on_cuda = options.layer_spec == "transformer_engine"
-    return TransformerConfig(
-        **kwargs,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        sequence_parallel=layout.sequence_parallel,
-        params_dtype=DTYPES[options.dtype],
-        pipeline_dtype=DTYPES[options.dtype],
-        bf16=options.dtype == "bfloat16",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=not on_cuda,
-        perform_initialization=False,
-        variable_seq_lengths=True,
-        # Losses arrive already divided by their global denominator: sums everywhere, no rescaling by megatron-core.
-        calculate_per_token_loss=True,
-        bias_dropout_fusion=on_cuda,
-        bias_activation_fusion=on_cuda,
-        masked_softmax_fusion=on_cuda,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        moe_token_dispatcher_type="alltoall",
-    )
 
 
 def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module]:

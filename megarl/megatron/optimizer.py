@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.megatron.build import DTYPES
+from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import OptimizerOptions
 
 
