@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -230,8 +231,7 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
             "num_layers": int(tree["num_hidden_layers"]),
             "num_heads": heads,
             "num_kv_heads": int(tree.get("num_key_value_heads") or heads),
-            "num_experts": next((int(tree[key]) for key in _EXPERT_KEYS if tree.get(key)), None),
-            "ffn_size": int(tree["intermediate_size"]),
+            **_widths(tree),
         }
     except FileNotFoundError:
         raise ModelError(
@@ -246,11 +246,27 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
+def _widths(tree: dict[str, Any]) -> dict[str, int | None]:
+    """The feed-forward widths that tensor parallelism divides: of dense layers and shared experts, and of the experts."""
+    width = int(tree["intermediate_size"])
+    experts = next((int(tree[key]) for key in _EXPERT_KEYS if tree.get(key)), None)
+    if experts is None:
+        return {"ffn_size": width, "num_experts": None, "expert_ffn_size": None}
+    of_expert = int(tree.get("moe_intermediate_size") or width)
+    has_dense_layers = (
+        tree.get("first_k_dense_replace") or tree.get("mlp_only_layers") or tree.get("decoder_sparse_step", 1) > 1
+    )
+    shared = int(tree.get("n_shared_experts") or 0) * of_expert
+    split_by_tp = [size for size in (width if has_dense_layers else 0, shared) if size]
+    return {
+        "ffn_size": math.gcd(*split_by_tp) if split_by_tp else None,
+        "num_experts": experts,
+        "expert_ffn_size": of_expert,
+    }
+
+
 def _check_layout(field: str, layout: Layout, sizes: dict[str, Any]) -> None:
-    architecture = {key: value for key, value in sizes.items() if key != "ffn_size"}
     try:
-        layout.check_model(**architecture)
+        layout.check_model(**sizes)
     except LayoutError as error:
         raise ConfigError(str(error).replace("layout.", f"{field}.")) from None
-    if sizes["ffn_size"] % layout.tp:
-        raise ConfigError(f"{field}.tp is {layout.tp}, but it must divide the model's feed-forward width {sizes['ffn_size']}")

@@ -36,21 +36,36 @@ class Layout:
     dp: int = 1
     vpp: int | None = None
     sequence_parallel: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "etp", "dp"):
             size = getattr(self, name)
             if size < 1:
                 raise LayoutError(f"layout.{name} is {size}, but a parallel size is at least 1")
-        if self.world_size % (self.etp * self.ep * self.pp):
+        per_stage = self.tp * self.cp * self.dp
+        if per_stage % (self.etp * self.ep):
+            fit = [n for n in divisors(per_stage) if per_stage % (n * self.etp) == 0]
             raise LayoutError(
-                f"layout.etp={self.etp} x layout.ep={self.ep} x layout.pp={self.pp} does not divide the "
-                f"{self.world_size} ranks of tp*cp*dp*pp={self.tp}*{self.cp}*{self.dp}*{self.pp}"
+                f"layout.ep is {self.ep} with layout.etp={self.etp}, but ep * etp must divide the {per_stage} ranks of a "
+                f"pipeline stage (tp*cp*dp = {self.tp}*{self.cp}*{self.dp}); "
+                + (f"ep may be {_nearest(fit, self.ep)}" if fit else f"etp may be {_nearest(divisors(per_stage), self.etp)}")
             )
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("layout.sequence_parallel is true, but it needs layout.tp of at least 2")
         if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
             raise LayoutError(f"layout.vpp is {self.vpp}, but it needs to be at least 2 with layout.pp of at least 2")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            layers = getattr(self, name)
+            if layers is None:
+                continue
+            if self.pp < 2:
+                raise LayoutError(f"layout.{name} is {layers}, but uneven stages need layout.pp of at least 2")
+            if layers < 1 or layers % (self.vpp or 1):
+                raise LayoutError(
+                    f"layout.{name} is {layers}, but it must be a positive multiple of layout.vpp={self.vpp or 1}"
+                )
 
     @property
     def world_size(self) -> int:
@@ -86,30 +101,110 @@ class Layout:
         """Rank at the given dense coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
-    def check_model(self, *, num_layers: int, num_heads: int, num_kv_heads: int, num_experts: int | None) -> None:
-        """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
+    def stage_layers(self, num_layers: int) -> list[list[list[int]]]:
+        """The zero-based layers of each model chunk, `[pp][vpp or 1]`, as megatron-core assigns them.
+
+        The first and the last stage hold what `first_stage_layers` and `last_stage_layers` say, the others equal shares;
+        chunk v of every stage comes before chunk v + 1 of any.
 
         Raises:
-            LayoutError: tp does not divide the heads (or the KV heads in either direction), pp the layers, or ep
-                the experts.
+            LayoutError: the layers cannot be shared so; the nearest sizes that can are named.
         """
-        if num_heads % self.tp or (num_kv_heads % self.tp and self.tp % num_kv_heads):
-            fit = [n for n in divisors(num_heads) if num_kv_heads % n == 0 or n % num_kv_heads == 0]
-            raise LayoutError(
-                f"layout.tp is {self.tp}, but the model has {num_heads} attention heads and {num_kv_heads} KV heads; "
-                f"tp may be {_listed(fit)}"
+        uneven = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
+        uneven = {stage: layers for stage, layers in uneven.items() if layers is not None}
+        even_stages, left = self.pp - len(uneven), num_layers - sum(uneven.values())
+        chunks = self.vpp or 1
+        fits = left % (even_stages * chunks) == 0 and left > 0 if even_stages else left == 0
+        if not fits:
+            raise LayoutError(self._stages_do_not_fit(num_layers))
+        share = left // (even_stages * chunks) if even_stages else 0
+        stages: list[list[list[int]]] = [[] for _ in range(self.pp)]
+        at = 0
+        for _ in range(chunks):
+            for stage in range(self.pp):
+                count = uneven[stage] // chunks if stage in uneven else share
+                stages[stage].append(list(range(at, at + count)))
+                at += count
+        return stages
+
+    def _stages_do_not_fit(self, num_layers: int) -> str:
+        vpp = f" x layout.vpp={self.vpp}" if self.vpp else ""
+        if self.first_stage_layers is None and self.last_stage_layers is None:
+            chunks = self.vpp or 1
+            fit = [n for n in divisors(num_layers) if num_layers % (n * chunks) == 0 and (n > 1 or not self.vpp)]
+            sizes = f"pp may be {_nearest(fit, self.pp)}" if fit else f"vpp may be {_nearest(divisors(num_layers), chunks)}"
+            uneven = self._uneven_proposal(num_layers)
+            return f"layout.pp={self.pp}{vpp} does not divide the model's {num_layers} layers; {sizes}" + (
+                f", or first_stage_layers and last_stage_layers {uneven[0]} and {uneven[1]}" if uneven else ""
             )
-        stages = self.pp * (self.vpp or 1)
-        if num_layers % stages:
+        uneven = self._uneven_proposal(num_layers)
+        return (
+            f"layout.first_stage_layers={self.first_stage_layers} and layout.last_stage_layers={self.last_stage_layers} do not "
+            f"leave equal shares of the model's {num_layers} layers to the other stages of layout.pp={self.pp}{vpp}"
+            + (f"; they may be {uneven[0]} and {uneven[1]}" if uneven else "")
+        )
+
+    def _uneven_proposal(self, num_layers: int) -> tuple[int, int] | None:
+        """First and last stage sizes that fit, the last one at most as large as the first, as near to equal as can be."""
+        chunks, middle = self.vpp or 1, self.pp - 2
+        best: tuple[int, int] | None = None
+        for first in range(chunks, num_layers, chunks):
+            for last in range(chunks, first + 1, chunks):
+                left = num_layers - first - last
+                fits = left == 0 if not middle else left > 0 and left % (middle * chunks) == 0
+                if fits and (best is None or _spread(num_layers, self.pp, (first, last)) < _spread(num_layers, self.pp, best)):
+                    best = (first, last)
+        return best
+
+    def check_model(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        ffn_size: int | None,
+        num_experts: int | None = None,
+        expert_ffn_size: int | None = None,
+    ) -> None:
+        """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
+
+        `ffn_size` is the width of dense layers and shared experts, None where there are none.
+
+        Raises:
+            LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, the
+                layers do not share among the stages, ep does not divide the experts, or etp an expert's width.
+        """
+
+        def holds(tp: int) -> bool:
+            kv_heads_fit = num_kv_heads % tp == 0 or tp % num_kv_heads == 0
+            return num_heads % tp == 0 and kv_heads_fit and (ffn_size or tp) % tp == 0
+
+        if not holds(self.tp):
+            width = f" and a feed-forward width of {ffn_size}" if ffn_size else ""
             raise LayoutError(
-                f"layout.pp{' x layout.vpp' if self.vpp else ''} is {stages}, but the model has {num_layers} layers; "
-                f"the number of stages may be {_listed(divisors(num_layers))}"
+                f"layout.tp is {self.tp}, but the model has {num_heads} attention heads, {num_kv_heads} KV heads{width}; "
+                f"tp may be {_nearest([n for n in divisors(num_heads) if holds(n)], self.tp)}"
             )
-        if self.ep > 1 and num_experts is None:
-            raise LayoutError(f"layout.ep is {self.ep}, but the model has no experts; ep may be 1")
-        if num_experts is not None and num_experts % self.ep:
+        self.stage_layers(num_layers)
+        if num_experts is None:
+            if self.ep > 1:
+                raise LayoutError(f"layout.ep is {self.ep}, but the model has no experts; ep may be 1")
+            return
+        if num_experts % self.ep:
+            fit = [n for n in divisors(num_experts) if self.tp * self.cp * self.dp % (n * self.etp) == 0]
             raise LayoutError(
-                f"layout.ep is {self.ep}, but the model has {num_experts} experts; ep may be {_listed(divisors(num_experts))}"
+                f"layout.ep is {self.ep}, but the model has {num_experts} experts; ep may be {_nearest(fit, self.ep)}"
+            )
+        if expert_ffn_size is not None and expert_ffn_size % self.etp:
+            fit = [n for n in divisors(expert_ffn_size) if self.tp * self.cp * self.dp % (n * self.ep) == 0]
+            raise LayoutError(
+                f"layout.etp is {self.etp}, but an expert's feed-forward width is {expert_ffn_size}; "
+                f"etp may be {_nearest(fit, self.etp)}"
+            )
+        if self.ep == 1 and self.etp != self.tp:
+            raise LayoutError(
+                f"layout.etp is {self.etp} with layout.tp={self.tp} and layout.ep=1, for which megatron-core 0.16 computes "
+                f"wrong gradients of the experts; etp may be {self.tp}, or ep more than 1"
             )
 
 
@@ -118,5 +213,13 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _listed(values: list[int]) -> str:
-    return ", ".join(map(str, values[:8])) + (", …" if len(values) > 8 else "")
+def _nearest(values: list[int], wanted: int) -> str:
+    """The four values nearest to the one wanted, ascending."""
+    return ", ".join(map(str, sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4])))
+
+
+def _spread(num_layers: int, pp: int, ends: tuple[int, int]) -> tuple[float, int]:
+    """How far the stages are from equal shares; ties go to the smaller first stage."""
+    middle = (num_layers - sum(ends)) / (pp - 2) if pp > 2 else ends[0]
+    sizes = (*ends, middle)
+    return max(sizes) - min(sizes), ends[0]

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass as validated_dataclass
 
 from megarl.config import checks
-from megarl.config.layout import Layout
+from megarl.config.layout_config import LayoutConfig
 from megarl.config.presets import AdvantageName, AggregationName, KlEstimator, PolicyLossName, PresetName, fill_preset
-from megarl.errors import LayoutError
 
 Positive = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0)]
@@ -67,35 +65,6 @@ class ModelConfig(Section):
     """Megatron layer implementation; `auto`: transformer_engine where there is a GPU and it imports, else reference."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: none, core attention only, or whole layers."""
-
-
-# not strict as a whole: a strict dataclass takes only instances, and YAML brings mappings
-@validated_dataclass(frozen=True, config=ConfigDict(extra="forbid", use_attribute_docstrings=True))
-class LayoutConfig(Layout):
-    """Ranks per parallel dimension. A `Layout` itself, so every room can use it as one."""
-
-    tp: Positive = 1
-    """Tensor-parallel ranks: each holds a slice of every matrix."""
-    pp: Positive = 1
-    """Pipeline stages: each holds a run of consecutive layers."""
-    cp: Positive = 1
-    """Context-parallel ranks: each holds a part of every sequence."""
-    ep: Positive = 1
-    """Expert-parallel ranks of mixture-of-experts layers."""
-    etp: Positive = 1
-    """Tensor-parallel ranks inside each expert."""
-    dp: Positive = 1
-    """Data-parallel replicas of the dense layers."""
-    vpp: Annotated[int, Field(ge=2, strict=True)] | None = None
-    """Virtual pipeline chunks per stage (interleaved schedule); null: one."""
-    sequence_parallel: Annotated[bool, Field(strict=True)] = False
-    """Split activations between tensor-parallel regions along the sequence; needs tp of at least 2."""
-
-    def __post_init__(self) -> None:
-        try:
-            super().__post_init__()
-        except LayoutError as error:  # pydantic adds the field's place only to ValueErrors
-            raise ValueError(str(error)) from error
 
 
 class OptimizerConfig(Section):

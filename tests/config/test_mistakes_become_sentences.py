@@ -50,7 +50,7 @@ def sentence(*overrides: str) -> str:
         ("policy.layout.tp=0", ["policy.layout.tp is 0", "at least 1"]),
         ("policy.layout.sequence_parallel=true", ["policy.layout.sequence_parallel is true", "policy.layout.tp of at least 2"]),
         ("reference.layout={vpp: 2}", ["reference.layout.vpp is 2", "reference.layout.pp of at least 2"]),
-        ("policy.layout.ep=2", ["policy.layout.etp=1", "does not divide"]),
+        ("policy.layout.ep=2", ["policy.layout.etp=1", "ep * etp must divide the 1 ranks", "ep may be 1"]),
         ("model={}", ["model.path is missing", "text"]),
         ("policy.optimizer.lr=.nan", ["policy.optimizer.lr is nan", "a number"]),
         ("nonsense", ["'nonsense' is not of the form key=value"]),
@@ -126,8 +126,11 @@ def write_model(folder, **sizes: int) -> str:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 8 attention heads and 2 KV heads"),
-        (["policy.layout.pp=4"], "the model has 6 layers; the number of stages may be 1, 2, 3, 6"),
+        (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 8 attention heads"),
+        (
+            ["policy.layout.pp=4"],
+            "policy.layout.pp=4 does not divide the model's 6 layers; pp may be 1, 2, 3, 6",
+        ),
         (["reference.layout={tp: 16}"], "reference.layout.tp is 16"),
         (["policy.layout={ep: 2, dp: 2}"], "policy.layout.ep is 2, but the model has no experts"),
         (["rollout.tp=3"], "rollout.tp is 3"),
@@ -145,7 +148,7 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(tmp_path, overrides:
 def test_tp_must_divide_the_feed_forward_width(tmp_path) -> None:
     path = write_model(tmp_path / "model", intermediate_size=27)
     config = parse_config(apply_overrides(BASE, [f"model.path={path}", "policy.layout.tp=2"]))
-    with pytest.raises(ConfigError, match=r"policy\.layout\.tp is 2, .* feed-forward width 27"):
+    with pytest.raises(ConfigError, match=r"policy\.layout\.tp is 2, .* feed-forward width of 27"):
         check_models(config)
 
 
