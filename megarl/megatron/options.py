@@ -12,7 +12,10 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model)."""
+    """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
+
+    `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
+    """
 
     path: str
     layout: Layout
@@ -23,6 +26,7 @@ class ModelOptions:
     temperature: float = 1.0
     logit_chunk_tokens: int = 512
     trainable: bool = True
+    token_multiple: int = 1
 
 
 @dataclass(frozen=True)
