@@ -82,7 +82,8 @@ def _build_chunk(
     vocab_size = gpt_kwargs.pop("vocab_size")
     if options.head == "value":
         gpt_kwargs["share_embeddings_and_output_weights"] = False
-    layers = config.num_layers // (layout.pp * (layout.vpp or 1))
+    stages = layout.stage_layers(config.num_layers)
+    layers = stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_specs.block_spec(options.layer_spec, config, layers),

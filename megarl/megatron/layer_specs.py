@@ -6,6 +6,7 @@ streams with shared prompts. Its parameter names are those of `local`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,8 +54,8 @@ class PackedRotaryEmbedding(torch.nn.Module):
         return self.rotary(rotary_seq_len, packed_seq=True)[self.position_ids]
 
 
-def block_spec(name: str, config: TransformerConfig, num_layers: int) -> TransformerBlockSubmodules | ModuleSpec:
-    """The spec of one pipeline stage's `num_layers` layers under the layer spec called `name`."""
+def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
+    """The spec of one model chunk's `layers` (global, zero-based) under the layer spec called `name`."""
     experts = config.num_moe_experts
     if name == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(
@@ -73,4 +74,4 @@ def block_spec(name: str, config: TransformerConfig, num_layers: int) -> Transfo
     attention.core_attention = ReferenceAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = ReferenceRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=ReferenceRMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=ReferenceRMSNorm)
