@@ -1,0 +1,164 @@
+"""One tiny random Hugging Face model per architecture family, for every test that compares megatron-core with transformers.
+
+`FAMILIES: dict[str, Family]` holds one entry per family, `VARIANTS` the same families with what only one process has to
+prove. `build_folder(family, path)` writes config.json and model.safetensors (hub tensor names); `hugging_face(family)` is
+the same model as a transformers module, `by_hub_name(model, ...)` renames its fused experts' tensors or gradients.
+
+Each has 4 layers, hidden size 32, 4 heads, a vocabulary of 131 (odd: it needs padding) and no padding row; every parameter
+and buffer is random (norms, biases, expert bias). tp up to 4, pp up to 4, ep up to 4 and etp up to 4 fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.hf_folder import write_hf_folder
+
+VOCAB_SIZE = 131
+
+
+@dataclass(frozen=True)
+class Family:
+    """`class_prefix` of transformers' config and model classes, and what this model's config has of its own."""
+
+    class_prefix: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    num_experts: int | None = None
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.0,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}
+QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": YARN_ROPE,
+}
+FAMILIES: dict[str, Family] = {
+    "llama": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": None}),
+    "qwen2": Family("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": Family("Qwen3", {"head_dim": 12, "num_key_value_heads": 1}),
+    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4),
+    "qwen3_moe": Family("Qwen3Moe", QWEN3_MOE | {"head_dim": 12, "norm_topk_prob": True}, 4),
+    "deepseek_v3": Family("DeepseekV3", DEEPSEEK, 8),
+}
+VARIANTS: dict[str, Family] = FAMILIES | {
+    "llama-tied": Family("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12}),
+    "llama-rope-linear": Family("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "llama-rope-yarn": Family("Llama", {"rope_parameters": YARN_ROPE, "head_dim": 12}),
+    "qwen3-tied": Family("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
+    "mixtral-top1": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}, 4),
+    "qwen3_moe-sparse-step": Family("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [], "decoder_sparse_step": 2}, 4),
+    "deepseek_v3-plain": Family(
+        "DeepseekV3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "rope_interleave": False}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "first_k_dense_replace": 0},
+        8,
+    ),
+}
+
+
+def hugging_face(family: str) -> Any:
+    """The model of `family` (a key of VARIANTS) in float32, in evaluation mode, with seeded random values everywhere."""
+    import transformers
+
+    entry = VARIANTS[family]
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "attn_implementation": "eager",
+    } | entry.settings
+    config = getattr(transformers, f"{entry.class_prefix}Config")(**settings)
+    model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
+    generator = torch.Generator().manual_seed(7)
+    values = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")
+    }
+    with torch.no_grad():
+        for name, value in values.items():
+            centre = 1.0 if "norm" in name else 0.0
+            value.copy_(centre + 0.3 * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors named and shaped as the module's parameters (values or gradients), as a hub checkpoint has them.
+
+    transformers fuses all experts of a layer into one parameter; on disk each expert has its own.
+    """
+    found: dict[str, Tensor] = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, tensor in named:
+        name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
+        prefix, fused, part = name.partition(".experts.")
+        if not fused:
+            found[name] = tensor
+            continue
+        gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        for expert, rows in enumerate(tensor):
+            halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}
+            found |= {f"{prefix}.experts.{expert}.{which}.weight": half for which, half in halves.items()}
+    return found
+
+
+def hub_tensors(model: Any) -> dict[str, Tensor]:
+    """What the model's safetensors file holds."""
+    tied = model.config.tie_word_embeddings
+    state = ((name, value) for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight"))
+    return by_hub_name(model, state)
+
+
+def hub_gradients(model: Any) -> dict[str, Tensor]:
+    """Gradients of every parameter after a backward pass, by hub name; an expert no token reached has zeros."""
+    gradients = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in model.named_parameters())
+    return by_hub_name(model, gradients)
+
+
+def build_folder(family: str, path: Path) -> None:
+    """Write the model of `family` (a key of VARIANTS) to the new folder `path`."""
+    model = hugging_face(family)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    write_hf_folder(path, hub_tensors(model).items(), config)
