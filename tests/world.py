@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -202,6 +203,8 @@ def _process_group(rank: int, size: int, rendezvous: str, timeout_s: float) -> I
     finally:
         _forget_megatron_state()
         torch.distributed.destroy_process_group()
+        # Models are reference cycles that hold their groups, and each group has a thread that wakes ten times a second.
+        gc.collect()
 
 
 def _forget_megatron_state() -> None:
