@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,7 +44,10 @@ MicroBatch = list[Unit]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of the stream that attends causally to itself and fully to `prefix_length` tokens at `prefix_start`."""
+    """A run of the stream that attends causally to itself and fully to `prefix_length` tokens at `prefix_start`.
+
+    Padding may follow its `length` tokens, up to the stream's next boundary; no other token attends to it.
+    """
 
     start: int
     length: int
@@ -55,7 +59,8 @@ class Segment:
 class PackedStream:
     """A micro-batch as one stream of S tokens.
 
-    `token_ids`, `position_ids`: int64 `[S]`. `segments` say who attends to whom. `rows`, `targets`: int64 `[N]`, the
+    `token_ids`, `position_ids`: int64 `[S]`. `segments` say who attends to whom. `boundaries` are the starts of the
+    segments, that of the padding after the last one if there is any, and S. `rows`, `targets`: int64 `[N]`, the
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`. `columns`: float `[N]`, aligned with `rows`.
     """
@@ -63,6 +68,7 @@ class PackedStream:
     token_ids: Tensor
     position_ids: Tensor
     segments: list[Segment]
+    boundaries: list[int]
     rows: Tensor
     targets: Tensor
     owners: list[tuple[int, Tensor, int]]
@@ -74,6 +80,7 @@ class PackedStream:
             self.token_ids.to(device),
             self.position_ids.to(device),
             self.segments,
+            self.boundaries,
             self.rows.to(device),
             self.targets.to(device),
             self.owners,
@@ -92,60 +99,133 @@ class PackedStream:
         return split
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one of the ranks of a context-parallel group holds of a stream.
+
+    `layout` int64 `[cp, S/cp]`: the stream positions of every rank's tokens, in each rank's order; `rank` is whose share this
+    is. `rows`, `scored` int64 `[n]`: the places among this rank's tokens that predict a scored token, and which of the
+    stream's N scored tokens that is.
+    """
+
+    layout: Tensor
+    rank: int
+    rows: Tensor
+    scored: Tensor
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 `[S/cp]`: the stream positions of this rank's tokens."""
+        return self.layout[self.rank]
+
+    def to(self, device: torch.device) -> Share:
+        """The same share with its tensors on `device`."""
+        return Share(self.layout.to(device), self.rank, self.rows.to(device), self.scored.to(device))
+
+
+def zigzag(boundaries: Sequence[int], cp: int) -> Tensor:
+    """Stream positions of each context-parallel rank's tokens, int64 `[cp, S/cp]`.
+
+    Each run between two `boundaries`, whose length is a multiple of 2·cp unless cp is 1, is cut into 2·cp equal chunks, and
+    rank r holds chunks r and 2·cp - 1 - r of it: under causal attention every rank has the same work. This is the
+    split that Transformer Engine and megarl's rotary embeddings assume for packed sequences.
+    """
+    if cp == 1:
+        return torch.arange(boundaries[-1])[None]
+    ranks = torch.arange(cp)
+    chunks = torch.stack([ranks, 2 * cp - 1 - ranks], dim=1)
+    runs = [torch.arange(start, end).view(2 * cp, -1) for start, end in pairwise(boundaries)]
+    return torch.cat([run[chunks].flatten(1) for run in runs], dim=1)
+
+
+def share_of(stream: PackedStream, cp: int, rank: int) -> Share:
+    """What context-parallel rank `rank` of `cp` holds of `stream`, which was packed with segments of multiples of 2·cp."""
+    layout = zigzag(stream.boundaries, cp)
+    place = torch.full((len(stream.token_ids),), -1)
+    place[layout[rank]] = torch.arange(layout.shape[1])
+    rows = place[stream.rows]
+    scored = (rows >= 0).nonzero().flatten()
+    return Share(layout, rank, rows[scored], scored)
+
+
 def split_shared_prompts(units: Sequence[Unit]) -> MicroBatch:
     """The same responses, each in a unit of its own with a copy of its prompt."""
     return [Unit(unit.prompt_ids, [response]) for unit in units for response in unit.responses]
 
 
-def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, score_at: bool = False) -> PackedStream:
+class _Laid:
+    """A stream being laid: `length` tokens so far; the last segment, its padding included, ends at `end`."""
+
+    def __init__(self, segment_multiple: int) -> None:
+        self.segment_multiple = segment_multiple
+        self.tokens: list[Tensor] = []
+        self.positions: list[Tensor] = []
+        self.segments: list[Segment] = []
+        self.length = self.end = 0
+
+    def append(self, tokens: Tensor, prefix_start: int = 0, prefix_length: int = 0) -> None:
+        """Lay `tokens` as one segment, if there are any, and pad it."""
+        if not len(tokens):
+            return
+        self.segments.append(Segment(self.length, len(tokens), prefix_start, prefix_length))
+        self._add(tokens, torch.arange(prefix_length, prefix_length + len(tokens)))
+        self.pad_to(self.segment_multiple)
+        self.end = self.length
+
+    def pad_to(self, multiple: int) -> None:
+        """Round the length up to `multiple`."""
+        padding = torch.zeros(-self.length % multiple, dtype=torch.long)
+        self._add(padding, padding)
+
+    def _add(self, tokens: Tensor, positions: Tensor) -> None:
+        self.tokens.append(tokens)
+        self.positions.append(positions)
+        self.length += len(tokens)
+
+
+def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, score_at: bool = False) -> PackedStream:
     """Lay `units` into one stream.
 
     Args:
         units: prompts with their responses; prompts have at least one token.
         pad_to_multiple: S is rounded up to a multiple of this (sequence parallelism splits the stream evenly).
+        segment_multiple: every segment is padded at its end to a multiple of this; it divides `pad_to_multiple` (context
+            parallelism splits each segment, see `zigzag`).
         score_at: score at each token in the mask, after it has been read, instead of before it (reward models).
     """
-    tokens: list[Tensor] = []
-    positions: list[Tensor] = []
-    segments: list[Segment] = []
+    laid = _Laid(segment_multiple)
     rows: list[Tensor] = []
     targets: list[Tensor] = []
     owners: list[tuple[int, Tensor, int]] = []
     columns: dict[str, list[Tensor]] = {}
-    at = 0
     for unit in units:
-        prompt_length = len(unit.prompt_ids)
-        prompt_start = at
-        tokens.append(unit.prompt_ids)
-        positions.append(torch.arange(prompt_length))
-        at += prompt_length
-        alone = len(unit.responses) == 1
-        if not alone:
-            segments.append(Segment(prompt_start, prompt_length))
+        prompt_length, prompt_start = len(unit.prompt_ids), laid.length
+        shared = len(unit.responses) != 1
+        if shared:
+            laid.append(unit.prompt_ids)
         for response in unit.responses:
             length = len(response.token_ids)
             places = response.mask.nonzero().flatten()
-            kept = length if score_at else max(length - 1, 0)
-            tokens.append(response.token_ids[:kept])
-            positions.append(torch.arange(prompt_length, prompt_length + kept))
-            if alone:
-                segments.append(Segment(prompt_start, prompt_length + kept))
-            elif kept:
-                segments.append(Segment(at, kept, prompt_start, prompt_length))
+            kept = response.token_ids[: length if score_at else max(length - 1, 0)]
+            if shared:
+                at = laid.length
+                laid.append(kept, prompt_start, prompt_length)
+            else:
+                at = prompt_start + prompt_length
+                laid.append(torch.cat([unit.prompt_ids, kept]))
             before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
             rows.append(at + places if score_at else before)
             targets.append(response.token_ids[places])
             owners.append((response.index, places, length))
             for name, column in response.columns.items():
                 columns.setdefault(name, []).append(column[places])
-            at += kept
-    padding = -at % pad_to_multiple
-    tokens.append(torch.zeros(padding, dtype=torch.long))
-    positions.append(torch.zeros(padding, dtype=torch.long))
+    laid.pad_to(pad_to_multiple)
+    boundaries = [segment.start for segment in laid.segments] + [laid.end]
     return PackedStream(
-        torch.cat(tokens),
-        torch.cat(positions),
-        segments,
+        torch.cat(laid.tokens),
+        torch.cat(laid.positions),
+        laid.segments,
+        boundaries if laid.end == laid.length else [*boundaries, laid.length],
         torch.cat(rows),
         torch.cat(targets),
         owners,

@@ -1,81 +1,126 @@
 """The `reference` attention: packed streams on plain torch, for machines without Transformer Engine.
 
-Exact causal attention per segment of a `PackedStream`, in two batched calls: one for the segments without a prefix,
-one for the responses that share their unit's prompt. Padding is gathered in and masked out, never attended to.
+Exact causal attention per segment of a `PackedStream`, in few batched calls. Under context parallelism each rank has the
+queries of its own tokens, and the keys and values of the whole stream are gathered. Padding is gathered in and masked
+out, never attended to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.data.stream import PackedStream, Segment
+from megarl.data.stream import PackedStream, Segment, Share
 
 
 @dataclass
-class SegmentIndex:
-    """Gather and scatter indices of one batched attention call over B segments, padded to R queries and C keys.
+class AttentionCall:
+    """Gather and scatter indices of one batched attention call over B runs of queries, padded to R queries and C keys.
 
-    `queries` `[B, R]` and `keys` `[B, C]` are stream positions (0 where padded), `mask` bool `[B, 1, R, C]` is True
-    where a query may look (None: plain causal), `source` `[M]` are the places in the flat `[B * R]` result that
-    hold real tokens and `target` `[M]` their stream positions.
+    `queries` `[B, R]` are places among this rank's tokens and `keys` `[B, C]` among the gathered ones (0 where padded),
+    `bias` `[B, 1, R, C]` is 0 where a query may look and -inf elsewhere (None: plain causal, and R = C), `source` `[M]` are
+    the places in the flat `[B * R]` result that hold real tokens and `target` `[M]` their places among this rank's tokens.
     """
 
     queries: Tensor
     keys: Tensor
-    mask: Tensor | None
+    bias: Tensor | None
     source: Tensor
     target: Tensor
 
 
 @dataclass
 class StreamAttention(PackedSeqParams):
-    """What travels to the attention as megatron-core's `packed_seq_params`: the indices of a stream's segments."""
+    """What travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    plain: SegmentIndex | None = None
-    prefixed: SegmentIndex | None = None
+    `position_ids` int64 `[S/cp]` are those of this rank's tokens.
+    """
+
+    calls: tuple[AttentionCall, ...] = ()
+    position_ids: Tensor | None = None
 
 
-def stream_attention(stream: PackedStream) -> StreamAttention:
-    """The attention indices of `stream`, on its device. `qkv_format` stays `sbhd`: the stream is `[S, 1, ...]`."""
-    device = stream.token_ids.device
-    plain = [s for s in stream.segments if not s.prefix_length]
-    prefixed = [s for s in stream.segments if s.prefix_length]
-    return StreamAttention(
-        qkv_format="sbhd",
-        plain=_index(plain, device) if plain else None,
-        prefixed=_index(prefixed, device) if prefixed else None,
+@dataclass(frozen=True)
+class _Run:
+    """Queries at places `first` to `last` (excluded) of their segment; they look at its prefix and at places below `last`."""
+
+    segment: Segment
+    first: int
+    last: int
+
+    @property
+    def is_plain(self) -> bool:
+        return not self.first and not self.segment.prefix_length
+
+
+def stream_attention(stream: PackedStream, share: Share, dtype: torch.dtype) -> StreamAttention:
+    """The attention of `share`'s tokens, on its device, for queries of type `dtype`.
+
+    `qkv_format` stays `sbhd`: the tokens are `[S/cp, 1, ...]`.
+    """
+    place = torch.empty(len(stream.token_ids), dtype=torch.long)
+    place[share.layout.flatten().cpu()] = torch.arange(len(place))
+    first_of_rank = share.rank * share.layout.shape[1]
+    device = share.layout.device
+    calls = [
+        _call([run for run in runs if run.is_plain is plain], place, first_of_rank, dtype, device)
+        for runs in _runs(stream, len(share.layout), share.rank)
+        for plain in (True, False)
+        if any(run.is_plain is plain for run in runs)
+    ]
+    return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=stream.position_ids[share.positions])
+
+
+def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_Run]]:
+    """The runs of real queries that `rank` holds, its early chunks apart from its late ones, which look at more keys."""
+    chunks, chunk_places = (1, [0]) if cp == 1 else (2 * cp, [rank, 2 * cp - 1 - rank])
+    ends = stream.boundaries[1:]
+    for place in chunk_places:
+        runs = []
+        for segment, end in zip(stream.segments, ends, strict=False):
+            size = (end - segment.start) // chunks
+            first, last = place * size, min((place + 1) * size, segment.length)
+            if first < last:
+                runs.append(_Run(segment, first, last))
+        yield runs
+
+
+def _call(runs: list[_Run], place: Tensor, first_of_rank: int, dtype: torch.dtype, device: torch.device) -> AttentionCall:
+    def column(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values))[:, None]
+
+    starts, firsts, lasts = (column(v) for v in zip(*((r.segment.start, r.first, r.last) for r in runs), strict=True))
+    own_query = firsts + torch.arange(int((lasts - firsts).max()))[None]
+    real = own_query < lasts
+    queries = torch.where(real, place[torch.where(real, starts + own_query, 0)] - first_of_rank, 0)
+    source = real.flatten().nonzero().flatten()
+    own_key = torch.arange(int(lasts.max()))[None]
+    keys = torch.where(own_key < lasts, starts + own_key, 0)
+    bias = None
+    if not runs[0].is_plain:
+        prefix_starts = column(r.segment.prefix_start for r in runs)
+        prefix_lengths = column(r.segment.prefix_length for r in runs)
+        prefix = torch.arange(int(prefix_lengths.max()))[None]
+        in_prefix = prefix < prefix_lengths
+        keys = torch.cat([torch.where(in_prefix, prefix_starts + prefix, 0), keys], dim=1)
+        causal = own_query[..., None] >= own_key[:, None]
+        visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
+        # In the queries' type: a bool mask would be converted, and kept for the backward pass, by every layer anew.
+        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None].to(device)
+    return AttentionCall(
+        queries.to(device), place[keys].to(device), bias, source.to(device), queries.flatten()[source].to(device)
     )
 
 
-def _index(segments: list[Segment], device: torch.device) -> SegmentIndex:
-    starts = torch.tensor([s.start for s in segments])[:, None]
-    lengths = torch.tensor([s.length for s in segments])[:, None]
-    prefix_starts = torch.tensor([s.prefix_start for s in segments])[:, None]
-    prefix_lengths = torch.tensor([s.prefix_length for s in segments])[:, None]
-    own = torch.arange(int(lengths.max()))[None]
-    real = own < lengths
-    queries = torch.where(real, starts + own, 0)
-    source = real.flatten().nonzero().flatten()
-    target = queries.flatten()[source]
-    if not int(prefix_lengths.max()):
-        return SegmentIndex(queries.to(device), queries.to(device), None, source.to(device), target.to(device))
-    prefix = torch.arange(int(prefix_lengths.max()))[None]
-    in_prefix = prefix < prefix_lengths
-    keys = torch.cat([torch.where(in_prefix, prefix_starts + prefix, 0), queries], dim=1)
-    causal = own[..., None] >= own[:, None]
-    width, height = prefix.shape[1], own.shape[1]
-    mask = torch.cat([in_prefix[:, None].expand(-1, height, width), causal.expand(len(segments), -1, -1)], dim=2)
-    return SegmentIndex(queries.to(device), keys.to(device), mask[:, None].to(device), source.to(device), target.to(device))
-
-
 class ReferenceAttention(torch.nn.Module):
-    """Core attention of the `reference` layer spec: takes `[S, 1, heads, d]`, gives `[S, 1, heads * d]`."""
+    """Core attention of the `reference` layer spec."""
 
     def __init__(
         self,
@@ -85,10 +130,12 @@ class ReferenceAttention(torch.nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **unused: Any,
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.cp_group = None if pg_collection is None else pg_collection.cp
 
     def forward(
         self,
@@ -100,21 +147,32 @@ class ReferenceAttention(torch.nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: StreamAttention | None = None,
     ) -> Tensor:
-        """Attention of the stream's segments; positions in no segment (padding) come out as zero."""
+        """Attention of this rank's tokens; positions in no segment (padding) come out as zero.
+
+        `query`, `key` `[S/cp, (1,) heads, d]` and `value` `[S/cp, (1,) heads, v]`, with as many or fewer heads in key and
+        value, → `[S/cp, 1, heads * v]`.
+        """
         assert packed_seq_params is not None, "the reference attention runs packed streams only"
-        repeat = query.shape[2] // key.shape[2]
-        query, key, value = (t[:, 0] for t in (query, key, value))
-        targets, parts = [], []
-        for index in (packed_seq_params.plain, packed_seq_params.prefixed):
-            if index is None:
-                continue
-            q = query[index.queries].transpose(1, 2)
-            k = key[index.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
-            v = value[index.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=index.mask, is_causal=index.mask is None, scale=self.softmax_scale
+        repeat = query.shape[-2] // key.shape[-2]
+        query, key, value = (t.flatten(0, -3) for t in (query, key, value))
+        if self.cp_group is not None and self.cp_group.size() > 1:
+            # The backward pass sums over the ranks what each one's queries ask of a key.
+            both = tensor_parallel.gather_from_sequence_parallel_region(
+                torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
             )
-            parts.append(out.transpose(1, 2).flatten(0, 1)[index.source])
-            targets.append(index.target)
-        result = query.new_zeros(query.shape).index_copy(0, torch.cat(targets), torch.cat(parts))
-        return result.flatten(1)[:, None]
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        result = query.new_zeros(*query.shape[:2], value.shape[-1])
+        if not packed_seq_params.calls:
+            # Nothing but padding here, yet the other ranks' backward pass waits for this one to join in their sums.
+            return (result + value[:0].sum()).flatten(1)[:, None]
+        targets, parts = [], []
+        for call in packed_seq_params.calls:
+            q = query[call.queries].transpose(1, 2)
+            k = key[call.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
+            v = value[call.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale
+            )
+            parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
+            targets.append(call.target)
+        return result.index_copy(0, torch.cat(targets), torch.cat(parts)).flatten(1)[:, None]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.config.layout import Layout
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, LayoutError
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,13 @@ class ModelOptions:
     logit_chunk_tokens: int = 512
     trainable: bool = True
     token_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if self.layout.cp > 1 and self.layer_spec == "local":
+            raise LayoutError(
+                f"layout.cp is {self.layout.cp}, but model.layer_spec = 'local' has no context parallelism; "
+                "it may be 'reference' or 'transformer_engine', or layout.cp may be 1"
+            )
 
 
 @dataclass(frozen=True)

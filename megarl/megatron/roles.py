@@ -41,9 +41,11 @@ class Role:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank's results speak for its data-parallel replica: last stage, first tensor rank."""
+        """Whether this rank's results speak for its data-parallel replica: last stage, first tensor and context rank."""
         return (
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
         )
 
     def forward(self, micro_batches: Sequence[MicroBatch], *, score_at: bool = False) -> dict[int, Tensor]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megarl.data.stream import MicroBatch, PackedStream, pack, split_shared_prompts
+from megarl.data.stream import MicroBatch, PackedStream, Share, pack, share_of, split_shared_prompts
 from megarl.megatron.attention import stream_attention
+from megarl.megatron.context_parallel import gather_scored
+from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, float]]]
@@ -71,72 +76,103 @@ def _run(
     score_at: bool,
 ) -> list[dict[str, float]]:
     device = torch.device(torch.cuda.current_device())
-    layout = options.layout
-    multiple = layout.tp if layout.sequence_parallel else 1
-    shared = options.layer_spec == "reference"
-    streams = [
-        pack(units if shared else split_shared_prompts(units), pad_to_multiple=multiple, score_at=score_at).to(device)
-        for units in micro_batches
-    ]
+    packed = [_pack(units, options, score_at=score_at) for units in micro_batches]
+    inputs = [(stream.to(device), share.to(device)) for stream, share in packed]
     config = get_model_config(chunks[0])
     config.grad_scale_func = None
-    iterators = [iter(streams) for _ in chunks]
+    iterators = [iter(inputs) for _ in chunks]
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, options=options, loss_function=loss_function),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
-        num_microbatches=len(streams),
-        seq_length=max(len(s.token_ids) for s in streams),
+        num_microbatches=len(inputs),
+        seq_length=max(len(stream.token_ids) for stream, _ in inputs),
         micro_batch_size=1,
         forward_only=forward_only,
     )
 
 
+def _pack(units: MicroBatch, options: ModelOptions, *, score_at: bool) -> tuple[PackedStream, Share]:
+    """The whole stream, the same on all ranks of a replica, and what this rank holds of it."""
+    layout = options.layout
+    of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
+    of_segment = 1 if layout.cp == 1 else 2 * layout.cp
+    stream = pack(
+        units if options.layer_spec == "reference" else split_shared_prompts(units),
+        pad_to_multiple=math.lcm(layout.cp * of_rank, of_segment),
+        segment_multiple=of_segment,
+        score_at=score_at,
+    )
+    return stream, share_of(stream, layout.cp, parallel_state.get_context_parallel_rank())
+
+
 def _forward_step(
-    streams: Iterator[PackedStream], model: torch.nn.Module, *, options: ModelOptions, loss_function: LossFunction
+    inputs: Iterator[tuple[PackedStream, Share]],
+    model: torch.nn.Module,
+    *,
+    options: ModelOptions,
+    loss_function: LossFunction,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
-    stream = next(streams)
+    stream, share = next(inputs)
     core: Any = unwrap_model(model)
+    token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[share.positions]
+    # Both are read in this very forward call, outside the layers that may be recomputed later.
     if options.layer_spec != "transformer_engine":
-        core.rotary_pos_emb.position_ids = stream.position_ids
+        core.rotary_pos_emb.position_ids = position_ids
     if core.post_process:
-        core.output_layer.request = (stream.rows, stream.targets)
-    mask, packed = _attention_inputs(stream, options.layer_spec)
+        core.output_layer.request = (share.rows, stream.targets[share.scored])
+    mask, packed = _attention_inputs(stream, share, options)
     output = model(
-        input_ids=stream.token_ids[None],
-        position_ids=stream.position_ids[None],
+        input_ids=token_ids[None],
+        position_ids=position_ids[None],
         attention_mask=mask,
         packed_seq_params=packed,
     )
 
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-        value, metrics = loss_function(output[0], stream)
+        whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
+        value, metrics = loss_function(whole, stream)
         return value, torch.ones((), dtype=torch.int), metrics
 
     return output, loss
 
 
-def _attention_inputs(stream: PackedStream, layer_spec: str) -> tuple[Tensor | None, PackedSeqParams | None]:
+def _attention_inputs(
+    stream: PackedStream, share: Share, options: ModelOptions
+) -> tuple[Tensor | None, PackedSeqParams | None]:
     """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths."""
-    if layer_spec == "reference":
-        return None, stream_attention(stream)
+    if options.layer_spec == "reference":
+        return None, stream_attention(stream, share, DTYPES[options.dtype])
+    if options.layer_spec == "local":
+        return _dense_mask(stream), None
+    return None, packed_lengths(stream)
+
+
+def _dense_mask(stream: PackedStream) -> Tensor:
     size, device = len(stream.token_ids), stream.token_ids.device
-    if layer_spec == "local":
-        owner = torch.full((size,), -1, device=device)
-        for number, segment in enumerate(stream.segments):
-            owner[segment.start : segment.start + segment.length] = number
-        place = torch.arange(size, device=device)
-        visible = (owner[:, None] == owner[None]) & (place[:, None] >= place[None])
-        return ~visible[None, None], None
-    ends = [segment.start + segment.length for segment in stream.segments]
-    if ends[-1] < size:
-        ends.append(size)
-    cumulative = torch.tensor([0, *ends], dtype=torch.int32, device=device)
-    longest = int((cumulative[1:] - cumulative[:-1]).max())
-    return None, PackedSeqParams(
+    owner = torch.full((size,), -1, device=device)
+    for number, segment in enumerate(stream.segments):
+        owner[segment.start : segment.start + segment.length] = number
+    place = torch.arange(size, device=device)
+    visible = (owner[:, None] == owner[None]) & (place[:, None] >= place[None])
+    return ~visible[None, None]
+
+
+def packed_lengths(stream: PackedStream) -> PackedSeqParams:
+    """`stream`, whose prompts are not shared, as Transformer Engine's packed (THD) sequences.
+
+    The lengths are those of the whole stream; under context parallelism each rank passes its tokens in the order of
+    `zigzag`. Padding ends its sequence, where causal attention lets no other token see it, so it counts as part
+    of it: with lengths apart from padded lengths, Transformer Engine could not choose flash attention.
+    """
+    cumulative = torch.tensor([*stream.boundaries], dtype=torch.int32, device=stream.token_ids.device)
+    longest = max(end - start for start, end in pairwise(stream.boundaries))
+    return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
+        cu_seqlens_q_padded=cumulative,
+        cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )

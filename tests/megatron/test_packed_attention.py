@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.data.stream import Response, Unit, pack, split_shared_prompts
+from megarl.data.stream import Response, Unit, pack, share_of, split_shared_prompts
 from megarl.megatron.attention import ReferenceAttention, stream_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -49,7 +49,8 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(share: b
     features = table[stream.token_ids, stream.position_ids].requires_grad_()
     query, key, value = features.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     attention = ReferenceAttention(None, 1, None, "self")
-    out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=stream_attention(stream))
+    packed = stream_attention(stream, share_of(stream, 1, 0), torch.float32)
+    out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
     scored = out[stream.rows, 0].view(-1, HEADS, DIM)
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
     (scored * weights).sum().backward()
