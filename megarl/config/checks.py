@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.batch import batch_arithmetic
+from megarl.config.fp8 import check_fp8, check_fp8_sizes
 from megarl.config.layout import Layout
 from megarl.config.presets import GROUP_ADVANTAGES
 from megarl.errors import ConfigError, LayoutError, ModelError, nearest
@@ -35,13 +36,15 @@ def check_fields_agree(config: Config) -> None:
         raise ConfigError(f"run.eval_every is {config.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
     if not config.rewards and not config.uses_reward_model:
         raise ConfigError("rewards is empty and reward_model.path is null, but a run needs at least one source of reward")
-    for role in (config.policy, config.critic):
+    trained = {"policy": config.policy, "critic": config.critic}
+    for name, role in trained.items():
         optimizer = role.optimizer
         if optimizer.min_lr > optimizer.lr:
-            name = "policy" if role is config.policy else "critic"
             raise ConfigError(
                 f"{name}.optimizer.min_lr is {optimizer.min_lr}, but it may be at most {name}.optimizer.lr = {optimizer.lr}"
             )
+    frozen = {"the reference": config.uses_reference, "the reward model": config.uses_reward_model}
+    check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
     batch_arithmetic(config)
 
 
@@ -187,19 +190,21 @@ def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: S
 
 
 def check_models(config: Config | SupervisedConfig) -> None:
-    """Check that every model folder exists and that the layouts divide its model.
+    """Check that every model folder exists, that the layouts divide its model and that FP8 can hold what a rank has.
 
     Raises:
         ModelError: a folder, or its config.json, is missing or unreadable.
-        ConfigError: a layout does not divide heads, layers, feed-forward width or experts.
+        ConfigError: a layout does not divide heads, layers, feed-forward width or experts, or leaves widths unfit for FP8.
     """
     from megarl.config.supervised import SupervisedConfig  # which is made of the sections that this file checks
 
     sizes = read_sizes("model.path", config.model.path)
 
-    def check(field: str, path: str | None, layout: Layout | None) -> None:
-        model = read_sizes(f"{field}.path", path) if path else sizes
-        _check_layout(f"{field}.layout", layout or config.policy.layout, model)
+    def check(field: str, path: str | None, layout: Layout | None, path_field: str = "") -> None:
+        model = read_sizes(path_field or f"{field}.path", path) if path else sizes
+        layout = layout or config.policy.layout
+        _check_layout(f"{field}.layout", layout, model)
+        check_fp8_sizes(config.model, f"{field}.layout", layout, model)
 
     check("policy", None, config.policy.layout)
     if config.uses_reference:
@@ -208,14 +213,16 @@ def check_models(config: Config | SupervisedConfig) -> None:
         return
     _check_layout("rollout", Layout(tp=config.rollout.tp), sizes)
     if config.uses_critic:
-        path = config.critic.init_from
-        _check_layout("critic.layout", config.critic.layout, read_sizes("critic.init_from", path) if path else sizes)
+        check("critic", config.critic.init_from, config.critic.layout, "critic.init_from")
     if config.uses_reward_model:
         check("reward_model", config.reward_model.path, config.reward_model.layout)
 
 
 def read_sizes(field: str, folder: str) -> dict[str, Any]:
-    """Read the sizes that layouts must divide from `folder`/config.json; `field` is the config field that named it."""
+    """Read the sizes that layouts must divide from `folder`/config.json (and `hidden_size`, `attention_width`).
+
+    `field` is the config field that named the folder.
+    """
     path = Path(folder)
     if not path.is_dir():
         siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
@@ -226,8 +233,10 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
     try:
         tree = json.loads((path / "config.json").read_text())
         tree = {**tree, **tree.get("text_config", {})}
-        heads = int(tree["num_attention_heads"])
+        heads, hidden = int(tree["num_attention_heads"]), int(tree.get("hidden_size") or 0)
         return {
+            "hidden_size": hidden,
+            "attention_width": heads * int(tree.get("v_head_dim") or tree.get("head_dim") or hidden // heads),
             "num_layers": int(tree["num_hidden_layers"]),
             "num_heads": heads,
             "num_kv_heads": int(tree.get("num_key_value_heads") or heads),
@@ -267,6 +276,6 @@ def _widths(tree: dict[str, Any]) -> dict[str, int | None]:
 
 def _check_layout(field: str, layout: Layout, sizes: dict[str, Any]) -> None:
     try:
-        layout.check_model(**sizes)
+        layout.check_model(**{key: size for key, size in sizes.items() if key not in ("hidden_size", "attention_width")})
     except LayoutError as error:
         raise ConfigError(str(error).replace("layout.", f"{field}.")) from None

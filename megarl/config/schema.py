@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megarl.config import checks
+from megarl.config.fp8 import Fp8Format, Fp8RecipeName
 from megarl.config.layout_config import LayoutConfig
 from megarl.config.presets import AdvantageName, AggregationName, KlEstimator, PolicyLossName, PresetName, fill_preset
 
@@ -65,6 +66,14 @@ class ModelConfig(Section):
     """Megatron layer implementation; `auto`: transformer_engine where there is a GPU and it imports, else reference."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: none, core attention only, or whole layers."""
+    fp8: Fp8Format = "none"
+    """Matrix products in FP8 (Transformer Engine): `hybrid` has gradients in E5M2, `e4m3` has all in E4M3."""
+    fp8_recipe: Fp8RecipeName = "tensorwise"
+    """What shares a scale in FP8: a tensor (delayed: by its history), a block of 128 numbers, or 32 of them (mxfp8)."""
+    fp8_param: bool = False
+    """Keep the weights of FP8 products in FP8 only (the optimizer's copy stays in float32)."""
+    fp8_bf16_layers: Annotated[tuple[Count, Count], Field(strict=False)] = (0, 0)
+    """Layers at the start and at the end of the model that stay in BF16."""
 
 
 class OptimizerConfig(Section):
@@ -86,6 +95,8 @@ class OptimizerConfig(Section):
     """Decoupled weight decay."""
     clip_grad: NonNegative = 1.0
     """Global gradient norm is clipped to this; 0: not clipped."""
+    offload_fraction: Fraction = 0.0
+    """Share of the optimizer's state that lives in main memory, where its part of the step is computed too."""
 
 
 class TrainedRole(Section):

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from megarl.config import checks
+from megarl.config.fp8 import check_fp8
 from megarl.config.schema import (
     ModelConfig,
     NonNegative,
@@ -122,6 +123,7 @@ class SupervisedConfig(Section):
             )
         if self.run.eval_every and self.data.eval is None:
             raise ConfigError(f"run.eval_every is {self.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
+        check_fp8(self.model, trained={"policy": self.policy}, frozen=["the reference"] if self.uses_reference else [])
         if self.reference.reset_every:
             raise ConfigError("reference.reset_every is for reinforcement learning; it may be 0")
         return self

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
-from megarl.megatron.model_config import transformer_config
+from megarl.megatron.model_config import ddp_config, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
@@ -41,6 +41,7 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     config = transformer_config(options, hf_config)
     chunks = [_build_chunk(options, architecture.gpt_kwargs(hf_config), config, stage) for stage in _stages(options)]
     for chunk in chunks:
+        layer_specs.set_rotary_embedding(chunk, options.layer_spec, hf_config)
         chunk.to(device=torch.cuda.current_device())
     if not options.trainable:
         for chunk in chunks:
@@ -49,12 +50,7 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     wrapped = [
         DistributedDataParallel(
             config,
-            DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=True,
-                overlap_grad_reduce=False,
-                check_for_nan_in_grad=False,
-            ),
+            ddp_config(options),
             chunk,
             disable_bucketing=index > 0,
         )
@@ -94,8 +90,6 @@ def _build_chunk(
         **gpt_kwargs,
     )
     model.model_type = ModelType.encoder_or_decoder
-    if options.layer_spec != "transformer_engine":
-        model.rotary_pos_emb = layer_specs.PackedRotaryEmbedding(model.rotary_pos_emb)
     if post_process:
         if options.head == "value":
             model.output_layer = ValueHead(config, model.output_layer.tp_group)

@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import Adam, CPUAdam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from megarl.megatron.model_config import DTYPES
-from megarl.megatron.options import OptimizerOptions
+from megarl import platform
+from megarl.megatron.model_config import DTYPES, gathers_through_gradients
+from megarl.megatron.options import ModelOptions, OptimizerOptions
 
 
 def build_optimizer(
-    chunks: Sequence[torch.nn.Module], options: OptimizerOptions, dtype: str
+    chunks: Sequence[torch.nn.Module], options: OptimizerOptions, model: ModelOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The optimizer over DDP-wrapped `chunks` and its scheduler, whose unit is one update."""
+    """The optimizer over DDP-wrapped `chunks` of `model` and its scheduler, whose unit is one update."""
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            lr=options.lr,
-            min_lr=options.min_lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.betas[0],
-            adam_beta2=options.betas[1],
-            adam_eps=options.eps,
-            clip_grad=options.clip_grad,
-            bf16=dtype == "bfloat16",
-            params_dtype=DTYPES[dtype],
-            use_distributed_optimizer=True,
-        ),
-        list(chunks),
-        use_gloo_process_groups=False,
+        optimizer_config(on_this_platform(options), model), list(chunks), use_gloo_process_groups=False
     )
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -46,3 +35,44 @@ def build_optimizer(
         wd_incr_style="constant",
     )
     return optimizer, scheduler
+
+
+def optimizer_config(options: OptimizerOptions, model: ModelOptions) -> OptimizerConfig:
+    """megatron-core's config of the optimizer that `options` describe, for a model built from `model`."""
+    offloads = options.offload_fraction > 0
+    return OptimizerConfig(
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.betas[0],
+        adam_beta2=options.betas[1],
+        adam_eps=options.eps,
+        clip_grad=options.clip_grad,
+        bf16=model.dtype == "bfloat16",
+        params_dtype=DTYPES[model.dtype],
+        use_distributed_optimizer=True,
+        fp8_recipe=model.fp8_recipe if model.fp8 != "none" else None,
+        reuse_grad_buf_for_mxfp8_param_ag=gathers_through_gradients(model),
+        optimizer_cpu_offload=offloads,
+        optimizer_offload_fraction=options.offload_fraction,
+        # Offloading takes this code path for its gradients; all state stays in float32.
+        use_precision_aware_optimizer=offloads,
+    )
+
+
+def on_this_platform(options: OptimizerOptions) -> OptimizerOptions:
+    """`options` without offloading where there is no GPU: all state is in main memory there."""
+    return options if platform.cuda_present() else replace(options, offload_fraction=0.0)
+
+
+def describe_optimizer(options: OptimizerOptions) -> str:
+    """Which Adam computes the updates, as megatron-core finds it: Transformer Engine's, apex's or torch's, in this order."""
+    share = on_this_platform(options).offload_fraction
+    if not share:
+        return _full_name(Adam)
+    on_cpu = f"{_full_name(CPUAdam)} in main memory for {share:.0%} of the weights"
+    return on_cpu if share == 1 else f"{on_cpu}, {_full_name(Adam)} for the rest"
+
+
+def _full_name(adam: type) -> str:
+    return f"{adam.__module__}.{adam.__name__}"

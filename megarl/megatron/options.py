@@ -6,6 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Literal
 
+from megarl.config.fp8 import Fp8Format, Fp8RecipeName
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, LayoutError
 
@@ -27,6 +28,10 @@ class ModelOptions:
     logit_chunk_tokens: int = 512
     trainable: bool = True
     token_multiple: int = 1
+    fp8: Fp8Format = "none"
+    fp8_recipe: Fp8RecipeName = "tensorwise"
+    fp8_param: bool = False
+    fp8_bf16_layers: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if self.layout.cp > 1 and self.layer_spec == "local":
@@ -49,6 +54,7 @@ class OptimizerOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    offload_fraction: float = 0.0
 
 
 def has_transformer_engine() -> bool:
@@ -60,13 +66,22 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def choose_layer_spec(name: str, platform_name: str) -> str:
-    """Resolve `auto`: Transformer Engine where it imports and there is a GPU, else `reference`."""
+def choose_layer_spec(name: str, platform_name: str, fp8: str = "none") -> str:
+    """Resolve `auto`: Transformer Engine where it imports and there is a GPU, else `reference`.
+
+    Raises:
+        ConfigError: Transformer Engine was asked for, by name or by `fp8`, and cannot be had here.
+    """
+    if name == "transformer_engine" and not has_transformer_engine():
+        raise ConfigError(
+            "model.layer_spec is 'transformer_engine', but transformer_engine cannot be imported here; "
+            "it may be 'reference', 'local' or 'auto'"
+        )
     if name != "auto":
-        if name == "transformer_engine" and not has_transformer_engine():
-            raise ConfigError(
-                "model.layer_spec is 'transformer_engine', but transformer_engine cannot be imported here; "
-                "it may be 'reference', 'local' or 'auto'"
-            )
         return name
-    return "transformer_engine" if platform_name == "cuda" and has_transformer_engine() else "reference"
+    if platform_name == "cuda" and has_transformer_engine():
+        return "transformer_engine"
+    if fp8 != "none":
+        why = "transformer_engine cannot be imported here" if platform_name == "cuda" else "there is no GPU here"
+        raise ConfigError(f"model.fp8 is '{fp8}', but {why}; it may be 'none'")
+    return "reference"

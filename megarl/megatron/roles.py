@@ -36,8 +36,7 @@ class Role:
         load_weights(self.chunks, options, folder, self.weight_map)
         self.optimizer: Any = None
         if optimizer is not None:
-            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options.dtype)
-            self.optimizer.reload_model_params()
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options)
 
     @property
     def reports(self) -> bool:

@@ -85,9 +85,7 @@ class RlRun(Run):
             if is_used:
                 self.roles.load(role)
         self.rollouts.finish_start(starting)
-        self.progress.say(
-            f"layer spec {self.roles.layer_spec}, platform {cluster.platform.name}, engine {config.rollout.engine}"
-        )
+        self.progress.say(f"{self.roles.describe()}, platform {cluster.platform.name}, engine {config.rollout.engine}")
 
     def state(self) -> dict[str, Any]:
         """The sampler's position, the engines' version, and what shaping, baselines and controllers remember."""

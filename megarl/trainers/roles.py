@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megarl.config import Config
+from megarl.config.fp8 import token_multiple
 from megarl.config.schema import TrainedRole
 from megarl.config.supervised import SupervisedConfig
 from megarl.data.batch import Batch
@@ -75,6 +76,7 @@ class Roles:
         self.temperature, self.updates = temperature, updates
         # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
         self.share_prompts = config.policy.share_prompts and layer_spec == "reference"
+        self.optimizer: str | None = None
         self._loaded: list[str] = []
 
     def load(self, role: str) -> None:
@@ -90,12 +92,27 @@ class Roles:
             temperature=self.temperature,
             logit_chunk_tokens=(spec.trained or config.policy).logit_chunk_tokens,
             trainable=spec.trained is not None,
+            token_multiple=token_multiple(config.model.fp8, config.model.fp8_recipe),
+            fp8=config.model.fp8,
+            fp8_recipe=config.model.fp8_recipe,
+            fp8_param=config.model.fp8_param,
+            fp8_bf16_layers=config.model.fp8_bf16_layers,
         )
         optimizer = None
         if spec.trained is not None:
             optimizer = OptimizerOptions(**spec.trained.optimizer.model_dump(), total_steps=self.updates)
-        self._call(group, "add_role", (role, options, optimizer), f"loading of {role}", self._deadlines.start_s)
+        answers = group.call(
+            "add_role", (role, options, optimizer), phase=f"loading of {role}", deadline_s=self._deadlines.start_s
+        )
+        if role == POLICY:
+            self.optimizer = answers[0]
         self._loaded.append(role)
+
+    def describe(self) -> str:
+        """How the policy is computed and updated, for the start of a run."""
+        model = self.config.model
+        in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else ""
+        return f"layer spec {self.layer_spec}{in_fp8}, optimizer {self.optimizer}"
 
     def drop(self, role: str) -> None:
         """Free a role's memory."""

@@ -64,7 +64,7 @@ class SupervisedRun(Run):
         self.roles.load(POLICY)
         if self.config.uses_reference:
             self.roles.load(REFERENCE)
-        self.progress.say(f"layer spec {self.roles.layer_spec}, objective {self.objective.name}")
+        self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
 
     def state(self) -> dict[str, Any]:
         """The sampler's position."""

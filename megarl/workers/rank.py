@@ -56,11 +56,13 @@ class Rank:
         initialize_layout(self.layout, seed)
         return os.getpid()
 
-    def add_role(self, role: str, options: Any, optimizer: Any = None) -> None:
-        """Build `role` from `options` and load its weights."""
+    def add_role(self, role: str, options: Any, optimizer: Any = None) -> str | None:
+        """Build `role` from `options` and load its weights; says which optimizer computes its updates."""
+        from megarl.megatron.optimizer import describe_optimizer
         from megarl.megatron.roles import Role
 
         self.roles[role] = Role(options, optimizer)
+        return describe_optimizer(optimizer) if optimizer is not None else None
 
     def drop_role(self, role: str) -> None:
         """Free a role that is no longer needed."""
