@@ -80,14 +80,12 @@ FAMILIES: dict[str, Family] = {
 VARIANTS: dict[str, Family] = FAMILIES | {
     "llama-tied": Family("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12}),
     "llama-rope-linear": Family("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
-    "llama-rope-yarn": Family("Llama", {"rope_parameters": YARN_ROPE, "head_dim": 12}),
     "qwen3-tied": Family("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
-    "mixtral-top1": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 1}, 4),
-    "qwen3_moe-sparse-step": Family("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [], "decoder_sparse_step": 2}, 4),
+    "qwen3_moe-unnormalised": Family("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [], "decoder_sparse_step": 2}, 4),
     "deepseek_v3-plain": Family(
         "DeepseekV3",
         DEEPSEEK
-        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "rope_interleave": False}
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "first_k_dense_replace": 0},
         8,
     ),

@@ -23,16 +23,15 @@ def write_role(role: Role, folder: str) -> None:
     """
     layout, rank = role.options.layout, torch.distributed.get_rank()
     coords = layout.coords(rank)
-    if coords.dp == 0 and coords.cp == 0:
-        if rank == 0:
-            write_hf_folder(folder, _all_stages(role), _config(role), extra_files_from=role.options.path)
-        else:
-            for name, tensor in role.export():
-                tensor = tensor.contiguous()
-                torch.distributed.send_object_list([(name, tensor.shape, tensor.dtype)], dst=0)
-                torch.distributed.send(tensor, dst=0)
-            if coords.tp == 0:
-                torch.distributed.send_object_list([None], dst=0)
+    if rank == 0:
+        write_hf_folder(folder, _all_stages(role), _config(role), extra_files_from=role.options.path)
+    else:
+        for name, tensor in role.export():
+            tensor = tensor.contiguous()
+            torch.distributed.send_object_list([(name, tensor.shape, tensor.dtype)], dst=0)
+            torch.distributed.send(tensor, dst=0)
+        if rank == layout.rank(pp=coords.pp):
+            torch.distributed.send_object_list([None], dst=0)
     torch.distributed.barrier()
 
 

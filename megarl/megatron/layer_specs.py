@@ -1,7 +1,7 @@
 """Layer specs by name: `transformer_engine`, megatron-core's own `local`, and `reference` (plain torch, any device).
 
-`reference` brings what `local` refuses: an RMSNorm that works under sequence parallelism, and attention over packed
-streams with shared prompts. Its parameter names are those of `local`.
+`reference` brings what `local` refuses: an RMSNorm that works under sequence parallelism, attention over packed streams
+with shared prompts, and latent attention. Its parameter names are those of `local`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
+from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.models.rope import inverse_frequencies
 
 
 class ReferenceRMSNorm(torch.nn.Module):
@@ -37,9 +40,9 @@ class ReferenceRMSNorm(torch.nn.Module):
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary angles for a stream whose tokens state their own positions; wraps the model's rotary embedding."""
+    """Rotary angles for a stream whose tokens state their own positions; wraps the model's rotary embedding, if any."""
 
-    def __init__(self, rotary: torch.nn.Module) -> None:
+    def __init__(self, rotary: torch.nn.Module | None) -> None:
         super().__init__()
         self.rotary = rotary
         self.position_ids: Tensor | None = None
@@ -51,27 +54,73 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
     def forward(self, rotary_seq_len: int, **unused: Any) -> Tensor:
         """Angles `[S, 1, 1, d]` at the current positions."""
+        assert self.rotary is not None, "this model's attention layers rotate by themselves"
         return self.rotary(rotary_seq_len, packed_seq=True)[self.position_ids]
 
 
-def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules | ModuleSpec:
-    """The spec of one model chunk's `layers` (global, zero-based) under the layer spec called `name`."""
-    experts = config.num_moe_experts
-    if name == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any]) -> None:
+    """Give a GPTModel the frequencies of the Hugging Face config, and, but for Transformer Engine, the stream's positions."""
+    if not model.config.multi_latent_attention:
+        model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, model.config.kv_channels).to(torch.cuda.current_device())
+    if spec_name != "transformer_engine":
+        # Latent attention rotates inside its layers, by the positions that travel with the stream.
+        model.rotary_pos_emb = PackedRotaryEmbedding(None if model.config.multi_latent_attention else model.rotary_pos_emb)
+
+
+def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
+    """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
+
+    Raises:
+        LayoutError: `local` was asked for a model that it cannot run.
+    """
+    if name == "local" and config.multi_latent_attention:
+        raise LayoutError(
+            "model.layer_spec is 'local', but this model has latent attention, which megatron-core's local layers cannot run "
+            "on packed sequences; it may be 'reference' or 'transformer_engine'"
         )
-    layer = get_gpt_layer_local_spec(
-        num_experts=experts,
-        moe_grouped_gemm=False,
+    make = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}[name]
+    frequency = config.moe_layer_freq
+    has_experts = [
+        config.num_moe_experts is not None and bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
+        for layer in layers
+    ]
+    specs = {kind: make(config, config.num_moe_experts if kind else None) for kind in set(has_experts)}
+    norm = ReferenceRMSNorm if name == "reference" else LayerNormImpl
+    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in has_experts], layer_norm=norm)
+
+
+def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=num_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
+    )
+
+
+def _local(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    return get_gpt_layer_local_spec(
+        num_experts=num_experts,
+        qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization=config.normalization,
     )
-    if name == "local":
-        return layer
+
+
+def _reference(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    layer = _local(config, num_experts)
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = ReferenceRMSNorm
     attention.core_attention = ReferenceAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = ReferenceRMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * len(layers), layer_norm=ReferenceRMSNorm)
+    # A checkpoint names the norms as under Transformer Engine, which fuses some of them into the linear layers.
+    fused = {} if num_experts else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if config.multi_latent_attention:
+        parts.self_attention.module = LatentSelfAttention
+        attention.q_layernorm = attention.kv_layernorm = ReferenceRMSNorm
+        fused |= {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
+    else:
+        fused["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = ReferenceRMSNorm
+    parts.sharded_state_dict_keys_map = fused
+    return layer

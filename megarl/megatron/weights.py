@@ -1,11 +1,13 @@
 """Weights in and out of a role's model through the architecture's weight map, shard by shard.
 
-Layer numbers come from the layer objects. Loading reads only this rank's slices; exporting gathers one tensor at a
-time over tensor parallelism to the rank that leads its pipeline stage.
+Layer and expert numbers come from the module objects. Loading reads only this rank's slices; exporting brings one tensor at
+a time to the rank that leads its pipeline stage.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,23 +20,34 @@ from torch import Tensor
 from megarl.megatron.build import padded_vocab_size
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
-from megarl.models.weight_map import WeightMap
+from megarl.models.weight_map import BoundRule, WeightMap
 
 SCORE = "score.weight"
 """What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""The only buffer that is part of a checkpoint."""
+
+# An expert's place among those of its rank: in a sequential and in a grouped module.
+_LOCAL_EXPERT = re.compile(r"(?<=^mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=^mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
 
-def global_parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """(name with the layer's global, zero-based index, parameter) of every parameter on this rank."""
+def global_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """(name with global, zero-based layer and expert indices, parameter or checkpointed buffer) of all on this rank."""
     for chunk in chunks:
         core: Any = unwrap_model(chunk)
-        layer_names = {
-            f"decoder.layers.{place}.": f"decoder.layers.{layer.layer_number - 1}."
-            for place, layer in enumerate(core.decoder.layers)
-        }
-        for name, parameter in core.named_parameters():
-            prefix = ".".join(name.split(".")[:3]) + "."
-            yield layer_names[prefix] + name[len(prefix) :] if prefix in layer_names else name, parameter
+        buffers = ((name, buffer) for name, buffer in core.named_buffers() if name.endswith(EXPERT_BIAS))
+        for name, tensor in (*core.named_parameters(), *buffers):
+            yield _global_name(core, name), tensor
+
+
+def _global_name(core: Any, name: str) -> str:
+    prefix = "decoder.layers."
+    if not name.startswith(prefix):
+        return name
+    place, rest = name.removeprefix(prefix).split(".", 1)
+    layer = core.decoder.layers[int(place)]
+    rest = _LOCAL_EXPERT.sub(lambda match: str(layer.mlp.local_expert_indices[int(match[0])]), rest)
+    return f"{prefix}{layer.layer_number - 1}.{rest}"
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folder: HFFolder, weight_map: WeightMap) -> None:
@@ -46,49 +59,92 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
     Raises:
         ModelError: a tensor is missing or has the wrong shape.
     """
-    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    left_out = [name for name in folder.names if weight_map.leaves_out(name)]
+    if left_out and torch.distributed.get_rank() == 0:
+        logging.getLogger(__name__).warning(
+            "%s: %d tensors of layers for multi-token prediction (%s, ...) are neither trained nor exported",
+            folder.path,
+            len(left_out),
+            left_out[0],
+        )
     with torch.no_grad():
-        for name, parameter in global_parameters(chunks):
+        for name, tensor in global_tensors(chunks):
             if _is_value_head(name, options):
                 if SCORE in folder.names:
-                    parameter.copy_(folder.get_slice(SCORE)[:])
+                    tensor.copy_(folder.get_slice(SCORE)[:])
                 continue
             rule = weight_map.rule_for(name)
-            shard = rule.shard_from_hf(folder.get_slice, tp_rank, options.layout.tp, _padded_vocab(folder, options))
-            parameter.copy_(shard)
-            if rule.tp_axis is not None and not hasattr(parameter, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(parameter, True, rule.tp_axis, 1)
+            shard = rule.shard_from_hf(folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
+            tensor.copy_(shard)
+            if rule.tp_axis is not None and not hasattr(tensor, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis, 1)
 
 
 def export_weights(
     chunks: Sequence[torch.nn.Module], options: ModelOptions, weight_map: WeightMap
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, dp 0); other ranks iterate to nothing.
+    """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
-    Collective over tensor parallelism: every rank of data-parallel replica 0 must exhaust the iterator. A tied
-    output layer is not exported again.
+    Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
+    replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
     """
-    if parallel_state.get_data_parallel_rank(with_context_parallel=True):
-        return
-    group = parallel_state.get_tensor_model_parallel_group()
-    size, rank = options.layout.tp, parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in global_parameters(chunks):
+    tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+    expert_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
+    of_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    of_experts = parallel_state.get_expert_data_parallel_rank() == 0
+    lead = options.layout.rank(pp=parallel_state.get_pipeline_model_parallel_rank())
+    leads = torch.distributed.get_rank() == lead
+    for name, tensor in global_tensors(chunks):
+        local = tensor.detach().contiguous()
         if _is_value_head(name, options):
-            if rank == 0:
-                yield SCORE, parameter.detach()
+            if leads:
+                yield SCORE, local
             continue
         rule = weight_map.rule_for(name)
         if rule.tied_copy:
             continue
-        local = parameter.detach()
-        if size == 1 or rule.tp_axis is None:
-            shards = [local]
-        else:
-            shards = [torch.empty_like(local) for _ in range(size)] if rank == 0 else []
-            lead = torch.distributed.get_global_rank(group, 0)
-            torch.distributed.gather(local.contiguous(), shards or None, dst=lead, group=group)
-        if rank == 0:
-            yield from rule.hf_from_shards(shards)
+        if rule.expert is None:
+            if of_replica:
+                shards = _gathered(local, tensor_ranks if rule.tp_axis is not None else tensor_ranks[:1], lead)
+                yield from rule.hf_from_shards(shards) if leads else ()
+        elif of_experts:
+            for expert_rule, ranks in _experts_in_turn(rule, weight_map, expert_ranks, options):
+                shards = _gathered(local, ranks, lead)
+                yield from expert_rule.hf_from_shards(shards) if leads else ()
+
+
+def _experts_in_turn(
+    rule: BoundRule, weight_map: WeightMap, ranks: list[int], options: ModelOptions
+) -> Iterator[tuple[BoundRule, list[int]]]:
+    """For each expert-parallel rank: the rule of the expert that it has in this one's place, and who holds its shards."""
+    assert rule.expert is not None
+    etp, per_rank = options.layout.etp, weight_map.num_experts // options.layout.ep
+    for ep_rank in range(options.layout.ep):
+        expert = ep_rank * per_rank + rule.expert % per_rank
+        name = rule.megatron_name.replace(f".local_experts.{rule.expert}.", f".local_experts.{expert}.")
+        yield weight_map.rule_for(name), ranks[ep_rank * etp : (ep_rank + 1) * etp]
+
+
+def _gathered(local: Tensor, ranks: Sequence[int], lead: int) -> list[Tensor]:
+    """On `lead` the shards of `ranks`, in order; elsewhere nothing, and what `ranks` hold is sent."""
+    rank = torch.distributed.get_rank()
+    if rank != lead:
+        if rank in ranks:
+            torch.distributed.send(local, dst=lead)
+        return []
+    shards = []
+    for source in ranks:
+        shards.append(local if source == lead else torch.empty_like(local))
+        if source != lead:
+            torch.distributed.recv(shards[-1], src=source)
+    return shards
+
+
+def _place(rule: BoundRule, options: ModelOptions) -> tuple[int, int]:
+    """(rank, size) of the tensor parallelism that splits a parameter."""
+    if rule.expert is None:
+        return parallel_state.get_tensor_model_parallel_rank(), options.layout.tp
+    return parallel_state.get_expert_tensor_parallel_rank(), options.layout.etp
 
 
 def _is_value_head(name: str, options: ModelOptions) -> bool:

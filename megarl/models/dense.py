@@ -1,4 +1,4 @@
-"""What the dense families share: a decoder of RMSNorm, grouped attention with rotary positions and a gated SiLU MLP.
+"""What all families share: a decoder of RMSNorm, attention with rotary positions and a gated SiLU MLP.
 
 Reads a Hugging Face config (transformers 4 or 5 spelling), refuses what megatron-core cannot represent, and gives the
 common arguments and rules. An architecture's own file adds what is its own.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError
+from megarl.models.hf_fields import refuse, refuse_quantised, refuse_sliding_window, size
 from megarl.models.packings import Copy, GateUp, GroupedQKV, Vocabulary
 from megarl.models.rope import rope_kwargs
 from megarl.models.weight_map import Rule, WeightMap
@@ -22,7 +23,7 @@ HF_EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class DenseSizes:
-    """The sizes of a dense decoder. `num_labels` is 1 for a reward model with a scalar head, None with a vocabulary."""
+    """The sizes of a decoder. `num_labels` is 1 for a reward model with a scalar head, None with a vocabulary."""
 
     num_layers: int
     hidden_size: int
@@ -67,38 +68,17 @@ class DenseSizes:
         )
 
 
-def size(hf_config: dict[str, Any], field: str, default: int | None = None) -> int:
-    """A positive integer field, `default` where it is absent or null.
-
-    Raises:
-        ModelError: it is absent without a default, or no positive integer.
-    """
-    value = hf_config.get(field)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {field} is {value!r}, but it must be a positive integer")
-    return value
-
-
-def refuse(hf_config: dict[str, Any], field: str, supported: Any, why: str) -> None:
-    """Raise ModelError unless a field is absent, null or `supported`."""
-    value = hf_config.get(field)
-    if value is not None and value != supported:
-        raise ModelError(f"config.json: {field} is {value!r}, but it may only be {supported!r}: {why}")
-
-
-def transformer_config_kwargs(hf_config: dict[str, Any], sizes: DenseSizes) -> dict[str, Any]:
+def transformer_config_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, sliding_layers: int = 0) -> dict[str, Any]:
     """Keyword arguments of megatron-core's TransformerConfig, but for `activation`, a name the caller translates.
 
-    Dropout is left to the caller: it belongs to the training run.
+    `sliding_layers` attend through `sliding_window` if there is one. Dropout is left to the caller: it belongs to the run.
 
     Raises:
         ModelError: the config asks for something that cannot be represented.
     """
-    refuse(hf_config, "hidden_act", "silu", "the dense families are built with a gated SiLU MLP")
-    refuse(hf_config, "quantization_config", None, "training needs weights that are not quantised")
-    refuse_sliding_window(hf_config, sizes.num_layers)
+    refuse(hf_config, "hidden_act", "silu", "all families are built with a gated SiLU MLP")
+    refuse_quantised(hf_config)
+    refuse_sliding_window(hf_config, sliding_layers)
     return {
         "num_layers": sizes.num_layers,
         "hidden_size": sizes.hidden_size,
@@ -131,61 +111,58 @@ def gpt_kwargs(hf_config: dict[str, Any], sizes: DenseSizes) -> dict[str, Any]:
     }
 
 
-def refuse_sliding_window(hf_config: dict[str, Any], num_layers: int) -> None:
-    """Raise ModelError if a layer attends through a sliding window (transformers' rule for `max_window_layers`)."""
-    full_until = hf_config.get("max_window_layers", 0) if hf_config.get("use_sliding_window") else num_layers
-    slides = full_until < num_layers and hf_config.get("sliding_window") is not None
-    if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
-        raise ModelError("config.json: layer_types names other layers than 'full_attention', which is all that is supported")
-    if slides and not hf_config.get("layer_types"):
-        raise ModelError(
-            f"config.json: use_sliding_window is true with max_window_layers={full_until} of {num_layers} layers, "
-            "but only full attention is supported; it may be false"
-        )
-
-
-def weight_map(sizes: DenseSizes, own_rules: Iterable[Rule] = ()) -> WeightMap:
-    """The rules common to the dense families, with an architecture's `own_rules`."""
-    hidden, layer, hf_layer = sizes.hidden_size, LAYER, HF_LAYER
-    attention, mlp = hf_layer + "self_attn.", hf_layer + "mlp."
+def weight_map(sizes: DenseSizes, attention: Iterable[Rule], mlp: Iterable[Rule], **more: Any) -> WeightMap:
+    """Embedding, the rules of a layer's `attention` and `mlp`, and the output; `more` are WeightMap's other fields."""
+    hidden = sizes.hidden_size
     vocabulary = Vocabulary(sizes.vocab_size, hidden)
-    return WeightMap(
-        num_layers=sizes.num_layers,
-        rules=(
-            Rule("embedding.word_embeddings.weight", (HF_EMBEDDING,), vocabulary, stage="first"),
-            Rule(
-                layer + "input_layernorm.weight",
-                (hf_layer + "input_layernorm.weight",),
-                Copy((hidden,)),
-                fused_norm_name=layer + "self_attention.linear_qkv.layer_norm_weight",
-            ),
-            Rule(
-                layer + "self_attention.linear_qkv.weight",
-                (attention + "q_proj.weight", attention + "k_proj.weight", attention + "v_proj.weight"),
-                GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, hidden),
-            ),
-            *own_rules,
-            Rule(
-                layer + "self_attention.linear_proj.weight",
-                (attention + "o_proj.weight",),
-                Copy((hidden, sizes.num_heads * sizes.head_dim), axis=1),
-            ),
-            Rule(
-                layer + "pre_mlp_layernorm.weight",
-                (hf_layer + "post_attention_layernorm.weight",),
-                Copy((hidden,)),
-                fused_norm_name=layer + "mlp.linear_fc1.layer_norm_weight",
-            ),
-            Rule(
-                layer + "mlp.linear_fc1.weight",
-                (mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-                GateUp(sizes.ffn_size, hidden),
-            ),
-            Rule(layer + "mlp.linear_fc2.weight", (mlp + "down_proj.weight",), Copy((hidden, sizes.ffn_size), axis=1)),
-            Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Copy((hidden,)), stage="last"),
-            _output_rule(sizes, vocabulary),
-        ),
+    rules = (
+        Rule("embedding.word_embeddings.weight", (HF_EMBEDDING,), vocabulary, stage="first"),
+        *attention,
+        *mlp,
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Copy((hidden,)), stage="last"),
+        _output_rule(sizes, vocabulary),
     )
+    return WeightMap(rules, sizes.num_layers, **more)
+
+
+def attention_rules(sizes: DenseSizes, *, bias: bool = False, head_norms: bool = False) -> list[Rule]:
+    """Grouped attention behind its norm, with biases on q, k and v, and with norms of every q and k head."""
+    hidden, hf = sizes.hidden_size, HF_LAYER + "self_attn."
+    qkv = LAYER + "self_attention.linear_qkv."
+    rules = [input_norm_rule(hidden, te_name=qkv + "layer_norm_weight")]
+    for kind in ("weight", "bias") if bias else ("weight",):
+        columns = hidden if kind == "weight" else None
+        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns)
+        rules.append(Rule(qkv + kind, tuple(f"{hf}{part}_proj.{kind}" for part in "qkv"), packing))
+    for which in "qk" if head_norms else "":
+        name = f"{LAYER}self_attention.{which}_layernorm.weight"
+        rules.append(Rule(name, (f"{hf}{which}_norm.weight",), Copy((sizes.head_dim,))))
+    width = sizes.num_heads * sizes.head_dim
+    rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), Copy((hidden, width), axis=1)))
+    return rules
+
+
+def input_norm_rule(hidden_size: int, te_name: str | None) -> Rule:
+    """The norm before attention; Transformer Engine fuses it into the linear layer `te_name`, if any."""
+    hf_names = (HF_LAYER + "input_layernorm.weight",)
+    return Rule(LAYER + "input_layernorm.weight", hf_names, Copy((hidden_size,)), te_name=te_name)
+
+
+def mlp_rules(sizes: DenseSizes, layers: frozenset[int] | None = None) -> list[Rule]:
+    """The dense MLP behind its norm, in `layers` (None: all)."""
+    hidden, mlp, hf = sizes.hidden_size, LAYER + "mlp.", HF_LAYER + "mlp."
+    hf_gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
+    return [
+        Rule(
+            LAYER + "pre_mlp_layernorm.weight",
+            (HF_LAYER + "post_attention_layernorm.weight",),
+            Copy((hidden,)),
+            layers=layers,
+            te_name=mlp + "linear_fc1.layer_norm_weight",
+        ),
+        Rule(mlp + "linear_fc1.weight", hf_gate_up, GateUp(sizes.ffn_size, hidden), layers=layers),
+        Rule(mlp + "linear_fc2.weight", (hf + "down_proj.weight",), Copy((hidden, sizes.ffn_size), axis=1), layers=layers),
+    ]
 
 
 def _output_rule(sizes: DenseSizes, vocabulary: Vocabulary) -> Rule:

@@ -116,7 +116,7 @@ class HFFolder:
                     f"but config.json implies {list(shape)}"
                 )
         for name in self.names:
-            if name in expected or name.endswith(_DERIVED_SUFFIXES):
+            if name in expected or name.endswith(_DERIVED_SUFFIXES) or weight_map.leaves_out(name):
                 continue
             if name == _TIED_OUTPUT and self.config.get("tie_word_embeddings"):
                 if torch.equal(self.get_slice(name)[:], self.get_slice(_EMBEDDING)[:]):

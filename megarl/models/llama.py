@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.hf_fields import refuse_biases
 from megarl.models.weight_map import WeightMap
 
 
@@ -15,8 +16,7 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     Raises:
         ModelError: biases, or anything that the dense decoder refuses.
     """
-    dense.refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")
-    dense.refuse(hf_config, "mlp_bias", False, "megatron-core has no bias on the MLP without one on the attention")
+    refuse_biases(hf_config)
     return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
 
 
@@ -27,7 +27,8 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules."""
-    return dense.weight_map(dense.DenseSizes.from_hf(hf_config))
+    sizes = dense.DenseSizes.from_hf(hf_config)
+    return dense.weight_map(sizes, dense.attention_rules(sizes), dense.mlp_rules(sizes))
 
 
 ARCHITECTURE = Architecture(

@@ -6,13 +6,14 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig
-from megarl.models.packings import GroupedQKV
-from megarl.models.weight_map import Rule, WeightMap
+from megarl.models.hf_fields import qwen_sliding_layers
+from megarl.models.weight_map import WeightMap
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     """The dense decoder with `add_qkv_bias`."""
-    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config)) | {"add_qkv_bias": True}
+    sizes = dense.DenseSizes.from_hf(hf_config)
+    return dense.transformer_config_kwargs(hf_config, sizes, qwen_sliding_layers(hf_config)) | {"add_qkv_bias": True}
 
 
 def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -23,13 +24,7 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the biases, packed as the weights are."""
     sizes = dense.DenseSizes.from_hf(hf_config)
-    attention = dense.HF_LAYER + "self_attn."
-    bias = Rule(
-        dense.LAYER + "self_attention.linear_qkv.bias",
-        (attention + "q_proj.bias", attention + "k_proj.bias", attention + "v_proj.bias"),
-        GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, hidden_size=None),
-    )
-    return dense.weight_map(sizes, [bias])
+    return dense.weight_map(sizes, dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes))
 
 
 ARCHITECTURE = Architecture(

@@ -6,8 +6,8 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig
-from megarl.models.packings import Copy
-from megarl.models.weight_map import Rule, WeightMap
+from megarl.models.hf_fields import qwen_sliding_layers, refuse_biases
+from megarl.models.weight_map import WeightMap
 
 DEFAULT_HEAD_DIM = 128
 
@@ -18,8 +18,9 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     Raises:
         ModelError: biases, or anything that the dense decoder refuses.
     """
-    dense.refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")
-    return dense.transformer_config_kwargs(hf_config, _sizes(hf_config)) | {"qk_layernorm": True}
+    refuse_biases(hf_config)
+    kwargs = dense.transformer_config_kwargs(hf_config, _sizes(hf_config), qwen_sliding_layers(hf_config))
+    return kwargs | {"qk_layernorm": True}
 
 
 def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -30,18 +31,11 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the norms of q and k, shared by all heads and whole on every rank."""
     sizes = _sizes(hf_config)
-    norms = [
-        Rule(
-            f"{dense.LAYER}self_attention.{which}_layernorm.weight",
-            (f"{dense.HF_LAYER}self_attn.{which}_norm.weight",),
-            Copy((sizes.head_dim,)),
-        )
-        for which in "qk"
-    ]
-    return dense.weight_map(sizes, norms)
+    return dense.weight_map(sizes, dense.attention_rules(sizes, head_norms=True), dense.mlp_rules(sizes))
 
 
 def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
+    """The config's sizes."""
     return dense.DenseSizes.from_hf(hf_config, head_dim=DEFAULT_HEAD_DIM)
 
 

@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError, nearest
-from megarl.models import llama, qwen2, qwen3
+from megarl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models.architecture import Architecture
 
-ARCHITECTURES: tuple[Architecture, ...] = (llama.ARCHITECTURE, qwen2.ARCHITECTURE, qwen3.ARCHITECTURE)
+ARCHITECTURES: tuple[Architecture, ...] = (
+    llama.ARCHITECTURE,
+    mistral.ARCHITECTURE,
+    qwen2.ARCHITECTURE,
+    qwen3.ARCHITECTURE,
+    mixtral.ARCHITECTURE,
+    qwen3_moe.ARCHITECTURE,
+    deepseek_v3.ARCHITECTURE,
+)
 
 
 def architecture_for(hf_config: dict[str, Any]) -> Architecture:

@@ -1,4 +1,4 @@
-"""The mapping core: which slices of which Hugging Face tensors make up each Megatron parameter on each TP rank, as data.
+"""The mapping core: which slices of which Hugging Face tensors make up each Megatron parameter on each rank, as data.
 
 Pure functions of numbers and tensors. Load, save, engine sync, conversion, planner and checks all go through `BoundRule`;
 how each kind of parameter is laid out is in `packings.py`, which parameters there are in one file per architecture.
@@ -19,28 +19,41 @@ from megarl.errors import ModelError, nearest
 from megarl.models.packings import Packing
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a weight map: a Megatron parameter and the Hugging Face tensors it is made of.
+    """One line of a weight map: a Megatron parameter or buffer and the Hugging Face tensors it is made of.
 
-    Names may hold `{layer}`, the zero-based index in the whole model. `fused_norm_name` is the spelling under the
-    Transformer Engine spec, where a norm's weight lives in the linear layer that follows it. `tied_copy` marks the
-    output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled
-    from the embedding, and is never exported.
+    Names may hold `{layer}` and `{expert}`, zero-based indices in the whole model. `layers` are those that have the
+    parameter, None for all. `te_name` is the spelling under the Transformer Engine spec where it differs: a norm's weight
+    lives in the linear layer that follows it, and the experts of a layer in one grouped module. `tied_copy` marks the
+    output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled from
+    the embedding, and is never exported. `dtype` is what it keeps whatever the model's dtype is.
     """
 
     megatron_name: str
     hf_names: tuple[str, ...]
     packing: Packing
     stage: Literal["first", "layer", "last"] = "layer"
-    fused_norm_name: str | None = None
+    layers: frozenset[int] | None = None
+    te_name: str | None = None
     tied_copy: bool = False
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether there is one for each expert, split by expert tensor parallelism instead of tensor parallelism."""
+        return "{expert}" in self.megatron_name
 
     def spellings(self) -> tuple[str, ...]:
         """The parameter's names, one for each family of layer specs where they differ."""
-        return (self.megatron_name, self.fused_norm_name) if self.fused_norm_name else (self.megatron_name,)
+        return (self.megatron_name, self.te_name) if self.te_name else (self.megatron_name,)
+
+    def has_layer(self, layer: int) -> bool:
+        """Whether this layer of the model has the parameter."""
+        return self.layers is None or layer in self.layers
 
 
 @dataclass(frozen=True)
@@ -52,14 +65,21 @@ class Piece:
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class BoundRule:
-    """A rule for one parameter of one layer. `hf_shapes` are the whole tensors' shapes by name."""
+    """A rule for one parameter of one layer, and of one expert. `hf_shapes` are the whole tensors' shapes by name.
+
+    Where `expert` is not None, `tp_rank` and `tp_size` below are those of expert tensor parallelism, and the parameter lives
+    on expert-parallel rank `expert // (num_experts // ep)`. `layer` is None outside the layers.
+    """
 
     megatron_name: str
     hf_names: tuple[str, ...]
     packing: Packing
     tied_copy: bool = False
+    layer: int | None = None
+    expert: int | None = None
+    dtype: torch.dtype | None = None
 
     @property
     def tp_axis(self) -> int | None:
@@ -153,49 +173,74 @@ class BoundRule:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """All rules of one model. Layer indices are global and zero-based: `layer.layer_number - 1` of the layer object."""
+    """All rules of one model. Layer and expert indices are global and zero-based, as the modules' own objects say them:
+    `layer.layer_number - 1`, `moe_layer.local_expert_indices`.
+
+    `left_out` are prefixes of Hugging Face tensors that are neither loaded nor exported.
+    """
 
     rules: tuple[Rule, ...]
     num_layers: int
+    num_experts: int = 0
+    left_out: tuple[str, ...] = ()
 
     def megatron_names(
-        self, layer_indices: Iterable[int], pre_process: bool, post_process: bool, *, fused_norms: bool = False
+        self,
+        layer_indices: Iterable[int],
+        pre_process: bool,
+        post_process: bool,
+        *,
+        experts: Iterable[int] | None = None,
+        te_names: bool = False,
     ) -> list[str]:
-        """Every parameter of a pipeline stage holding these layers, the embedding (`pre_process`) and the output
-        (`post_process`). `fused_norms` gives the Transformer Engine spec's spelling.
+        """Every parameter of a pipeline stage holding these layers, these experts of each (all by default), the embedding
+        (`pre_process`) and the output (`post_process`). `te_names` gives the Transformer Engine spec's spelling.
         """
-        layers = list(layer_indices)
+        layers, experts = list(layer_indices), list(range(self.num_experts) if experts is None else experts)
         names = []
         for rule in self.rules:
-            name = rule.spellings()[-1 if fused_norms else 0]
+            name = rule.spellings()[-1 if te_names else 0]
             if rule.stage == "layer":
-                names += [name.format(layer=layer) for layer in layers]
+                for layer in filter(rule.has_layer, layers):
+                    names += [name.format(layer=layer, expert=expert) for expert in (experts if rule.is_expert else (None,))]
             elif pre_process if rule.stage == "first" else post_process and not (rule.tied_copy and pre_process):
                 names.append(name)
         return names
 
     def rule_for(self, megatron_name: str) -> BoundRule:
-        """The rule of a parameter named with its layer's global, zero-based index, in either spelling.
+        """The rule of a parameter named with its layer's and expert's global, zero-based indices, in any spelling.
 
         Raises:
             ModelError: the model has no such parameter.
         """
-        match = _LAYER.match(megatron_name)
-        layer = int(match[1]) if match else 0
-        pattern = f"decoder.layers.{{layer}}.{megatron_name[match.end() :]}" if match else megatron_name
-        if layer >= self.num_layers:
+        match, expert_match = _LAYER.match(megatron_name), _EXPERT.search(megatron_name)
+        layer, expert = (int(match[1]) if match else None), (int(expert_match[0]) if expert_match else None)
+        pattern = _EXPERT.sub("{expert}", megatron_name)
+        if match:
+            pattern = f"decoder.layers.{{layer}}.{pattern[match.end() :]}"
+        if (layer or 0) >= self.num_layers:
             raise ModelError(f"parameter '{megatron_name}' has no place in this model of {self.num_layers} layers")
-        if pattern not in self._by_name:
-            known = [name.format(layer=layer) for name in self._by_name]
-            raise ModelError(f"parameter '{megatron_name}' is not in this model's weight map{nearest(megatron_name, known)}")
-        return _bound(self._by_name[pattern], layer)
+        if expert is not None and expert >= self.num_experts:
+            raise ModelError(f"parameter '{megatron_name}' has no place in this model of {self.num_experts} experts")
+        for rule in self._by_name.get(pattern, ()):
+            if layer is None or rule.has_layer(layer):
+                return _bound(rule, layer, expert)
+        known = [name.format(layer=layer, expert=expert or 0) for name in self._by_name]
+        raise ModelError(f"parameter '{megatron_name}' is not in this model's weight map{nearest(megatron_name, known)}")
 
     def bound_rules(self) -> Iterator[BoundRule]:
-        """Every parameter of the whole model once, without the tied copy."""
-        for rule in self.rules:
-            if not rule.tied_copy:
-                for layer in range(self.num_layers if rule.stage == "layer" else 1):
-                    yield _bound(rule, layer)
+        """Every parameter of the whole model once, without the tied copy: embedding, layer after layer, output."""
+        for stage in ("first", "layer", "last"):
+            rules = [rule for rule in self.rules if rule.stage == stage and not rule.tied_copy]
+            for layer in range(self.num_layers) if stage == "layer" else (None,):
+                for rule in rules:
+                    if layer is None or rule.has_layer(layer):
+                        for expert in range(self.num_experts) if rule.is_expert else (None,):
+                            yield _bound(rule, layer, expert)
+
+    def leaves_out(self, hf_name: str) -> bool:
+        """Whether a Hugging Face tensor is one that is neither loaded nor exported."""
+        return hf_name.startswith(self.left_out)
 
     def hf_names(self) -> list[str]:
         """Every Hugging Face tensor of the whole model, each once."""
@@ -214,13 +259,17 @@ class WeightMap:
         return replace(self, rules=tuple(rule for rule in self.rules if rule.megatron_name != "output_layer.weight"))
 
     @cached_property
-    def _by_name(self) -> Mapping[str, Rule]:
-        return {name: rule for rule in self.rules for name in rule.spellings()}
+    def _by_name(self) -> Mapping[str, Sequence[Rule]]:
+        found: dict[str, list[Rule]] = {}
+        for rule in self.rules:
+            for name in rule.spellings():
+                found.setdefault(name, []).append(rule)
+        return found
 
 
-def _bound(rule: Rule, layer: int) -> BoundRule:
-    hf_names = tuple(name.format(layer=layer) for name in rule.hf_names)
-    return BoundRule(rule.megatron_name.format(layer=layer), hf_names, rule.packing, rule.tied_copy)
+def _bound(rule: Rule, layer: int | None, expert: int | None) -> BoundRule:
+    name, *hf_names = (name.format(layer=layer, expert=expert) for name in (rule.megatron_name, *rule.hf_names))
+    return BoundRule(name, tuple(hf_names), rule.packing, rule.tied_copy, layer, expert, rule.dtype)
 
 
 def _cut(source: Any, axis: int, piece: Piece) -> Tensor:

@@ -139,7 +139,7 @@ def test_both_layer_spec_spellings_mean_the_same_tensors(tiny: Any) -> None:
     model = tiny("qwen3")
     weight_map = architecture_for(model.hf_config).weight_map(model.hf_config)
     local = weight_map.megatron_names([1], True, True)
-    fused = weight_map.megatron_names([1], True, True, fused_norms=True)
+    fused = weight_map.megatron_names([1], True, True, te_names=True)
     differing = {(a, b) for a, b in zip(local, fused, strict=True) if a != b}
     layer = "decoder.layers.1."
     assert differing == {

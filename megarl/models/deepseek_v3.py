@@ -1,0 +1,193 @@
+"""DeepSeek-V3: latent attention, sigmoid routing in groups with a correction bias, shared experts, dense first layers.
+
+The layers for multi-token prediction (`num_nextn_predict_layers`) are not trained: they are neither loaded nor exported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.models import dense, moe
+from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.hf_fields import refuse, refuse_biases, size
+from megarl.models.packings import Copy
+from megarl.models.rope import Rope
+from megarl.models.weight_map import Rule, WeightMap
+
+LATENT_NORM_EPS = 1e-6
+"""transformers norms the latents with it, whatever `rms_norm_eps` says."""
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Multi-head latent attention. `q_rank` is None where queries have no latent; head dimensions are without and with rope."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+    @classmethod
+    def from_hf(cls, hf_config: HFConfig) -> LatentSizes:
+        """Read a config.
+
+        Raises:
+            ModelError: a field is missing or no positive integer.
+        """
+        fields = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        q_rank = None if hf_config.get("q_lora_rank") is None else size(hf_config, "q_lora_rank")
+        return cls(q_rank, *(size(hf_config, field) for field in fields))
+
+
+def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """Arguments of MLATransformerConfig.
+
+    Raises:
+        ModelError: biases, another router than V3's, or anything that the dense decoder refuses.
+    """
+    sizes, latent, experts = _sizes(hf_config), LatentSizes.from_hf(hf_config), _experts(hf_config)
+    refuse_biases(hf_config)
+    refuse(hf_config, "rope_interleave", True, "megarl rotates neighbouring pairs, as the published checkpoints are laid out")
+    refuse(hf_config, "rms_norm_eps", LATENT_NORM_EPS, "transformers norms the latents with it, megatron-core with this one")
+    return (
+        dense.transformer_config_kwargs(hf_config, sizes)
+        | moe.transformer_config_kwargs(experts, sizes.num_layers)
+        | _router_kwargs(hf_config, experts)
+        | _rope_kwargs(hf_config)
+        | {
+            "multi_latent_attention": True,
+            "num_query_groups": sizes.num_heads,
+            "qk_layernorm": True,
+            "q_lora_rank": latent.q_rank,
+            "kv_lora_rank": latent.kv_rank,
+            "qk_head_dim": latent.nope_dim,
+            "qk_pos_emb_head_dim": latent.rope_dim,
+            "v_head_dim": latent.v_dim,
+        }
+    )
+
+
+def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """Vocabulary and tying; the rotary embedding belongs to the attention layers."""
+    sizes = _sizes(hf_config)
+    return {
+        "vocab_size": sizes.vocab_size,
+        "max_sequence_length": size(hf_config, "max_position_embeddings"),
+        "share_embeddings_and_output_weights": sizes.tied and sizes.num_labels is None,
+        "position_embedding_type": "rope",
+    }
+
+
+def weight_map(hf_config: HFConfig) -> WeightMap:
+    """Latent attention, the dense first layers, and experts with their bias and the shared ones."""
+    sizes, experts = _sizes(hf_config), _experts(hf_config)
+    dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
+    mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)]
+    extra = size(hf_config, "num_nextn_predict_layers", default=0, least=0)
+    left_out = tuple(f"model.layers.{sizes.num_layers + number}." for number in range(extra))
+    attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, left_out=left_out)
+
+
+def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:
+    hidden, heads, qk_dim = sizes.hidden_size, sizes.num_heads, latent.nope_dim + latent.rope_dim
+    prefix, hf = dense.LAYER + "self_attention.", dense.HF_LAYER + "self_attn."
+
+    def rule(name: str, hf_name: str, shape: tuple[int, ...], axis: int | None = None, te_name: str | None = None) -> Rule:
+        return Rule(f"{prefix}{name}.weight", (f"{hf}{hf_name}.weight",), Copy(shape, axis), te_name=te_name)
+
+    if latent.q_rank is None:
+        queries = [rule("linear_q_proj", "q_proj", (heads * qk_dim, hidden), axis=0)]
+    else:
+        queries = [
+            rule("linear_q_down_proj", "q_a_proj", (latent.q_rank, hidden)),
+            rule("q_layernorm", "q_a_layernorm", (latent.q_rank,), te_name=prefix + "linear_q_up_proj.layer_norm_weight"),
+            rule("linear_q_up_proj", "q_b_proj", (heads * qk_dim, latent.q_rank), axis=0),
+        ]
+    return [
+        dense.input_norm_rule(hidden, te_name=None),
+        *queries,
+        rule("linear_kv_down_proj", "kv_a_proj_with_mqa", (latent.kv_rank + latent.rope_dim, hidden)),
+        rule("kv_layernorm", "kv_a_layernorm", (latent.kv_rank,), te_name=prefix + "linear_kv_up_proj.layer_norm_weight"),
+        rule("linear_kv_up_proj", "kv_b_proj", (heads * (latent.nope_dim + latent.v_dim), latent.kv_rank), axis=0),
+        rule("linear_proj", "o_proj", (hidden, heads * latent.v_dim), axis=1),
+    ]
+
+
+def _router_kwargs(hf_config: HFConfig, experts: moe.MoeSizes) -> dict[str, Any]:
+    """Sigmoid scores in float32; the best groups by their two best experts, then the best experts of these groups."""
+    refuse(hf_config, "norm_topk_prob", True, "megatron-core's sigmoid router normalises the chosen experts' weights")
+    refuse(hf_config, "scoring_func", "sigmoid", "DeepSeek-V3 scores experts so")
+    refuse(hf_config, "topk_method", "noaux_tc", "DeepSeek-V3 picks experts so")
+    groups, top_groups = size(hf_config, "n_group", default=1), size(hf_config, "topk_group", default=1)
+    if experts.top_k == 1 or (groups > 1 and experts.top_k // top_groups != 2):
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {experts.top_k} with topk_group={top_groups} and n_group={groups}, but "
+            "megatron-core ranks groups as DeepSeek-V3 does only if num_experts_per_tok // topk_group is 2"
+        )
+    if experts.num_experts % groups or top_groups > groups:
+        raise ModelError(
+            f"config.json: n_group is {groups} and topk_group {top_groups}, but n_group must divide "
+            f"n_routed_experts={experts.num_experts} and be at least topk_group"
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": top_groups if groups > 1 else None,
+        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor") or 1.0),
+    }
+
+
+def _rope_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    rope = Rope.from_hf(hf_config, kinds=("default", "yarn"))
+    if rope.kind == "default":
+        return {"rope_type": "rope", "rotary_base": rope.base, "rotary_percent": 1.0}
+    for name in ("attention_factor", "truncate"):
+        refuse(rope.parameters, name, True if name == "truncate" else None, "megatron-core computes it from the factor")
+    mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    if bool(mscale) != bool(mscale_all_dim):
+        raise ModelError(
+            f"config.json: {rope.field}.mscale is {mscale:g} with mscale_all_dim={mscale_all_dim:g}, but only both or neither "
+            "may be 0 or absent"
+        )
+    return {
+        "rope_type": "yarn",
+        "rotary_base": rope.base,
+        "rotary_scaling_factor": rope.number("factor", least=1.0),
+        "original_max_position_embeddings": int(rope.number("original_max_position_embeddings", least=1.0)),
+        "beta_fast": rope.number("beta_fast", 32.0),
+        "beta_slow": rope.number("beta_slow", 1.0),
+        "mscale": mscale or 1.0,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
+    # head_dim says here how many of a head's dimensions rotate, or is absent; num_key_value_heads means nothing.
+    own = {"head_dim": size(hf_config, "qk_rope_head_dim"), "num_key_value_heads": None}
+    return dense.DenseSizes.from_hf(hf_config | own)
+
+
+def _experts(hf_config: HFConfig) -> moe.MoeSizes:
+    layers = range(size(hf_config, "first_k_dense_replace", default=0, least=0), size(hf_config, "num_hidden_layers"))
+    fields = ("n_routed_experts", "num_local_experts")
+    shared = size(hf_config, "n_shared_experts", default=0, least=0)
+    refuse(hf_config, "moe_layer_freq", 1, "every layer after the dense ones has experts")
+    return moe.MoeSizes.from_hf(
+        hf_config, layers, experts_fields=fields, ffn_field="moe_intermediate_size", shared_experts=shared
+    )
+
+
+ARCHITECTURE = Architecture(
+    name="deepseek_v3",
+    hf_classes=("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
+    transformer_config_kwargs=transformer_config_kwargs,
+    gpt_kwargs=gpt_kwargs,
+    weight_map=weight_map,
+)

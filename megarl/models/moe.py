@@ -1,0 +1,118 @@
+"""What the families with experts share: which layers have them, the router's arguments and the experts' rules.
+
+Routing must not move by itself while a policy is trained: auxiliary losses are off, as is the update of an expert bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.errors import ModelError
+from megarl.models.dense import HF_LAYER, LAYER
+from megarl.models.hf_fields import size
+from megarl.models.packings import Copy, GateUp
+from megarl.models.weight_map import Rule
+
+
+@dataclass(frozen=True)
+class MoeSizes:
+    """`layers` have `num_experts` of width `expert_ffn_size`, of which each token uses `top_k`; the others are dense.
+
+    `shared_ffn_size` is the width of the experts that every token uses, taken together; 0 without any.
+    """
+
+    layers: frozenset[int]
+    num_experts: int
+    top_k: int
+    expert_ffn_size: int
+    shared_ffn_size: int = 0
+
+    @classmethod
+    def from_hf(
+        cls,
+        hf_config: dict[str, Any],
+        layers: Iterable[int],
+        *,
+        experts_fields: tuple[str, ...],
+        ffn_field: str,
+        shared_experts: int = 0,
+    ) -> MoeSizes:
+        """Read a config; `experts_fields` are the names that versions of transformers give the number of experts.
+
+        Raises:
+            ModelError: a field is missing, no positive integer, or contradicts another.
+        """
+        field = next((name for name in experts_fields if hf_config.get(name) is not None), experts_fields[0])
+        num_experts, top_k = size(hf_config, field), size(hf_config, "num_experts_per_tok")
+        if top_k > num_experts:
+            raise ModelError(f"config.json: num_experts_per_tok is {top_k}, but there are {num_experts} experts ({field})")
+        found = frozenset(layers)
+        if not found:
+            raise ModelError(f"config.json: none of the layers has experts, but {field} is {num_experts}")
+        ffn_size = size(hf_config, ffn_field)
+        return cls(found, num_experts, top_k, ffn_size, shared_experts * ffn_size)
+
+
+def transformer_config_kwargs(moe: MoeSizes, num_layers: int) -> dict[str, Any]:
+    """TransformerConfig's arguments for the experts; how the router scores is the family's."""
+    everywhere = len(moe.layers) == num_layers
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.expert_ffn_size,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_size or None,
+        "moe_layer_freq": 1 if everywhere else [int(layer in moe.layers) for layer in range(num_layers)],
+        "moe_router_topk": moe.top_k,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def softmax_router_kwargs(moe: MoeSizes, *, normalised: bool) -> dict[str, Any]:
+    """A softmax over all experts of which each token takes the `top_k`, that sum to one if `normalised`.
+
+    transformers computes the router's product in the model's dtype, and so does megatron-core without `moe_router_dtype`.
+    """
+    # The softmax over the top-k logits is the normalised one. With a single expert it is 1, which megatron-core refuses.
+    if normalised and moe.top_k == 1:
+        raise ModelError("config.json: num_experts_per_tok is 1, but where the weights sum to one it must be at least 2")
+    return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalised}
+
+
+def mlp_rules(
+    moe: MoeSizes,
+    hidden_size: int,
+    *,
+    hf_block: str = "mlp.",
+    hf_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    expert_bias: bool = False,
+) -> list[Rule]:
+    """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts."""
+    hidden, block, hf = hidden_size, LAYER + "mlp.", HF_LAYER + hf_block
+    gate, up, down = hf_expert
+
+    def rule(name: str, hf_names: tuple[str, ...], packing: Any, **more: Any) -> Rule:
+        return Rule(name, hf_names, packing, layers=moe.layers, **more)
+
+    def gated(name: str, hf_name: str, ffn_size: int, te_names: tuple[str | None, str | None]) -> list[Rule]:
+        halves = (f"{hf_name}{gate}.weight", f"{hf_name}{up}.weight")
+        return [
+            rule(name + "linear_fc1.weight", halves, GateUp(ffn_size, hidden), te_name=te_names[0]),
+            rule(name + "linear_fc2.weight", (f"{hf_name}{down}.weight",), Copy((hidden, ffn_size), 1), te_name=te_names[1]),
+        ]
+
+    grouped = (block + "experts.linear_fc1.weight{expert}", block + "experts.linear_fc2.weight{expert}")
+    rules = [
+        rule(LAYER + "pre_mlp_layernorm.weight", (HF_LAYER + "post_attention_layernorm.weight",), Copy((hidden,))),
+        rule(block + "router.weight", (hf + "gate.weight",), Copy((moe.num_experts, hidden))),
+        *gated(block + "experts.local_experts.{expert}.", hf + "experts.{expert}.", moe.expert_ffn_size, grouped),
+    ]
+    if expert_bias:
+        hf_bias = (hf + "gate.e_score_correction_bias",)
+        rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype=torch.float32))
+    if moe.shared_ffn_size:
+        rules += gated(block + "shared_experts.", hf + "shared_experts.", moe.shared_ffn_size, (None, None))
+    return rules

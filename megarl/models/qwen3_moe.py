@@ -1,0 +1,54 @@
+"""Qwen3-MoE: Qwen3's attention, and experts in all layers or some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.models import dense, moe
+from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.hf_fields import refuse_biases, size
+from megarl.models.llama import gpt_kwargs
+from megarl.models.weight_map import WeightMap
+
+
+def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """The dense decoder with `qk_layernorm`, and experts in place of the MLP where the config says so.
+
+    Raises:
+        ModelError: biases, a sliding window, or anything that the dense decoder refuses.
+    """
+    refuse_biases(hf_config)
+    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    sliding_layers = sizes.num_layers if hf_config.get("use_sliding_window") else 0
+    return (
+        dense.transformer_config_kwargs(hf_config, sizes, sliding_layers)
+        | {"qk_layernorm": True}
+        | moe.transformer_config_kwargs(experts, sizes.num_layers)
+        | moe.softmax_router_kwargs(experts, normalised=bool(hf_config.get("norm_topk_prob", False)))
+    )
+
+
+def weight_map(hf_config: HFConfig) -> WeightMap:
+    """The common rules, the norms of q and k, and the experts' where a layer has them."""
+    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
+    mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size)]
+    attention = dense.attention_rules(sizes, head_norms=True)
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts)
+
+
+def _experts(hf_config: HFConfig) -> moe.MoeSizes:
+    """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
+    step, dense_only = size(hf_config, "decoder_sparse_step", default=1), hf_config.get("mlp_only_layers") or ()
+    layers = (n for n in range(size(hf_config, "num_hidden_layers")) if (n + 1) % step == 0 and n not in dense_only)
+    fields = ("num_experts", "num_local_experts")
+    return moe.MoeSizes.from_hf(hf_config, layers, experts_fields=fields, ffn_field="moe_intermediate_size")
+
+
+ARCHITECTURE = Architecture(
+    name="qwen3_moe",
+    hf_classes=("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
+    transformer_config_kwargs=transformer_config_kwargs,
+    gpt_kwargs=gpt_kwargs,
+    weight_map=weight_map,
+)
