@@ -48,14 +48,13 @@ def token_multiple(fp8: str, recipe: str) -> int:
 
 
 def device_problem(recipe: str, capability: tuple[int, int], cuda: str | None) -> str | None:
-    """Why a GPU of this compute capability under torch's `cuda` version ("13.0") cannot run `recipe`; None if it can."""
+    """Why a GPU of this compute capability, under torch's CUDA version such as "13.0", cannot run `recipe`; None if it can."""
     needs = RECIPES[recipe]
     version = tuple(int(part) for part in (cuda or "0.0").split(".")[:2])
     if needs.capability <= capability < needs.below and version >= needs.cuda:
         return None
-    return (
-        f"'{recipe}' needs {needs.gpus}, and this GPU has compute capability {capability[0]}.{capability[1]} under CUDA {cuda}"
-    )
+    here = f"compute capability {capability[0]}.{capability[1]} under CUDA {cuda}"
+    return f"model.fp8_recipe is '{recipe}', which needs {needs.gpus}, but this GPU has {here}"
 
 
 def check_fp8(model: ModelConfig, *, trained: dict[str, TrainedRole], frozen: list[str]) -> None:

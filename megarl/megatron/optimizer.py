@@ -10,8 +10,9 @@ from megatron.core.optimizer import Adam, CPUAdam, MegatronOptimizer, OptimizerC
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl import platform
+from megarl.errors import ConfigError
 from megarl.megatron.model_config import DTYPES, gathers_through_gradients
-from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.megatron.options import ModelOptions, OptimizerOptions, has_transformer_engine
 
 
 def build_optimizer(
@@ -61,8 +62,19 @@ def optimizer_config(options: OptimizerOptions, model: ModelOptions) -> Optimize
 
 
 def on_this_platform(options: OptimizerOptions) -> OptimizerOptions:
-    """`options` without offloading where there is no GPU: all state is in main memory there."""
-    return options if platform.cuda_present() else replace(options, offload_fraction=0.0)
+    """`options` without offloading where there is no GPU: all state is in main memory there.
+
+    Raises:
+        ConfigError: there is a GPU, but not the Transformer Engine without which megatron-core does not offload.
+    """
+    if not platform.cuda_present():
+        return replace(options, offload_fraction=0.0)
+    if options.offload_fraction and not has_transformer_engine():
+        raise ConfigError(
+            f"optimizer.offload_fraction is {options.offload_fraction}, but megatron-core offloads only with "
+            "transformer_engine, which cannot be imported here; it may be 0"
+        )
+    return options
 
 
 def describe_optimizer(options: OptimizerOptions) -> str:
