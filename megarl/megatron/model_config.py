@@ -54,6 +54,9 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         use_cpu_initialization=not on_cuda,
         perform_initialization=False,
         variable_seq_lengths=True,
+        # With two stages the next stage is also the one before: batched, their messages would be mistaken for each other.
+        overlap_p2p_comm=layout.vpp is not None,
+        batch_p2p_comm=layout.vpp is None,
         # Losses arrive already divided by their global denominator: sums everywhere, no rescaling by megatron-core.
         calculate_per_token_loss=True,
         bias_dropout_fusion=on_cuda,

@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megarl.data.stream import MicroBatch, PackedStream, Share, pack, share_of, split_shared_prompts
+from megarl.data.stream import MicroBatch, PackedStream, Response, Share, Unit, pack, share_of, split_shared_prompts
 from megarl.megatron.attention import stream_attention
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.model_config import DTYPES
@@ -76,23 +76,36 @@ def _run(
     score_at: bool,
 ) -> list[dict[str, float]]:
     device = torch.device(torch.cuda.current_device())
-    packed = [_pack(units, options, score_at=score_at) for units in micro_batches]
-    inputs = [(stream.to(device), share.to(device)) for stream, share in packed]
+    filled = [(units, loss_function) for units in micro_batches]
+    if options.layout.vpp is not None:
+        # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
+        filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
+    inputs = [(*_pack(units, options, score_at=score_at, device=device), loss) for units, loss in filled]
     config = get_model_config(chunks[0])
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options=options, loss_function=loss_function),
+        forward_step_func=partial(_forward_step, options=options),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
-        seq_length=max(len(stream.token_ids) for stream, _ in inputs),
+        seq_length=max(len(stream.token_ids) for stream, _, _ in inputs),
         micro_batch_size=1,
         forward_only=forward_only,
     )
 
 
-def _pack(units: MicroBatch, options: ModelOptions, *, score_at: bool) -> tuple[PackedStream, Share]:
+_NOTHING: MicroBatch = [
+    Unit(torch.zeros(1, dtype=torch.long), [Response(-1, torch.zeros(1, dtype=torch.long), torch.tensor([False]))])
+]
+"""A token that nobody asks about."""
+
+
+def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
+    return output.sum(), {}
+
+
+def _pack(units: MicroBatch, options: ModelOptions, *, score_at: bool, device: torch.device) -> tuple[PackedStream, Share]:
     """The whole stream, the same on all ranks of a replica, and what this rank holds of it."""
     layout = options.layout
     of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
@@ -103,17 +116,14 @@ def _pack(units: MicroBatch, options: ModelOptions, *, score_at: bool) -> tuple[
         segment_multiple=of_segment,
         score_at=score_at,
     )
-    return stream, share_of(stream, layout.cp, parallel_state.get_context_parallel_rank())
+    share = share_of(stream, layout.cp, parallel_state.get_context_parallel_rank())
+    return stream.to(device), share.to(device)
 
 
 def _forward_step(
-    inputs: Iterator[tuple[PackedStream, Share]],
-    model: torch.nn.Module,
-    *,
-    options: ModelOptions,
-    loss_function: LossFunction,
+    inputs: Iterator[tuple[PackedStream, Share, LossFunction]], model: torch.nn.Module, *, options: ModelOptions
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
-    stream, share = next(inputs)
+    stream, share, loss_function = next(inputs)
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[share.positions]
     # Both are read in this very forward call, outside the layers that may be recomputed later.

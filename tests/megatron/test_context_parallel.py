@@ -3,6 +3,7 @@ are those of one rank and of Hugging Face."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.world import World
 VOCAB = 131
 TEMPERATURE = 0.7
 LAYOUTS = {
+    "vpp2": Layout(pp=2, vpp=2),
     "cp2": Layout(cp=2),
     "cp4": Layout(cp=4),
     "tp2+sp·cp2": Layout(tp=2, cp=2, sequence_parallel=True),
@@ -196,3 +198,50 @@ def test_every_context_parallel_layout_computes_what_one_rank_and_hugging_face_c
 def test_megatron_cores_local_spec_is_refused_under_context_parallelism() -> None:
     with pytest.raises(LayoutError, match=r"layout\.cp is 2, but model\.layer_spec = 'local'"):
         ModelOptions("folder", Layout(cp=2), layer_spec="local")
+
+
+class GroupOf:
+    """A process group as far as megatron-core's rotary embedding asks: its size, and this rank."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_packed_lengths_and_token_order_are_those_of_megatron_cores_rotary_embedding(cp: int) -> None:
+    """megatron-core cuts the rotary angles of packed sequences by itself: our tokens must be in the order it assumes."""
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
+
+    from megarl.data.stream import pack, share_of
+    from megarl.megatron.step import packed_lengths
+
+    alone = split_shared_prompts(units(1, "log_probs")[0])
+    stream = pack(alone, pad_to_multiple=40 * cp, segment_multiple=2 * cp if cp > 1 else 1)
+    packed = packed_lengths(stream)
+    lengths = [len(unit.prompt_ids) + len(unit.responses[0].token_ids) - 1 for unit in alone]
+    padded = [-(-length // (2 * cp)) * 2 * cp if cp > 1 else length for length in lengths]
+    ends = torch.tensor(padded).cumsum(0).tolist()
+    expected = [0, *ends] + ([len(stream.token_ids)] if ends[-1] < len(stream.token_ids) else [])
+    assert packed.qkv_format == "thd"
+    for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+        assert getattr(packed, name).dtype == torch.int32
+        assert getattr(packed, name).tolist() == expected
+    longest = max(end - start for start, end in pairwise(expected))
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == longest
+    angles = torch.outer(torch.arange(float(longest)), torch.tensor([1.0, 0.1]))[:, None, None].repeat(1, 1, 1, 2)
+    for rank in range(cp):
+        share = share_of(stream, cp, rank)
+        ones = torch.ones(len(share.positions), 1, 4)
+        turned = _apply_rotary_pos_emb_thd(ones, packed.cu_seqlens_q_padded, angles, cp_group=GroupOf(cp, rank))
+        places = torch.cat([torch.arange(end - start) for start, end in pairwise(expected)])
+        at = angles[places[share.positions], 0]
+        assert torch.equal(turned, ones * at.cos() + torch.tensor([-1.0, -1.0, 1.0, 1.0]) * at.sin())
+        own = [segment.start + offset for segment in stream.segments for offset in range(segment.length)]
+        real = torch.isin(share.positions, torch.tensor(own))
+        assert torch.equal(stream.position_ids[share.positions][real], places[share.positions][real])
