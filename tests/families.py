@@ -122,7 +122,8 @@ def hugging_face(family: str) -> Any:
     with torch.no_grad():
         for name, value in values.items():
             centre = 1.0 if "norm" in name else 0.0
-            value.copy_(centre + SPREAD * torch.randn(value.shape, generator=generator))
+            spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
+            value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
 
 

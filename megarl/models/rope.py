@@ -64,8 +64,9 @@ def rope_kwargs(hf_config: dict[str, Any]) -> dict[str, Any]:
     """`position_embedding_type`, `rotary_base` and `rotary_percent` of GPTModel; scaling is in `inverse_frequencies`.
 
     Raises:
-        ModelError: the rotary embedding cannot be represented.
+        ModelError: the rotary embedding cannot be represented, or a parameter is missing or makes no sense.
     """
+    inverse_frequencies(hf_config, head_dim=2)  # to refuse a wrong parameter here, before any process starts
     return {"position_embedding_type": "rope", "rotary_base": Rope.from_hf(hf_config).base, "rotary_percent": 1.0}
 
 

@@ -1,91 +1,44 @@
-"""Architectures: the arguments megatron-core gets make the model Hugging Face has; what cannot be represented is refused."""
+"""Architectures: the arguments megatron-core gets follow from either spelling; what cannot be represented is refused."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.errors import ModelError
-from megarl.models.hf_folder import write_hf_folder
-from megarl.models.registry import architecture_for
+from megarl.models.registry import ARCHITECTURES, architecture_for
+from megarl.models.rope import inverse_frequencies
+from tests.families import FAMILIES, LLAMA3_ROPE, YARN_ROPE, hugging_face
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-tied": ("llama", {"tied": True, "groups": 1}),
-    "llama-rope-llama3": ("llama", {"rope_parameters": LLAMA3, "max_position_embeddings": 131072}),
-    "llama-rope-linear": ("llama", {"rope_parameters": LINEAR}),
-    "qwen2": ("qwen2", {"groups": 4}),
-    "qwen3": ("qwen3", {}),
-}
 
 
 @pytest.fixture(scope="module")
-def facts(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What megarl's arguments and weight map make of each model in megatron-core, found in one other process."""
-    root = tmp_path_factory.mktemp("models")
-    for name, (family, settings) in MODELS.items():
-        model = tiny(family, **settings)
-        write_hf_folder(root / name, model.tensors.items(), model.hf_config)
-    program = [sys.executable, str(Path(__file__).with_name("megatron_logits.py")), *(str(root / name) for name in MODELS)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
-    return {Path(path).name: found for path, found in json.loads(line.removeprefix("FACTS ")).items()}
+def configs() -> dict[str, dict[str, Any]]:
+    """config.json of each family's tiny model."""
+    models = {name: hugging_face(name) for name in FAMILIES}
+    return {name: model.config.to_dict() | {"architectures": [type(model).__name__]} for name, model in models.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_of_megatron_core_equal_hugging_face(tiny: Any, facts: dict[str, Any], name: str) -> None:
-    family, settings = MODELS[name]
-    ids = torch.tensor([[(7 * place + 3) % 61 for place in range(40)]])
-    with torch.no_grad():
-        expected = tiny(family, **settings).model(ids).logits[0]
-    assert expected.std() > 0.5
-    torch.testing.assert_close(torch.tensor(facts[name]["logits"]), expected, rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_rotary_frequencies_equal_hugging_face(tiny: Any, facts: dict[str, Any], name: str) -> None:
-    family, settings = MODELS[name]
-    expected = tiny(family, **settings).model.model.rotary_emb.inv_freq
-    torch.testing.assert_close(torch.tensor(facts[name]["rotary_frequencies"]), expected, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_map_names_every_parameter_of_megatron_core_in_its_shape(tiny: Any, facts: dict[str, Any], name: str) -> None:
-    family, settings = MODELS[name]
-    hf_config = tiny(family, **settings).hf_config
-    weight_map = architecture_for(hf_config).weight_map(hf_config)
-    names = weight_map.megatron_names(range(3), True, True)
-    assert {name: list(weight_map.megatron_shape(name, 1)) for name in names} == facts[name]["shapes"]
-
-
-def test_transformers_4_and_5_spellings_give_the_same_arguments(tiny: Any) -> None:
-    new = tiny("llama", **MODELS["llama-rope-llama3"][1]).hf_config
+def test_transformers_4_and_5_spellings_give_the_same_arguments(configs: Any) -> None:
+    new = configs["llama"]
     old = {key: value for key, value in new.items() if key != "rope_parameters"}
-    scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
-    old |= {"rope_theta": 500000.0, "rope_scaling": scaling}
+    scaling = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
+    old |= {"rope_theta": 10000.0, "rope_scaling": scaling}
     architecture = architecture_for(new)
     assert architecture.gpt_kwargs(old) == architecture.gpt_kwargs(new)
-    assert architecture.gpt_kwargs(new)["rotary_base"] == 500000
-    unscaled = old | {"rope_scaling": None}
-    assert architecture.gpt_kwargs(unscaled)["rope_scaling"] is False
-    linear = old | {"rope_scaling": {"type": "linear", "factor": 2}}
-    assert architecture.gpt_kwargs(linear)["seq_len_interpolation_factor"] == 2.0
+    assert architecture.gpt_kwargs(new)["rotary_base"] == 10000
+    assert torch.equal(inverse_frequencies(old, 8), inverse_frequencies(new, 8))
+    unscaled = inverse_frequencies(old | {"rope_scaling": None}, 8)
+    assert not torch.equal(unscaled, inverse_frequencies(new, 8))
+    assert torch.equal(inverse_frequencies(old | {"rope_scaling": {"type": "linear", "factor": 2}}, 8), unscaled / 2)
+    yarn = configs["deepseek_v3"]
+    old = {key: value for key, value in yarn.items() if key not in ("rope_parameters", "num_local_experts")}
+    old |= {"rope_theta": 10000.0, "rope_scaling": {**YARN_ROPE, "type": "yarn"}, "n_routed_experts": 8}
+    architecture = architecture_for(yarn)
+    assert architecture.transformer_config_kwargs(old) == architecture.transformer_config_kwargs(yarn)
 
 
 REFUSED = [
@@ -97,41 +50,82 @@ REFUSED = [
     (
         "qwen2",
         {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        "use_sliding_window",
+        "sliding_window is 64 in 3 layers",
     ),
-    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is"),
+    ("mistral", {"sliding_window": 255}, "sliding_window is 255 in 4 layers.*at least max_position_embeddings=256"),
+    ("mixtral", {"sliding_window": 64}, "sliding_window is 64"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
+    ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is of method 'fp8'"),
     ("llama", {"hidden_size": None}, "hidden_size is None"),
     ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3, but it must divide num_attention_heads=4"),
     ("llama", {"head_dim": None, "hidden_size": 30}, "hidden_size is 30, but without head_dim"),
     ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_parameters\.rope_type is 'yarn'"),
-    ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, r"rope_parameters\.low_freq_factor is 2\.0"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.5}}, r"rope_parameters\.high_freq_factor is 1\.5"),
+    ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": None}}, r"rope_parameters\.low_freq_factor is None"),
     ("llama", {"rope_parameters": LINEAR | {"factor": None}}, r"rope_parameters\.factor is None"),
     ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor is 0\.5"),
+    ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+    ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+    ("qwen3_moe", {"decoder_sparse_step": 9}, "none of the layers has experts"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
+    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, but it may only be 1e-06"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+    ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, "num_experts_per_tok // topk_group is 2"),
+    ("deepseek_v3", {"n_group": 3}, "n_group must divide n_routed_experts=8"),
+    ("deepseek_v3", {"rope_parameters": YARN_ROPE | {"mscale": None}}, r"mscale is 0 with mscale_all_dim=1"),
+    ("deepseek_v3", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.0}}, r"attention_factor is 1\.0"),
+    ("deepseek_v3", {"rope_parameters": LINEAR}, r"rope_type is 'linear', but it may be 'default' or 'yarn'"),
+    ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is None"),
 ]
 
 
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
-def test_what_cannot_be_represented_is_refused_by_field(tiny: Any, family: str, change: dict[str, Any], message: str) -> None:
-    hf_config = tiny(family).hf_config | change
+def test_what_cannot_be_represented_is_refused_by_field(
+    configs: Any, family: str, change: dict[str, Any], message: str
+) -> None:
+    hf_config = configs[family] | change
     architecture = architecture_for(hf_config)
     with pytest.raises(ModelError, match=message):
         architecture.transformer_config_kwargs(hf_config) | architecture.gpt_kwargs(hf_config)
 
 
-def test_a_sliding_window_that_no_layer_uses_is_accepted(tiny: Any) -> None:
-    """Qwen2.5's own configs: the window is off, or starts after the last layer."""
-    hf_config = tiny("qwen2").hf_config | {"layer_types": None, "sliding_window": 64, "max_window_layers": 3}
+def test_a_sliding_window_that_no_layer_uses_is_accepted(configs: Any) -> None:
+    """Qwen2.5's own configs: the window is off, or starts after the last layer; Mistral's is as long as the positions."""
+    hf_config = configs["qwen2"] | {"layer_types": None, "sliding_window": 64, "max_window_layers": 4}
     architecture = architecture_for(hf_config)
-    plain = architecture.transformer_config_kwargs(tiny("qwen2").hf_config)
+    plain = architecture.transformer_config_kwargs(configs["qwen2"])
     assert architecture.transformer_config_kwargs(hf_config | {"use_sliding_window": True}) == plain
     assert architecture.transformer_config_kwargs(hf_config | {"use_sliding_window": False, "max_window_layers": 1}) == plain
+    hf_config = configs["mistral"]
+    architecture = architecture_for(hf_config)
+    plain = architecture.transformer_config_kwargs(hf_config)
+    assert architecture.transformer_config_kwargs(hf_config | {"sliding_window": 256}) == plain
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.num_experts])
+def test_routing_does_not_move_by_itself(configs: Any, family: str) -> None:
+    kwargs = architecture_for(configs[family]).transformer_config_kwargs(configs[family])
+    assert (kwargs["moe_aux_loss_coeff"], kwargs["moe_router_load_balancing_type"]) == (0.0, "none")
+    assert kwargs.get("moe_router_bias_update_rate", 0.0) == 0.0
+
+
+def test_layers_with_experts_are_those_of_transformers(configs: Any) -> None:
+    def experts(family: str, **change: Any) -> Any:
+        return architecture_for(configs[family]).transformer_config_kwargs(configs[family] | change)["moe_layer_freq"]
+
+    assert experts("mixtral") == 1
+    assert experts("qwen3_moe") == [1, 0, 1, 1]
+    assert experts("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[]) == [0, 1, 0, 1]
+    assert experts("deepseek_v3") == [0, 1, 1, 1]
+    assert experts("deepseek_v3", first_k_dense_replace=0) == 1
 
 
 def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> None:
     with pytest.raises(ModelError) as error:
         architecture_for({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"})
-    for part in ("Gemma3ForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "megarl/models/gemma3.py"):
+    for part in ("Gemma3ForCausalLM", "megarl/models/gemma3.py", *(a.hf_classes[0] for a in ARCHITECTURES)):
         assert part in str(error.value)
     with pytest.raises(ModelError, match=r"did you mean 'LlamaForCausalLM'"):
         architecture_for({"architectures": ["LLamaForCausalLM"], "model_type": "llama"})

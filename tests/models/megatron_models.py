@@ -1,0 +1,93 @@
+"""What one rank finds out about megatron-core's model of a folder; runs in the tests' world of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.layout import Layout
+from megarl.data.stream import Response, Unit
+
+TEMPERATURE = 0.7
+PROMPTS = ([5, 130, 0, 77, 12, 41], [90, 3, 3, 118, 60, 7, 22, 125, 9])
+
+
+def units() -> list[Unit]:
+    """Two prompts with three responses each, longer ones beyond the positions where Llama 3's scaling and YaRN begin."""
+    generator = torch.Generator().manual_seed(3)
+    found, index = [], 0
+    for prompt in PROMPTS:
+        responses = []
+        for length in (7, 24, 12):
+            tokens = torch.randint(0, 131, (length,), generator=generator)
+            weights = torch.randn(length, generator=generator) / 20
+            responses.append(Response(index, tokens, torch.rand(length, generator=generator) < 0.8, {"weights": weights}))
+            index += 1
+        found.append(Unit(torch.tensor(prompt), responses))
+    return found
+
+
+def objective(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
+    """Log-probs and entropy both matter, each token with a weight of its own."""
+    return -(stream.columns["weights"] * (output[:, 0] + 0.3 * output[:, 1])).sum(), {}
+
+
+def facts(rank: int, world_size: int, folders: list[str], layer_spec: str) -> dict[str, dict[str, Any]]:
+    """By folder: `shapes` of parameters and buffers, `logits` of the first unit's responses, `gradients` by hub name,
+    `exported` tensors, and those `after` an optimizer step.
+    """
+    from megarl.megatron.build import initialize_layout
+
+    initialize_layout(Layout(), seed=1)
+    return {folder: _facts(folder, layer_spec) for folder in folders}
+
+
+def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.roles import Role
+    from megarl.megatron.step import forward_backward
+    from megarl.megatron.weights import global_tensors
+
+    options = ModelOptions(folder, Layout(), layer_spec=layer_spec, temperature=TEMPERATURE, logit_chunk_tokens=5)
+    role = Role(options, OptimizerOptions(lr=1e-2))
+    core = role.chunks[0].module
+    found: dict[str, Any] = {
+        "shapes": {name: list(tensor.shape) for name, tensor in global_tensors(role.chunks)},
+        "state": [name for name, value in core.state_dict().items() if torch.is_tensor(value)],
+        "exported": {name: tensor.clone() for name, tensor in role.export()},
+        "logits": _logits(role, core),
+    }
+    if core.config.multi_latent_attention:
+        attention = core.decoder.layers[0].self_attention
+        found["rotary"] = (attention.frequencies, attention.rotary_scale)
+    else:
+        rotary = core.rotary_pos_emb
+        found["rotary"] = (rotary.rotary.inv_freq, 1.0)
+    role.update([units()], objective)
+    found["after"] = {name: tensor.clone() for name, tensor in role.export()}
+    for chunk in role.chunks:
+        chunk.train()
+    again = Role(options, OptimizerOptions(lr=1e-2))
+    forward_backward(again.chunks, options, [units()], objective)
+    with torch.no_grad():
+        for parameter in again.chunks[0].parameters():
+            parameter.copy_(parameter.main_grad)
+    found["gradients"] = {name: tensor.clone() for name, tensor in again.export()}
+    return found
+
+
+def _logits(role: Any, core: Any) -> list[Tensor]:
+    """`[L, V]` for each response of the first unit on its own: the decoder's output times the output matrix."""
+    from megarl.data.stream import split_shared_prompts
+
+    found = []
+    hidden: list[Tensor] = []
+    handle = core.decoder.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    weight = core.shared_embedding_or_output_weight() if core.share_embeddings_and_output_weights else core.output_layer.weight
+    for unit in split_shared_prompts(units()[:1]):
+        role.forward([[unit]])
+        found.append((hidden.pop()[:, 0] @ weight.T)[len(unit.prompt_ids) - 1 :].detach())
+    handle.remove()
+    return found

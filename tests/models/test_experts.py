@@ -1,0 +1,247 @@
+"""The weight map of every family and of models with experts: tp, etp and ep, layers that differ, and large models."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.errors import LayoutError, ModelError
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.registry import architecture_for
+from megarl.models.weight_map import WeightMap
+from tests.families import VARIANTS, hub_tensors, hugging_face
+
+EXPERT_MODELS = [name for name, family in VARIANTS.items() if family.num_experts]
+PADDED_VOCAB = 132
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, tuple[dict[str, Any], WeightMap, dict[str, Tensor]]]:
+    """Config, weight map and hub tensors of each variant."""
+    found = {}
+    for name in VARIANTS:
+        model = hugging_face(name)
+        config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+        found[name] = (config, architecture_for(config).weight_map(config), hub_tensors(model))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "etp", "ep"),
+    [
+        (name, tp, etp, ep)
+        for name, family in VARIANTS.items()
+        for tp, etp, ep in product((1, 2, 4), repeat=3)
+        if family.num_experts or etp == ep == 1
+    ],
+)
+def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp: int, etp: int, ep: int) -> None:
+    _, weight_map, tensors = models[name]
+    per_rank = weight_map.num_experts // ep
+    exported: dict[str, Tensor] = {}
+    for ep_rank in range(ep):
+        mine = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
+        for megatron_name in weight_map.megatron_names(range(4), True, True, experts=mine):
+            rule = weight_map.rule_for(megatron_name)
+            if rule.expert is None and ep_rank:
+                continue
+            assert rule.expert is None or rule.expert // per_rank == ep_rank
+            size = tp if rule.expert is None else etp
+            shards = [rule.shard_from_hf(tensors.__getitem__, rank, size, PADDED_VOCAB) for rank in range(size)]
+            assert {tuple(shard.shape) for shard in shards} == {rule.shape(size, PADDED_VOCAB)}
+            for hf_name, tensor in rule.hf_from_shards(shards):
+                assert hf_name not in exported
+                exported[hf_name] = tensor
+    assert exported.keys() == tensors.keys() == set(weight_map.hf_names())
+    for hf_name, tensor in exported.items():
+        assert torch.equal(tensor, tensors[hf_name]), hf_name
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize("name", EXPERT_MODELS)
+def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: Any, name: str, etp: int) -> None:
+    _, weight_map, tensors = models[name]
+    layer = "model.layers.3." + ("block_sparse_moe" if name == "mixtral" else "mlp")
+    gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    for expert in range(weight_map.num_experts):
+        prefix = f"decoder.layers.3.mlp.experts.local_experts.{expert}."
+        fc1, fc2 = weight_map.rule_for(prefix + "linear_fc1.weight"), weight_map.rule_for(prefix + "linear_fc2.weight")
+        of = {which: tensors[f"{layer}.experts.{expert}.{which}.weight"] for which in (gate, up, down)}
+        for rank in range(etp):
+            halves = fc1.shard_from_hf(tensors.__getitem__, rank, etp).chunk(2)
+            assert torch.equal(halves[0], of[gate].chunk(etp)[rank])
+            assert torch.equal(halves[1], of[up].chunk(etp)[rank])
+            assert torch.equal(fc2.shard_from_hf(tensors.__getitem__, rank, etp), of[down].chunk(etp, dim=1)[rank])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_is_bound_once_and_found_again_in_every_spelling(models: Any, name: str) -> None:
+    _, weight_map, _ = models[name]
+    bound = list(weight_map.bound_rules())
+    plain = weight_map.megatron_names(range(4), True, True)
+    assert sorted(rule.megatron_name for rule in bound) == sorted(
+        each for each in plain if not weight_map.rule_for(each).tied_copy
+    )
+    for rule in bound:
+        assert weight_map.rule_for(rule.megatron_name) == rule
+        assert (f".layers.{rule.layer}." in rule.megatron_name) == (rule.layer is not None)
+        assert (f".local_experts.{rule.expert}." in rule.megatron_name) == (rule.expert is not None)
+    for own, te_name in zip(plain, weight_map.megatron_names(range(4), True, True, te_names=True), strict=True):
+        assert weight_map.rule_for(own) == weight_map.rule_for(te_name)
+    order = [rule.layer for rule in bound if rule.layer is not None]
+    assert order == sorted(order)
+    assert [rule.layer for rule in (bound[0], bound[-1])] == [None, None]
+
+
+def test_transformer_engines_names_of_experts_and_norms(models: Any) -> None:
+    """As TEGroupedMLP and the layer-norm-linear modules of megatron-core 0.16.1 call them."""
+
+    def te_names(name: str, layer: int) -> set[str]:
+        _, weight_map, _ = models[name]
+        names = weight_map.megatron_names([layer], False, False, experts=[1], te_names=True)
+        return {each.removeprefix(f"decoder.layers.{layer}.") for each in names}
+
+    experts = {"mlp.router.weight", "mlp.experts.linear_fc1.weight1", "mlp.experts.linear_fc2.weight1"}
+    attention = {
+        "self_attention.linear_qkv.layer_norm_weight",
+        "self_attention.linear_qkv.weight",
+        "self_attention.linear_proj.weight",
+    }
+    mlp = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
+    assert te_names("mixtral", 0) == attention | experts | {"pre_mlp_layernorm.weight"}
+    assert te_names("llama", 0) == attention | mlp
+    latent = {
+        "input_layernorm.weight",
+        "self_attention.linear_q_down_proj.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+        "self_attention.linear_q_up_proj.weight",
+        "self_attention.linear_kv_down_proj.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+        "self_attention.linear_kv_up_proj.weight",
+        "self_attention.linear_proj.weight",
+    }
+    shared = {"mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.linear_fc2.weight", "mlp.router.expert_bias"}
+    assert te_names("deepseek_v3", 0) == latent | mlp
+    assert te_names("deepseek_v3", 1) == latent | experts | shared | {"pre_mlp_layernorm.weight"}
+
+
+def test_what_does_not_fit_is_a_sentence(models: Any) -> None:
+    _, weight_map, tensors = models["deepseek_v3"]
+    fc1 = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
+    with pytest.raises(ModelError, match="of 8 experts"):
+        weight_map.rule_for(fc1.format(1, 8))
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\S* is not in this model's weight map"):
+        weight_map.rule_for(fc1.format(0, 1))  # the first layer is dense
+    with pytest.raises(LayoutError, match="tp is 3"):
+        weight_map.rule_for(fc1.format(1, 1)).shard_from_hf(tensors.__getitem__, 0, 3)
+
+
+def test_the_expert_bias_stays_float32_and_whole(models: Any) -> None:
+    _, weight_map, _ = models["deepseek_v3"]
+    rule = weight_map.rule_for("decoder.layers.1.mlp.router.expert_bias")
+    assert (rule.dtype, rule.tp_axis, rule.expert, rule.shape(4)) == (torch.float32, None, None, (8,))
+    assert {rule.dtype for rule in weight_map.bound_rules() if "expert_bias" not in rule.megatron_name} == {None}
+
+
+def test_layers_for_multi_token_prediction_are_left_out_and_nothing_else_is(models: Any, tmp_path: Path) -> None:
+    config, _, tensors = models["deepseek_v3"]
+    config = config | {"num_nextn_predict_layers": 1}
+    weight_map = architecture_for(config).weight_map(config)
+    extra = {"model.layers.4.eh_proj.weight": torch.zeros(32, 64), "model.layers.4.embed_tokens.weight": torch.zeros(131, 32)}
+    write_hf_folder(tmp_path / "with", (tensors | extra).items(), config)
+    HFFolder(tmp_path / "with").check(weight_map)
+    assert not set(weight_map.hf_names()) & extra.keys()
+    write_hf_folder(tmp_path / "more", (tensors | {"model.layers.5.eh_proj.weight": torch.zeros(1)}).items(), config)
+    with pytest.raises(ModelError, match=r"model\.layers\.5\.eh_proj\.weight' in .* has no place"):
+        HFFolder(tmp_path / "more").check(weight_map)
+
+
+DEEPSEEK_V3_671B = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+    "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
+}
+QWEN3_235B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960,
+}
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"],
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32768,
+}
+LLAMA_405B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [(DEEPSEEK_V3_671B, 671.026), (QWEN3_235B, 235.094), (MIXTRAL_8X7B, 46.703), (LLAMA_405B, 405.853)],
+    ids=["DeepSeek-V3", "Qwen3-235B-A22B", "Mixtral-8x7B", "Llama-3.1-405B"],
+)
+def test_large_models_have_as_many_parameters_as_published(config: dict[str, Any], billions: float) -> None:
+    shapes = architecture_for(config).weight_map(config).hf_shapes()
+    assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(billions, abs=1e-3)
+
+
+def test_a_model_of_671_billion_is_listed_in_seconds_and_megabytes() -> None:
+    started = time.process_time()
+    weight_map = architecture_for(DEEPSEEK_V3_671B).weight_map(DEEPSEEK_V3_671B)
+    rules = list(weight_map.bound_rules())
+    assert (len(rules), len(weight_map.hf_shapes())) == (30486, 45395)
+    assert time.process_time() - started < 3.0
+    tracemalloc.start()
+    rules = list(weight_map.bound_rules())
+    assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    tracemalloc.stop()

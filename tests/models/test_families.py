@@ -1,0 +1,127 @@
+"""Every architecture family in megatron-core's own model, on one rank, against transformers in float32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.data.stream import split_shared_prompts
+from megarl.models.registry import architecture_for
+from tests.families import VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.models.megatron_models import TEMPERATURE, facts, units
+from tests.world import World
+
+DENSE = [name for name, family in VARIANTS.items() if family.num_experts is None]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    for name in VARIANTS:
+        build_folder(name, root / name)
+    return {name: root / name for name in VARIANTS}
+
+
+@pytest.fixture(scope="module")
+def by_reference(world: World, folders: dict[str, Path]) -> dict[str, Any]:
+    """Facts about every variant under the `reference` layer spec."""
+    [found] = world.call(facts, [str(path) for path in folders.values()], "reference", size=1, timeout_s=300)
+    return {name: found[str(path)] for name, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def by_local(world: World, folders: dict[str, Path]) -> dict[str, Any]:
+    """Facts about the dense variants under megatron-core's own `local` layer spec."""
+    [found] = world.call(facts, [str(folders[name]) for name in DENSE], "local", size=1)
+    return {name: found[str(folders[name])] for name in DENSE}
+
+
+@pytest.fixture(scope="module")
+def by_transformers() -> dict[str, dict[str, Any]]:
+    """Logits of the first unit's responses, and gradients by hub name, each response alone behind its prompt."""
+    found = {}
+    for name in VARIANTS:
+        model = hugging_face(name)
+        logits: list[Tensor] = []
+        for unit in split_shared_prompts(units()):
+            response = unit.responses[0]
+            ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
+            of_response = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1]
+            logits.append(of_response.detach())
+            log_p = (of_response.double() / TEMPERATURE).log_softmax(-1)
+            scores = log_p.gather(1, response.token_ids[:, None])[:, 0] - 0.3 * (log_p.exp() * log_p).sum(-1)
+            (-(response.columns["weights"] * scores)[response.mask].sum()).backward()
+        found[name] = {"logits": logits[:3], "gradients": hub_gradients(model), "tensors": hub_tensors(model), "model": model}
+    return found
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_those_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
+    _check_logits(by_reference[name], by_transformers[name])
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_logits_of_megatron_cores_own_layers_equal_those_of_transformers(
+    by_local: Any, by_transformers: Any, name: str
+) -> None:
+    _check_logits(by_local[name], by_transformers[name])
+
+
+def _check_logits(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for of_megatron, of_transformers in zip(found["logits"], expected["logits"], strict=True):
+        assert of_transformers.std() > 0.5
+        torch.testing.assert_close(of_megatron[:, :131], of_transformers, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_gradient_element_equals_that_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
+    found, expected = by_reference[name]["gradients"], by_transformers[name]["gradients"]
+    assert found.keys() - expected.keys() == {key for key in found if key.endswith("e_score_correction_bias")}
+    for key, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-5 * scale, msg=lambda m, k=key: f"{k}: {m}")
+    assert sum(bool(gradient.any()) for gradient in expected.values()) > 0.9 * len(expected)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_was_loaded_is_exported_byte_for_byte(by_reference: Any, by_transformers: Any, name: str) -> None:
+    found, expected = by_reference[name]["exported"], by_transformers[name]["tensors"]
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert found[key].dtype == tensor.dtype
+        assert torch.equal(found[key], tensor), key
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_map_names_everything_a_checkpoint_of_megatron_core_holds(by_reference: Any, folders: Any, name: str) -> None:
+    weight_map = _weight_map(folders[name])
+    names = weight_map.megatron_names(range(4), True, True)
+    assert {each: list(weight_map.megatron_shape(each, 1)) for each in names} == by_reference[name]["shapes"]
+    assert sorted(names) == sorted(by_reference[name]["state"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rotary_frequencies_and_scale_equal_those_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
+    frequencies, scale = by_reference[name]["rotary"]
+    rotary = by_transformers[name]["model"].model.rotary_emb
+    torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=1e-6, atol=0.0)
+    assert scale == pytest.approx(rotary.attention_scaling)
+
+
+@pytest.mark.parametrize("name", [name for name, family in VARIANTS.items() if family.num_experts])
+def test_an_update_moves_every_weight_but_not_the_bias_that_picks_experts(by_reference: Any, name: str) -> None:
+    before, after = by_reference[name]["exported"], by_reference[name]["after"]
+    unmoved = {key for key in before if torch.equal(before[key], after[key])}
+    idle = {key for key, gradient in by_reference[name]["gradients"].items() if not gradient.any()}
+    assert unmoved == idle | {key for key in before if key.endswith("e_score_correction_bias")}
+
+
+def _weight_map(folder: Path) -> Any:
+    from megarl.models.hf_folder import HFFolder
+
+    config = HFFolder(folder).config
+    return architecture_for(config).weight_map(config)
