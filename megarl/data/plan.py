@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.data.model_costs import attention_products, mlp_products
 from megarl.errors import ModelError
 
 Piece = tuple[int, tuple[int, ...]]
@@ -51,38 +52,20 @@ class FlopsModel:
     per_pair: int
 
     @classmethod
-    def from_sizes(
-        cls, *, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int
-    ) -> FlopsModel:
-        """A dense decoder with gated MLP; two operations per multiply-add. `ffn` counts all experts that one token uses."""
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        return cls(
-            per_token=2 * layers * (attention + 3 * hidden * ffn),
-            per_logit_row=2 * hidden * vocab,
-            per_pair=4 * layers * heads * head_dim,
-        )
-
-    @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> FlopsModel:
-        """From a Hugging Face `config.json`.
+        """From a Hugging Face `config.json`; experts count as many as a token uses.
 
         Raises:
             ModelError: a size is missing.
         """
         config = {**config, **config.get("text_config", {})}
         try:
-            hidden, heads = config["hidden_size"], config["num_attention_heads"]
-            ffn = config["intermediate_size"]
-            if config.get("num_experts_per_tok"):
-                ffn = config["num_experts_per_tok"] * (config.get("moe_intermediate_size") or ffn)
-            return cls.from_sizes(
-                hidden=hidden,
-                layers=config["num_hidden_layers"],
-                heads=heads,
-                kv_heads=config.get("num_key_value_heads") or heads,
-                head_dim=config.get("head_dim") or hidden // heads,
-                ffn=ffn,
-                vocab=config["vocab_size"],
+            per_token, per_pair = attention_products(config)
+            layers = config["num_hidden_layers"]
+            return cls(
+                per_token=2 * (layers * per_token + mlp_products(config)),
+                per_logit_row=2 * config["hidden_size"] * config["vocab_size"],
+                per_pair=2 * layers * per_pair,
             )
         except KeyError as error:
             raise ModelError(f"the model's config.json has no {error}, so the cost of its tokens is unknown") from None

@@ -86,7 +86,7 @@ def test_responses_without_shared_prompts_balance_by_cost_not_by_count() -> None
 
 def test_large_plans_take_less_than_seconds() -> None:
     units = [UnitSize(100 + i % 37, tuple(50 + (i * 31 + j * 97) % 900 for j in range(16))) for i in range(128)]
-    flops = FlopsModel.from_sizes(hidden=1024, layers=24, heads=16, kv_heads=4, head_dim=64, ffn=4096, vocab=32000)
+    flops = FlopsModel(per_token=2 * 24 * (1024 * 64 * 40 + 3 * 1024 * 4096), per_logit_row=65_536_000, per_pair=98_304)
     costs = _rank_costs(units, flops, plan_micro_batches(units, ranks=16, max_tokens=8192, flops=flops))
     assert max(costs) <= 1.06 * sum(costs) / 16
 
@@ -106,6 +106,35 @@ def test_flops_are_those_of_every_multiplication_written_out() -> None:
             expected += layers * heads * seen * head_dim * 2 * 2  # scores, and the weighted sum of values
             expected += 2 * hidden * vocab if first else 0
     assert flops.cost(prompt, responses) == expected
+
+
+def test_flops_of_experts_and_latent_attention_are_those_of_every_matrix_a_token_meets() -> None:
+    """Each layer's matrices written out: a dense one, then experts (two of five and a shared one) behind latent attention."""
+    hidden, heads, q_rank, kv_rank, nope, rope, value, ffn, vocab = 6, 4, 5, 3, 7, 2, 8, 9, 11
+    latent = {"kv_lora_rank": kv_rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}
+    experts = {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 3, "num_attention_heads": heads, "intermediate_size": ffn}
+    config = {**sizes, **latent, **experts, "moe_intermediate_size": 4, "q_lora_rank": q_rank, "vocab_size": vocab}
+    attention = [(hidden, q_rank), (q_rank, heads * (nope + rope)), (hidden, kv_rank + rope)]
+    attention += [(kv_rank, heads * (nope + value)), (heads * value, hidden)]
+    dense, moe = [(hidden, ffn)] * 3, [(hidden, 5)] + [(hidden, 4)] * 3 * (2 + 1)
+    matrices = attention * 3 + dense + moe * 2
+    flops = FlopsModel.from_hf_config(config)
+    assert flops.per_token == sum(2 * rows * columns for rows, columns in matrices)
+    assert flops.per_pair == 3 * heads * 2 * (nope + rope + value)
+    assert flops.per_logit_row == 2 * hidden * vocab
+    plain_queries = FlopsModel.from_hf_config(config | {"q_lora_rank": None})
+    without = 3 * 2 * (hidden * heads * (nope + rope) - q_rank * (hidden + heads * (nope + rope)))
+    assert plain_queries.per_token - flops.per_token == without
+
+
+def test_flops_count_the_layers_that_have_experts() -> None:
+    sizes = {"hidden_size": 6, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 100, "vocab_size": 11}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+    dense = FlopsModel.from_hf_config(sizes).per_token
+    one_less = 2 * (6 * 8 + 3 * 6 * 2 * 10 - 3 * 6 * 100)
+    for change, layers in (({}, 4), ({"decoder_sparse_step": 2}, 2), ({"mlp_only_layers": [0, 3]}, 2)):
+        assert FlopsModel.from_hf_config({**sizes, **experts, **change}).per_token == dense + layers * one_less
 
 
 def test_flops_of_an_incomplete_config_name_the_missing_size() -> None:

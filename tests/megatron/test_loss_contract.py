@@ -23,7 +23,7 @@ from megarl.trainers.objectives import PolicyObjective
 from tests.world import World
 
 VOCAB = 67
-FLOPS = FlopsModel.from_sizes(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=VOCAB)
+FLOPS = FlopsModel(per_token=30_720, per_logit_row=64 * VOCAB, per_pair=256)
 LOSSES = ("clip", "dual_clip", "gspo", "cispo", "reinforce", "kl_penalty")
 Variant = tuple[int, int | None, bool]
 """Tokens per micro-batch, seed of the samples' order (None: as they are), whether a group's prompt is computed once."""
