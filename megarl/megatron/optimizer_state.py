@@ -36,7 +36,8 @@ def sharded_moments(optimizer: Any, chunks: Sequence[Any], model_state: dict[str
             if owned is not None:
                 place, tensors = owned
                 for row, key in enumerate(KEYS):
-                    whole[row, place] = tensors[key].float()
+                    if key in tensors:  # before the first update there are no moments: they are zero
+                        whole[row, place] = tensors[key].float()
             torch.distributed.all_reduce(whole, group=part.data_parallel_group)
         for row, key in enumerate(KEYS):
             changes: dict[str, Any] = {
@@ -67,8 +68,8 @@ def load_moments(optimizer: Any, chunks: Sequence[Any], state: dict[str, Any]) -
                 tensors[key].copy_(state[f"{number}.{key}"].flatten()[place])
             if "step" in tensors:
                 tensors["step"].fill_(state["step"])
-    for part in _parts(optimizer):
-        for group in part.optimizer.param_groups:
+    for adam in _adams(optimizer):
+        for group in adam.param_groups:
             if "step" in group:  # Transformer Engine's and apex's Adam count per group
                 group["step"] = state["step"]
 
@@ -96,16 +97,24 @@ def _owned(part: Any, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, T
     buffer_index, dtype, bucket_index = part.model_param_gbuf_map[parameter]
     owned = part.gbuf_ranges[buffer_index][dtype][bucket_index]["param_map"][parameter]["param"]
     group, order = part.model_param_group_index_map[parameter]
-    main = part.optimizer.param_groups[group]["params"][order]
-    return slice(owned.start, owned.end), {"param": main, **part.optimizer.state[main]}
+    shard = part.optimizer.param_groups[group]["params"][order]
+    # An offloading optimizer updates a float32 copy of its own, in main memory or on the device.
+    main = getattr(part.optimizer, "param_to_inner_param", {}).get(shard, shard)
+    return slice(owned.start, owned.end), {"param": main, **part.optimizer.state.get(shard, {})}
+
+
+def _adams(optimizer: Any) -> Iterator[Any]:
+    """The torch optimizers inside: an offloading one is several."""
+    for part in _parts(optimizer):
+        yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])
 
 
 def _step(optimizer: Any) -> int:
-    for part in _parts(optimizer):
-        for state in part.optimizer.state.values():
+    for adam in _adams(optimizer):
+        for state in adam.state.values():
             if "step" in state:
                 return int(state["step"])
-        for group in part.optimizer.param_groups:
+        for group in adam.param_groups:
             if "step" in group:
                 return int(group["step"])
     return 0

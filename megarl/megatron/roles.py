@@ -6,6 +6,7 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megarl.megatron.build import build_model
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import load_moments, sharded_moments
 from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.step import LossFunction, forward, forward_backward
 from megarl.megatron.weights import export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
@@ -83,20 +85,32 @@ class Role:
         return export_weights(self.chunks, self.options, self.weight_map)
 
     def save(self, folder: str) -> None:
-        """Write model, optimizer and schedule as a megatron-core distributed checkpoint into the empty `folder`."""
+        """Write model, optimizer, schedule and random numbers as a megatron-core checkpoint into the new `folder`."""
         if torch.distributed.get_rank() == 0:
             Path(folder).mkdir(parents=True)
         torch.distributed.barrier()
-        dist_checkpointing.save(self._state(is_loading=False), folder)
+        state = self._state(is_loading=False)
+        if self.optimizer is not None:
+            state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
+        dist_checkpointing.save(state, folder)
 
     def load(self, folder: str) -> None:
-        """Read back what `save` wrote, under this or another layout."""
-        state = dist_checkpointing.load(self._state(is_loading=True), folder)
+        """Read back what `save` wrote, under this or another layout (see `rng_state` for what that does to random numbers)."""
+        saved = dist_checkpointing.load_common_state_dict(folder)
+        is_same_layout = saved.get("layout") == asdict(self.options.layout)
+        state = self._state(is_loading=True)
+        if self.optimizer is not None and is_same_layout:
+            state["rng"] = sharded_rng_state()
+        state = dist_checkpointing.load(state, folder)
         for number, chunk in enumerate(self.chunks):
             unwrap_model(chunk).load_state_dict(state[f"model{number}"], strict=True)
         if self.optimizer is not None:
             load_moments(self.optimizer, self.chunks, state["moments"])
             self.scheduler.load_state_dict(state["scheduler"])
+            if is_same_layout:
+                restore_rng_state(state["rng"])
+            else:
+                reseed(saved.get("seed", 0), self.scheduler.num_steps)
 
     def _state(self, *, is_loading: bool) -> dict[str, Any]:
         state: dict[str, Any] = {
