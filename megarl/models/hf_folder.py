@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megarl.errors import ModelError, nearest
 from megarl.models.registry import load_hf_config
+from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
@@ -67,7 +68,7 @@ class HFFolder:
                 )
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            weight_map = read_json_without_duplicates(index)["weight_map"]
             return {str(name): str(file) for name, file in weight_map.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"'{index}' is no valid safetensors index: {error!r}") from None
@@ -100,8 +101,31 @@ class HFFolder:
         source = self.get_slice(name)
         return (source[:1] if source.get_shape() else source[...]).dtype
 
-    def check(self, weight_map: WeightMap) -> None:
-        """Check that the folder holds the tensors of a map, in their shapes, and no others.
+    def entries(self) -> dict[str, tuple[str, Entry]]:
+        """(file, where it lies in the file) of every tensor, with the index checked against the files' own headers.
+
+        Raises:
+            ModelError: a file is missing or damaged, a tensor is in two files, or index and files contradict each other.
+        """
+        found: dict[str, tuple[str, Entry]] = {}
+        for file in dict.fromkeys(self._file_of.values()):
+            if not (self.path / file).exists():
+                raise ModelError(f"model folder '{self.path}' lacks '{file}', which {INDEX_FILE} names")
+            for name, entry in read_entries(self.path / file).items():
+                if name in found:
+                    raise ModelError(f"tensor '{name}' in '{self.path}' is in '{found[name][0]}' and again in '{file}'")
+                if self._file_of.get(name) != file:
+                    where = self._file_of.get(name)
+                    said = f"says '{where}'" if where else "has no entry for it"
+                    raise ModelError(f"tensor '{name}' in '{self.path}' is in '{file}', but {INDEX_FILE} {said}")
+                found[name] = (file, entry)
+        for name, file in self._file_of.items():
+            if name not in found:
+                raise ModelError(f"tensor '{name}' in '{self.path}' is in '{file}' by {INDEX_FILE}, but not in the file")
+        return found
+
+    def check(self, weight_map: WeightMap, ignore: Collection[str] = ()) -> None:
+        """Check that the folder holds the tensors of a map, in their shapes, and no others but those to `ignore`.
 
         A tied model's folder may hold the output layer a second time if it equals the embedding.
 
@@ -116,7 +140,7 @@ class HFFolder:
                     f"but config.json implies {list(shape)}"
                 )
         for name in self.names:
-            if name in expected or name.endswith(_DERIVED_SUFFIXES) or weight_map.leaves_out(name):
+            if name in expected or name in ignore or name.endswith(_DERIVED_SUFFIXES) or weight_map.leaves_out(name):
                 continue
             if name == _TIED_OUTPUT and self.config.get("tie_word_embeddings"):
                 if torch.equal(self.get_slice(name)[:], self.get_slice(_EMBEDDING)[:]):
@@ -163,7 +187,7 @@ def write_hf_folder(
         (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _write_shards(staging, tensors, max_shard_bytes)
         if extra_files_from is not None:
-            _copy_companions(Path(extra_files_from), staging)
+            copy_companions(Path(extra_files_from), staging)
         _open_to_others(staging)
         staging.replace(target)
     except BaseException:
@@ -207,7 +231,8 @@ def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy the `COMPANIONS` that a folder has into another."""
     for pattern in COMPANIONS:
         for file in source.glob(pattern):
             if file.is_dir():

@@ -1,0 +1,128 @@
+"""A converted checkpoint is what megatron-core itself would have written, and loads into its models under any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from megarl.config.layout import Layout
+from tests.convert.conftest import assert_same_tensors, exported, imported
+from tests.families import FAMILIES
+from tests.world import World
+
+ONE, TP2, PP2, TP2_PP2 = Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
+EP2, EP2_ETP2_PP2 = Layout(dp=2, ep=2), Layout(tp=2, pp=2, etp=2)
+TP2_EP2_PP2 = Layout(tp=2, pp=2, ep=2)
+UNEVEN = Layout(pp=2, first_stage_layers=1, last_stage_layers=3)
+DENSE = [(TP2_PP2, ONE), (ONE, Layout(pp=2, vpp=2)), (UNEVEN, TP2_PP2)]
+EXPERTS = [(EP2, TP2_EP2_PP2), (TP2_EP2_PP2, ONE), (EP2_ETP2_PP2, UNEVEN)]
+
+
+def make_role(path: str, layout: Layout, spec: str, head: str = "log_probs") -> Any:
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.roles import Role
+
+    initialize_layout(layout, seed=1)
+    return Role(ModelOptions(path, layout, layer_spec=spec, trainable=False, head=head))  # type: ignore[arg-type]
+
+
+def state_of(role: Any) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of this rank that a checkpoint holds."""
+    from megatron.core.utils import unwrap_model
+
+    return {
+        f"{number}.{name}": value
+        for number, chunk in enumerate(role.chunks)
+        for name, value in unwrap_model(chunk).state_dict().items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def load_over_garbage(rank: int, world_size: int, path: str, layout: Layout, checkpoint: str, spec: str) -> int:
+    """Load a checkpoint into a role whose weights were spoilt, and compare with what the Hugging Face folder gave it."""
+    role = make_role(path, layout, spec)
+    expected = {name: value.clone() for name, value in state_of(role).items()}
+    for value in state_of(role).values():
+        value.fill_(float("nan"))
+    role.load(checkpoint)
+    found = state_of(role)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    return len(expected)
+
+
+def save_with_megatron_core(rank: int, world_size: int, path: str, layout: Layout, checkpoint: str, head: str) -> None:
+    role = make_role(path, layout, "reference", head)
+    if head == "value":
+        with torch.no_grad():
+            for name, value in state_of(role).items():
+                if name.endswith("output_layer.weight"):
+                    value.copy_(torch.arange(value.numel()).view_as(value))
+    role.save(checkpoint)
+
+
+def described(checkpoint: Path) -> tuple[dict[str, Any], set[str]]:
+    """What `.metadata` says: (dtype, shape, chunks) of each tensor, and the names of objects."""
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {
+        key: (value.properties.dtype, tuple(value.size), {(tuple(c.offsets), tuple(c.sizes)) for c in value.chunks})
+        for key, value in metadata.items()
+        if hasattr(value, "chunks")
+    }
+    return tensors, set(metadata) - set(tensors)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_import_loads_into_its_own_layout_and_into_others_as_the_folder_itself_does(
+    world: World, families: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    folder = families(family)
+    for number, (written_for, other) in enumerate(EXPERTS if FAMILIES[family].num_experts else DENSE):
+        checkpoint = tmp_path / str(number)
+        imported(folder, checkpoint, written_for)
+        for layout in (written_for, other):
+            answers = world.call(
+                load_over_garbage, str(folder), layout, str(checkpoint), "reference", size=layout.world_size
+            )
+            assert all(answers)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "mixtral"])
+def test_an_import_loads_into_megatron_cores_own_layer_spec(
+    world: World, families: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    imported(families(family), tmp_path / "checkpoint", TP2)
+    arguments = (str(families(family)), PP2, str(tmp_path / "checkpoint"), "local")
+    assert all(world.call(load_over_garbage, *arguments, size=2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_import_has_the_keys_shapes_and_chunks_that_megatron_core_writes_for_the_layout(
+    world: World, families: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    layout = TP2_EP2_PP2 if FAMILIES[family].num_experts else TP2_PP2
+    imported(families(family), tmp_path / "ours", layout)
+    world.call(
+        save_with_megatron_core, str(families(family)), layout, str(tmp_path / "theirs"), "log_probs", size=layout.world_size
+    )
+    tensors, objects = described(tmp_path / "ours")
+    expected_tensors, expected_objects = described(tmp_path / "theirs")
+    assert {key: tensors[key] for key in expected_tensors} == expected_tensors
+    assert objects >= expected_objects
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe", "deepseek_v3"])
+def test_what_megatron_core_wrote_is_exported_byte_for_byte(
+    world: World, families: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    layout = TP2_EP2_PP2 if FAMILIES[family].num_experts else TP2_PP2
+    folder = families(family)
+    world.call(save_with_megatron_core, str(folder), layout, str(tmp_path / "theirs"), "log_probs", size=layout.world_size)
+    exported(tmp_path / "theirs", tmp_path / "back", hf_config_from=folder)
+    assert_same_tensors(tmp_path / "back", folder)
