@@ -57,6 +57,8 @@ def _config(role: Role) -> dict[str, Any]:
     config = dict(HFFolder(role.options.path).config)
     config.pop("torch_dtype", None)
     config["dtype"] = role.options.dtype
+    if config.get("num_nextn_predict_layers"):  # they are neither trained nor exported
+        config["num_nextn_predict_layers"] = 0
     if role.options.head == "value":
         config["architectures"] = [
             name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures", [])

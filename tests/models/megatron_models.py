@@ -91,3 +91,24 @@ def _logits(role: Any, core: Any) -> list[Tensor]:
         found.append((hidden.pop()[:, 0] @ weight.T)[len(unit.prompt_ids) - 1 :].detach())
     handle.remove()
     return found
+
+
+def load_and_write(rank: int, world_size: int, folder: str, target: str) -> list[str]:
+    """Write the role of `folder` to `target`; returns what was logged while loading it."""
+    import logging
+
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.hf_export import write_role
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.roles import Role
+
+    initialize_layout(Layout(), seed=1)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megarl").addHandler(handler)
+    try:
+        write_role(Role(ModelOptions(folder, Layout(), trainable=False)), target)
+    finally:
+        logging.getLogger("megarl").removeHandler(handler)
+    return messages

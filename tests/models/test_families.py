@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megarl.data.stream import split_shared_prompts
+from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from tests.families import VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
-from tests.models.megatron_models import TEMPERATURE, facts, units
+from tests.models.megatron_models import TEMPERATURE, facts, load_and_write, units
 from tests.world import World
 
 DENSE = [name for name, family in VARIANTS.items() if family.num_experts is None]
@@ -120,8 +122,23 @@ def test_an_update_moves_every_weight_but_not_the_bias_that_picks_experts(by_ref
     assert unmoved == idle | {key for key in before if key.endswith("e_score_correction_bias")}
 
 
-def _weight_map(folder: Path) -> Any:
-    from megarl.models.hf_folder import HFFolder
+def test_layers_for_multi_token_prediction_are_said_to_be_left_out_and_the_export_has_none(
+    world: World, by_transformers: Any, folders: Any, tmp_path: Path
+) -> None:
+    tensors = by_transformers["deepseek_v3"]["tensors"]
+    extra = {"model.layers.4.eh_proj.weight": torch.zeros(32, 64), "model.layers.4.enorm.weight": torch.ones(32)}
+    config = HFFolder(folders["deepseek_v3"]).config | {"num_nextn_predict_layers": 1}
+    write_hf_folder(tmp_path / "with", (tensors | extra).items(), config)
+    [messages] = world.call(load_and_write, str(tmp_path / "with"), str(tmp_path / "without"), size=1)
+    [message] = messages
+    assert "2 tensors of layers for multi-token prediction (model.layers.4." in message
+    written = HFFolder(tmp_path / "without")
+    assert written.config["num_nextn_predict_layers"] == 0
+    assert set(written.names) == set(tensors)
+    read = hub_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "without", dtype=torch.float32))
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
 
+
+def _weight_map(folder: Path) -> Any:
     config = HFFolder(folder).config
     return architecture_for(config).weight_map(config)
