@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +134,9 @@ def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> N
     with pytest.raises(ModelError, match="model_type is 'None'"):
         architecture_for({})
     assert architecture_for({"model_type": "qwen3"}).name == "qwen3"
+
+
+def test_the_document_lists_every_architecture_and_stays_short() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "add_a_model.md").read_text(encoding="utf-8")
+    assert {f"`{architecture.name}.py`" for architecture in ARCHITECTURES} <= set(re.findall(r"`\w+\.py`", text))
+    assert len(text.splitlines()) < 200
