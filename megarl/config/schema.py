@@ -110,8 +110,8 @@ class TrainedRole(Section):
     """CPU threads per rank; null: the machine's cores shared by the ranks on it."""
     max_tokens_per_micro_batch: Positive = 8192
     """Tokens packed into one micro-batch of one data-parallel rank, at most."""
-    logit_chunk_tokens: Positive = 1024
-    """Tokens whose logits exist at once when log-probs are computed (memory: this x vocabulary)."""
+    logit_chunk_tokens: Positive | None = None
+    """Tokens whose logits exist at once when log-probs are computed; null: those whose logits take 64 MiB."""
 
 
 class PolicyConfig(TrainedRole):

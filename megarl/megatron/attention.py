@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class _Run:
     def is_plain(self) -> bool:
         return not self.first and not self.segment.prefix_length
 
+    @property
+    def call(self) -> tuple[bool, int]:
+        """Runs for which this is equal are computed together: of one kind, and none twice as long as another."""
+        return self.is_plain, (self.last - self.first).bit_length()
+
 
 def stream_attention(stream: PackedStream, share: Share, dtype: torch.dtype) -> StreamAttention:
     """The attention of `share`'s tokens, on its device, for queries of type `dtype`.
@@ -70,10 +76,9 @@ def stream_attention(stream: PackedStream, share: Share, dtype: torch.dtype) -> 
     first_of_rank = share.rank * share.layout.shape[1]
     device = share.layout.device
     calls = [
-        _call([run for run in runs if run.is_plain is plain], place, first_of_rank, dtype, device)
+        _call(list(together), place, first_of_rank, dtype, device)
         for runs in _runs(stream, len(share.layout), share.rank)
-        for plain in (True, False)
-        if any(run.is_plain is plain for run in runs)
+        for _, together in groupby(sorted(runs, key=lambda run: run.call), key=lambda run: run.call)
     ]
     return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=stream.position_ids[share.positions])
 

@@ -14,11 +14,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+LOGIT_CHUNK_BYTES = 64 * 2**20
+"""Bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of this are in use)."""
+
 
 class VocabParallelLogProbs(torch.autograd.Function):
     """Log-prob of a target and entropy of its distribution, over a vocabulary split across a group.
 
-    Logits are recomputed chunk by chunk in the backward pass; float32 throughout the softmax.
+    Logits are recomputed chunk by chunk in the backward pass; float32 throughout the softmax and in the sum over chunks.
     """
 
     @staticmethod
@@ -38,63 +41,87 @@ class VocabParallelLogProbs(torch.autograd.Function):
         `vocab_start` is the first vocabulary id of this rank's slice; ids from `vocab_size` on are padding and have
         probability zero. The distribution is softmax(logits / temperature).
         """
-        log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        log_z = torch.empty_like(log_probs)
-        entropy = torch.empty_like(log_probs)
+        real = max(0, min(weight.shape[0], vocab_size - vocab_start))
+        # Log-prob, log of the sum of exponentials, entropy.
+        results = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = _logits(hidden[rows], weight, vocab_start, vocab_size, temperature)
-            local_target, here = _local(targets[rows], vocab_start, weight.shape[0])
-            picked = logits.gather(1, local_target[:, None])[:, 0]
-            peak = logits.amax(dim=1)
-            if group.size() > 1:
-                torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
-            logits -= peak[:, None]
-            exponentials = logits.exp()
-            logits.masked_fill_(logits == -torch.inf, 0.0)
-            sums = torch.stack([exponentials.sum(1), (exponentials * logits).sum(1), (picked - peak) * here])
-            if group.size() > 1:
-                torch.distributed.all_reduce(sums, group=group)
-            # Everything relative to the peak: subtracting two large numbers last would cost digits.
-            entropy[rows] = sums[0].log() - sums[1] / sums[0]
-            log_probs[rows] = sums[2] - sums[0].log()
-            log_z[rows] = sums[0].log() + peak
+            local = _local(targets[rows], vocab_start, weight.shape[0])
+            results[:, rows] = _chunk_forward(hidden[rows], weight, local, real, temperature, group)
+        log_probs, log_z, entropy = results.unbind()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.settings = (vocab_start, vocab_size, temperature, chunk_tokens)
+        ctx.settings = (vocab_start, real, temperature, chunk_tokens)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
-        grad_log_probs, grad_entropy = grads
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        vocab_start, vocab_size, temperature, chunk_tokens = ctx.settings
+        vocab_start, real, temperature, chunk_tokens = ctx.settings
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = _logits(hidden[rows], weight, vocab_start, vocab_size, temperature)
-            log_p = logits.sub_(log_z[rows][:, None])
-            p = log_p.exp()
-            log_p.masked_fill_(log_p == -torch.inf, 0.0)
-            # d log_prob / d logit_j = 1[j = target] - p_j ; d entropy / d logit_j = -p_j (log p_j + entropy)
-            factor = log_p.add_(entropy[rows][:, None]).mul_(grad_entropy[rows][:, None])
-            grad_logits = p.mul_(factor.add_(grad_log_probs[rows][:, None])).neg_()
-            local_target, here = _local(targets[rows], vocab_start, weight.shape[0])
-            grad_logits.scatter_add_(1, local_target[:, None], (grad_log_probs[rows] * here)[:, None])
-            grad_logits = grad_logits.div_(temperature).to(weight.dtype)
+            local = _local(targets[rows], vocab_start, weight.shape[0])
+            per_row = torch.stack([log_z[rows], entropy[rows], grads[0][rows], grads[1][rows]])[..., None]
+            grad_logits = _chunk_backward(hidden[rows], weight, local, real, temperature, per_row)
             grad_hidden[rows] = grad_logits @ weight
-            grad_weight.addmm_(grad_logits.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None, None, None, None
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(grad_logits.t(), hidden[rows])
+            else:
+                grad_weight += grad_logits.t() @ hidden[rows]
+            del grad_logits  # before the next chunk's is made
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+
+
+def _chunk_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    local: tuple[Tensor, Tensor],
+    real: int,
+    temperature: float,
+    group: torch.distributed.ProcessGroup,
+) -> Tensor:
+    """float32 `[3, n]`: log-prob, log of the sum of exponentials, and entropy of n rows. Two buffers of `[n, V/tp]` at once."""
+    logits = _logits(hidden, weight, real, temperature)
+    target, here = local
+    picked = logits.gather(1, target[:, None])[:, 0]
+    peak = logits.amax(dim=1)
+    if group.size() > 1:
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
+    logits -= peak[:, None]
+    exponentials = logits.exp()
+    logits[:, real:] = 0.0
+    total = exponentials.sum(1)
+    sums = torch.stack([total, exponentials.mul_(logits).sum(1), torch.where(here, picked - peak, 0.0)])
+    if group.size() > 1:
+        torch.distributed.all_reduce(sums, group=group)
+    # Everything relative to the peak: subtracting two large numbers last would cost digits.
+    log_total = sums[0].log()
+    return torch.stack([sums[2] - log_total, log_total + peak, log_total - sums[1] / sums[0]])
+
+
+def _chunk_backward(
+    hidden: Tensor, weight: Tensor, local: tuple[Tensor, Tensor], real: int, temperature: float, per_row: Tensor
+) -> Tensor:
+    """Gradient of n rows' logits, `[n, V/tp]`; `per_row` `[4, n, 1]`: log Z, entropy, the gradients of log-prob and entropy."""
+    log_z, entropy, grad_log_prob, grad_entropy = per_row
+    log_p = _logits(hidden, weight, real, temperature).sub_(log_z)
+    p = log_p.exp()
+    log_p[:, real:] = 0.0
+    # d log_prob / d logit_j = 1[j = target] - p_j ; d entropy / d logit_j = -p_j (log p_j + entropy)
+    p.mul_(log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_prob)).neg_()
+    del log_p
+    target, here = local
+    p.scatter_add_(1, target[:, None], grad_log_prob * here[:, None])
+    return p.div_(temperature).to(weight.dtype)
 
 
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, vocab_start: int, vocab_size: int, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, real: int, temperature: float) -> Tensor:
     logits = (hidden @ weight.t()).float().div_(temperature)
-    real = max(0, min(weight.shape[0], vocab_size - vocab_start))
-    if real < weight.shape[0]:
-        logits[:, real:] = -torch.inf
+    logits[:, real:] = -torch.inf
     return logits
 
 
@@ -112,9 +139,15 @@ class LogProbHead(torch.nn.Module):
     """
 
     def __init__(
-        self, output_layer: tensor_parallel.ColumnParallelLinear, *, vocab_size: int, temperature: float, chunk_tokens: int
+        self,
+        output_layer: tensor_parallel.ColumnParallelLinear,
+        *,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int | None,
     ) -> None:
-        """`vocab_size` without padding; `temperature` of sampling; `chunk_tokens` rows of logits held at a time."""
+        """`vocab_size` without padding; `temperature` of sampling; `chunk_tokens` rows of logits held at a time (None: as many
+        as fit in `LOGIT_CHUNK_BYTES`)."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
@@ -128,6 +161,7 @@ class LogProbHead(torch.nn.Module):
         assert self.request is not None, "set request = (rows, targets) before the forward pass"
         rows, targets = self.request
         weight = self.weight if weight is None else weight
+        chunk_tokens = self.chunk_tokens or max(1, LOGIT_CHUNK_BYTES // (4 * weight.shape[0]))
         scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
         log_probs, entropy = VocabParallelLogProbs.apply(
             scored,
@@ -136,7 +170,7 @@ class LogProbHead(torch.nn.Module):
             self.tp_group.rank() * weight.shape[0],
             self.vocab_size,
             self.temperature,
-            self.chunk_tokens,
+            chunk_tokens,
             self.tp_group,
         )
         return torch.stack([log_probs, entropy], dim=-1)[:, None], None

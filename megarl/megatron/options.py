@@ -25,7 +25,7 @@ class ModelOptions:
     dtype: str = "float32"
     recompute: str = "none"
     temperature: float = 1.0
-    logit_chunk_tokens: int = 512
+    logit_chunk_tokens: int | None = None
     trainable: bool = True
     token_multiple: int = 1
     fp8: Fp8Format = "none"
