@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from megarl.config.presets import GROUP_ADVANTAGES
 from megarl.errors import ConfigError, LayoutError, ModelError, nearest
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Config, SourceConfig
+    from megarl.config.schema import Config, ModelConfig, SourceConfig, TrainedRole
     from megarl.config.supervised import SupervisedConfig
 
 PROCEDURAL_ROWS = 1000
@@ -43,9 +44,22 @@ def check_fields_agree(config: Config) -> None:
             raise ConfigError(
                 f"{name}.optimizer.min_lr is {optimizer.min_lr}, but it may be at most {name}.optimizer.lr = {optimizer.lr}"
             )
+    check_offload(config.model, trained, valued=("critic",))
     frozen = {"the reference": config.uses_reference, "the reward model": config.uses_reward_model}
     check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
     batch_arithmetic(config)
+
+
+def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: Sequence[str]) -> None:
+    """Refuse to offload a part of what megatron-core can only offload whole; `valued` roles have a value head."""
+    for name, role in trained.items():
+        fraction = role.optimizer.offload_fraction
+        if 0 < fraction < 1 and (model.dtype == "float32" or name in valued):
+            which = "model.dtype is 'float32'" if model.dtype == "float32" else "its value head is in float32"
+            raise ConfigError(
+                f"{name}.optimizer.offload_fraction is {fraction}, but {which}: beside an offloaded part megatron-core does "
+                "not update float32 weights; it may be 0 or 1"
+            )
 
 
 def _check_algorithm(config: Config) -> None:

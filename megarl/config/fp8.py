@@ -90,13 +90,12 @@ def check_fp8(model: ModelConfig, *, trained: dict[str, TrainedRole], frozen: li
         )
     if model.fp8_recipe == "delayed":
         _check_delayed(model, frozen)
-    elif model.fp8_param:
-        for name, role in trained.items():
-            if role.optimizer.offload_fraction:
-                raise ConfigError(
-                    f"{name}.optimizer.offload_fraction is {role.optimizer.offload_fraction}, but megatron-core offloads the "
-                    "optimizer of FP8 parameters only under model.fp8_recipe = 'delayed'; it may be 0, or model.fp8_param false"
-                )
+    for name, role in trained.items():
+        if model.fp8_param and role.optimizer.offload_fraction:
+            raise ConfigError(
+                f"{name}.optimizer.offload_fraction is {role.optimizer.offload_fraction}, but the offloaded copy of weights "
+                "that are in FP8 only (model.fp8_param) would start from their rounded values; it may be 0"
+            )
 
 
 def _check_delayed(model: ModelConfig, frozen: list[str]) -> None:

@@ -123,6 +123,7 @@ class SupervisedConfig(Section):
             )
         if self.run.eval_every and self.data.eval is None:
             raise ConfigError(f"run.eval_every is {self.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
+        checks.check_offload(self.model, {"policy": self.policy}, valued=("policy",) if self.has_value_head else ())
         check_fp8(self.model, trained={"policy": self.policy}, frozen=["the reference"] if self.uses_reference else [])
         if self.reference.reset_every:
             raise ConfigError("reference.reset_every is for reinforcement learning; it may be 0")

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import psutil
 from rich.table import Table
 
+from megarl.config.fp8 import RECIPES, device_problem
 from megarl.observe.summary import machine, versions
 
 GIB = 1024**3
@@ -37,10 +38,12 @@ platform = install()
 import torch
 found = {"platform": platform.name, "torch_cuda": torch.version.cuda}
 found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if platform.name == "cuda" else []
-import megatron.core.optimizer as optimizer
-found["optimizer"] = f"{optimizer.Adam.__module__}.{optimizer.Adam.__name__}"
-from megarl.megatron.options import choose_layer_spec
+from megarl.megatron.optimizer import describe_optimizer
+from megarl.megatron.options import OptimizerOptions, choose_layer_spec
+found["optimizer"] = describe_optimizer(OptimizerOptions(lr=0.0))
 found["layer_spec"] = choose_layer_spec("auto", platform.name)
+if platform.name == "cuda":
+    found["capability"] = torch.cuda.get_device_capability()
 print("PROBE" + json.dumps(found))
 """
 _IMPORT_PROBE = "import importlib, sys; importlib.import_module(sys.argv[1]); print('PROBE{}')"
@@ -151,6 +154,7 @@ def _trainer_findings(found: dict[str, Any]) -> list[Finding]:
     else:
         findings.append(Finding("layer spec", f"{found['layer_spec']}: {why}"))
     findings.append(_optimizer_finding(found["optimizer"], is_cuda))
+    findings.append(_fp8_finding(found))
     return findings
 
 
@@ -174,6 +178,20 @@ def _optimizer_finding(name: str, is_cuda: bool) -> Finding:
     if not is_cuda:
         return Finding("optimizer", f"{text}, and on a CPU neither is needed")
     return Finding("optimizer", text, "note", "pip install 'megarl[gpu]' for fused Adam")
+
+
+def _fp8_finding(found: dict[str, Any]) -> Finding:
+    """Which values of model.fp8_recipe can run here."""
+    if found["platform"] != "cuda":
+        return Finding("FP8", "none: there is no GPU")
+    if found["layer_spec"] != "transformer_engine":
+        return Finding("FP8", "none: only transformer_engine has it")
+    capability = tuple(found["capability"])
+    problems = {recipe: device_problem(recipe, capability, found["torch_cuda"]) for recipe in RECIPES}
+    can = [recipe for recipe, problem in problems.items() if problem is None]
+    here = f"compute capability {capability[0]}.{capability[1]}, CUDA {found['torch_cuda']}"
+    lacking = "".join(f"; {recipe} needs {RECIPES[recipe].gpus}" for recipe in RECIPES if recipe not in can)
+    return Finding("FP8", f"{', '.join(can) or 'none'} ({here}){lacking}")
 
 
 def _transformer_engine_finding() -> Finding:

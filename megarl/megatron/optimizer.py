@@ -19,9 +19,11 @@ def build_optimizer(
     chunks: Sequence[torch.nn.Module], options: OptimizerOptions, model: ModelOptions
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer over DDP-wrapped `chunks` of `model` and its scheduler, whose unit is one update."""
-    optimizer = get_megatron_optimizer(
-        optimizer_config(on_this_platform(options), model), list(chunks), use_gloo_process_groups=False
-    )
+    # Without gradients, shards of float32 weights are leaves: the offloading optimizer takes nothing else.
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(
+            optimizer_config(on_this_platform(options), model), list(chunks), use_gloo_process_groups=False
+        )
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -20,6 +20,7 @@ KEYS = ("param", "exp_avg", "exp_avg_sq")
 """`param` is the float32 master copy, which BF16 training cannot do without."""
 
 
+@torch.no_grad()
 def sharded_moments(optimizer: Any, chunks: Sequence[Any], model_state: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
     """`{"step": int, "<number of the parameter>.<key>": sharded tensor}` for megatron-core's dist_checkpointing.
 

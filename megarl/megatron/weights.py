@@ -76,8 +76,19 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             rule = weight_map.rule_for(name)
             shard = rule.shard_from_hf(folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
             tensor.copy_(shard)
+            _keep_full_precision(tensor, shard, options.trainable)
             if rule.tp_axis is not None and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis, 1)
+
+
+def _keep_full_precision(tensor: Tensor, values: Tensor, trainable: bool) -> None:
+    """Where `tensor` holds FP8, Transformer Engine keeps a copy in full precision for the optimizer to start from."""
+    if not hasattr(tensor, "get_high_precision_init_val"):
+        return
+    if trainable:
+        tensor.get_high_precision_init_val().copy_(values)
+    else:
+        tensor.clear_high_precision_init_val()
 
 
 def export_weights(

@@ -42,9 +42,14 @@ SUPERVISED: dict[str, Any] = {
             ["'delayed'", "the reward model is never trained"],
         ),
         (
-            ["model.fp8_param=true", "critic.optimizer.offload_fraction=0.5"],
-            ["critic.optimizer.offload_fraction is 0.5", "model.fp8_recipe = 'delayed'"],
+            ["model.fp8_param=true", "critic.optimizer.offload_fraction=1"],
+            ["critic.optimizer.offload_fraction is 1", "(model.fp8_param)", "it may be 0"],
         ),
+        (
+            ["model.fp8=none", "model.dtype=float32", "policy.optimizer.offload_fraction=0.5"],
+            ["policy.optimizer.offload_fraction is 0.5", "'float32'", "0 or 1"],
+        ),
+        (["critic.optimizer.offload_fraction=0.5"], ["critic.optimizer.offload_fraction is 0.5", "value head", "0 or 1"]),
         (["policy.optimizer.offload_fraction=1.5"], ["policy.optimizer.offload_fraction is 1.5", "from 0 to 1"]),
     ],
 )
@@ -62,8 +67,8 @@ def test_settings_that_contradict_each_other_are_named(overrides: list[str], par
         [],
         ["model.fp8_recipe=blockwise", "model.fp8=e4m3", "model.fp8_bf16_layers=[1, 2]", "model.fp8_param=true"],
         ["model.fp8_recipe=delayed", "algorithm.kl.coef=0.0"],
-        ["model.fp8_recipe=delayed", "algorithm.kl.coef=0.0", "model.fp8_param=true", "policy.optimizer.offload_fraction=1"],
-        ["model.layer_spec=transformer_engine", "policy.optimizer.offload_fraction=0.5"],
+        ["model.fp8_recipe=delayed", "algorithm.kl.coef=0.0", "model.fp8_param=true"],
+        ["model.layer_spec=transformer_engine", "policy.optimizer.offload_fraction=0.5", "critic.optimizer.offload_fraction=1"],
     ],
 )
 def test_settings_that_work_together_are_accepted(overrides: list[str]) -> None:
@@ -75,6 +80,10 @@ def test_a_supervised_run_obeys_the_same_rules() -> None:
     assert parse_supervised_config(apply_overrides(SUPERVISED, ["model.fp8_recipe=delayed"])).model.fp8_recipe == "delayed"
     with pytest.raises(ConfigError, match="the reference is never trained"):
         parse_supervised_config(apply_overrides(SUPERVISED, ["model.fp8_recipe=delayed", "objective.name=dpo"]))
+    part = ["policy.optimizer.offload_fraction=0.5"]
+    assert parse_supervised_config(apply_overrides(SUPERVISED, part)).policy.optimizer.offload_fraction == 0.5
+    with pytest.raises(ConfigError, match="value head"):
+        parse_supervised_config(apply_overrides(SUPERVISED, [*part, "objective.name=reward_model"]))
 
 
 def model_folder(folder: Path, **sizes: Any) -> str:

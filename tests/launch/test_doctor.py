@@ -24,6 +24,7 @@ def test_this_machine_is_described_by_what_a_run_would_use() -> None:
     findings = {finding.subject: finding for finding in doctor.examine()}
     assert findings["layer spec"].what.split(":")[0] in ("reference", "transformer_engine")
     assert "Adam" in findings["optimizer"].what
+    assert findings["FP8"].what
     assert findings["versions"].what.startswith("megarl 0.")
     assert f"{len(os.sched_getaffinity(0))} cores" in findings["machine"].what
 
@@ -61,8 +62,32 @@ def test_a_cluster_without_fused_kernels_is_told_so() -> None:
         "optimizer": "torch.optim.adamw.AdamW",
     }
     findings = doctor._trainer_findings(found)
-    assert [finding.health for finding in findings] == ["ok", "note", "note"]
-    assert all("megarl[gpu]" in finding.fix for finding in findings[1:])
+    assert [finding.health for finding in findings] == ["ok", "note", "note", "ok"]
+    assert all("megarl[gpu]" in finding.fix for finding in findings[1:3])
+    assert findings[3].what == "none: only transformer_engine has it"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        ("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", "megatron-core prefers transformer_engine's"),
+        ("apex.optimizers.fused_adam.FusedAdam", "transformer_engine is missing, apex is the next choice"),
+        ("torch.optim.adamw.AdamW", "neither transformer_engine nor apex is there"),
+    ],
+)
+def test_the_optimizer_is_named_with_the_reason_for_it(optimizer: str, why: str) -> None:
+    finding = doctor._optimizer_finding(optimizer, is_cuda=True)
+    assert finding.what.startswith(optimizer)
+    assert why in finding.what
+
+
+def test_the_fp8_recipes_of_a_gpu_are_listed() -> None:
+    found = {"platform": "cuda", "torch_cuda": "12.8", "layer_spec": "transformer_engine", "capability": [9, 0]}
+    what = doctor._fp8_finding(found).what
+    assert what.startswith("delayed, tensorwise (compute capability 9.0, CUDA 12.8)")
+    assert "blockwise needs Hopper or newer with CUDA 12.9" in what
+    assert "mxfp8 needs Blackwell" in what
+    assert doctor._fp8_finding(found | {"platform": "cpu"}).what == "none: there is no GPU"
 
 
 def test_a_crash_without_words_and_a_probe_without_end_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:

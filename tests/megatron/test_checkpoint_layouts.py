@@ -11,15 +11,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 from megarl.config.layout import Layout
 from tests.families import build_folder
-from tests.parallel.worlds import MODES, micro_batches, objective
+from tests.megatron.moments import MOMENTS, adams, assert_equal, everything, merged, role_in, update
 from tests.world import World
 
 UPDATES = 2
-MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -44,47 +42,6 @@ MOVES = {
     "ep2·tp2+sp to pp2": Move("qwen3_moe", Layout(tp=2, dp=2, ep=2, sequence_parallel=True), Layout(pp=2)),
     "pp2·ep2 to ep2": Move("deepseek_v3", Layout(pp=2, dp=2, ep=2), Layout(dp=2, ep=2)),
 }
-
-
-def role_in(layout: Layout, folder: Path, dtype: str) -> Any:
-    from megarl.megatron.build import initialize_layout
-    from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
-
-    initialize_layout(layout, seed=11)
-    options = ModelOptions(str(folder), layout, dtype=dtype, logit_chunk_tokens=5)
-    adam = OptimizerOptions(lr=1e-2, eps=1e-3, weight_decay=0.1, schedule="linear", warmup_steps=1, total_steps=10)
-    return Role(options, adam)
-
-
-def update(role: Any, rank: int) -> None:
-    layout = role.options.layout
-    role.update(micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp], objective)
-
-
-def adams(role: Any) -> list[Any]:
-    return getattr(role.optimizer, "chained_optimizers", [role.optimizer])
-
-
-def everything(role: Any) -> dict[str, Any]:
-    """Weights and, per moment, every tensor by its Hugging Face name (megatron-core itself says which rank owns what)."""
-    found = {f"weight {name}": tensor.clone() for name, tensor in role.export()}
-    for moment in MOMENTS:
-        before: list[tuple[Any, Tensor]] = []
-        for adam in adams(role):
-            for parameter in (parameter for buffer in adam.buffers for parameter in buffer.params):
-                whole = torch.zeros(parameter.numel())
-                if parameter in adam.model_param_group_index_map:
-                    owned = adam._get_model_param_range_map(parameter)["param"]
-                    state = adam._get_main_param_and_optimizer_states(parameter)
-                    whole[owned.start : owned.end] = state[moment].detach()
-                torch.distributed.all_reduce(whole, group=adam.data_parallel_group)
-                before.append((parameter, parameter.data))
-                parameter.data = whole.view(parameter.shape)
-        found |= {f"{moment} {name}": tensor.clone() for name, tensor in role.export()}
-        for parameter, data in before:
-            parameter.data = data
-    return found
 
 
 def draws() -> dict[str, Any]:
@@ -122,16 +79,6 @@ def load(rank: int, world_size: int, layout: Layout, move: Move, folder: Path, c
     role = role_in(layout, folder, move.dtype)
     role.load(checkpoint)
     return answer_of(role, rank)
-
-
-def merged(answers: list[dict[str, Any]], what: str) -> dict[str, Tensor]:
-    return {name: tensor for answer in answers for name, tensor in answer[what].items()}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), f"{name}: off by {(found[name] - tensor).abs().max()}"
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
