@@ -17,11 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import __version__
+from megarl.convert_cli import add_convert
 from megarl.errors import ConfigError, MegarlError, nearest
 
 USER_ERROR = 2
 INTERRUPTED = 130
-COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "config", "doctor")
+COMMANDS = (
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "config", "doctor",
+)  # fmt: skip
 OBJECTIVES = {
     "sft": ("sft",),
     "reward-model": ("reward_model", "process_reward_model"),
@@ -89,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     _training_commands(commands)
     _model_commands(commands)
     _serving_and_data_commands(commands)
+    add_convert(commands, _Parser)
     config = commands.add_parser(
         "config",
         help="list every config field, or show what CONFIG resolves to",

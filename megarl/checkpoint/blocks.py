@@ -73,6 +73,42 @@ class Task:
         """Bytes written."""
         return self.target.nbytes + (self.target.scales.nbytes if self.target.scales else 0)
 
+    def stored_dtype(self) -> torch.dtype | None:
+        """The dtype that all parts are stored in and need no change from; None if there is no such."""
+        found = {part.source.dtype if part.source.scales is None else None for part in self.parts if part.source is not None}
+        return found.pop() if len(found) == 1 else None
+
+    def read(self, sources: Reader, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
+        """Rows `start:stop` of the target, from the parts they lie in, in the dtype of those.
+
+        `buffer` `[stop - start, cols]` of `stored_dtype()` is filled and returned instead of a new tensor.
+        """
+        dtype = self.stored_dtype()
+        if buffer is None and dtype is not None:
+            buffer = torch.empty((stop - start, self.target.cols), dtype=dtype)
+        found: list[Tensor] = []
+        at = 0
+        for part in self.parts:
+            first, last = max(start, at), min(stop, at + part.rows)
+            source_row = part.start + first - at
+            at += part.rows
+            if first >= last:
+                continue
+            if buffer is not None:
+                rows = buffer[first - start : last - start]
+                if part.source is None:
+                    rows.zero_()
+                else:
+                    sources.read_into(rows, part.source, source_row)
+            elif part.source is None:
+                found.append(torch.zeros((last - first, self.target.cols), dtype=self.target.dtype))
+            else:
+                found.append(sources.rows(part.source, source_row, source_row + last - first))
+        if buffer is not None:
+            return buffer
+        common = found[0].dtype if len({rows.dtype for rows in found}) == 1 else torch.float32
+        return torch.cat([rows.to(common) for rows in found])
+
 
 def rows_and_cols(shape: tuple[int, ...]) -> tuple[int, int]:
     """The matrix that a tensor of this shape is."""
@@ -201,12 +237,11 @@ def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], No
     step = rows_per_block(target.cols, torch.float32 if scales else target.dtype)
     if scales is not None:
         step = -(-step // BLOCK) * BLOCK
-    stored = {part.source.dtype if part.source.scales is None else None for part in task.parts if part.source is not None}
-    as_stored = stored.pop() if len(stored) == 1 else None
-    buffer = torch.empty((min(step, target.rows), target.cols), dtype=as_stored) if as_stored else None
+    stored = task.stored_dtype()
+    buffer = torch.empty((min(step, target.rows), target.cols), dtype=stored) if stored else None
     for start in range(0, target.rows, step):
         stop = min(target.rows, start + step)
-        block = _gathered(task, sources, start, stop, buffer[: stop - start] if buffer is not None else None)
+        block = task.read(sources, start, stop, buffer[: stop - start] if buffer is not None else None)
         if scales is not None:
             block, of_blocks = quantise_rows(block)
             scales.write(of_blocks, start // BLOCK)
@@ -218,32 +253,6 @@ def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], No
 def rows_per_block(cols: int, dtype: torch.dtype) -> int:
     """How many rows of a matrix make a block."""
     return max(1, BLOCK_BYTES // max(1, cols * dtype.itemsize))
-
-
-def _gathered(task: Task, sources: Reader, start: int, stop: int, buffer: Tensor | None) -> Tensor:
-    """Rows `start:stop` of the target from the parts they lie in; in `buffer` if all parts are stored in its dtype."""
-    found: list[Tensor] = []
-    at = 0
-    for part in task.parts:
-        first, last = max(start, at), min(stop, at + part.rows)
-        source_row = part.start + first - at
-        at += part.rows
-        if first >= last:
-            continue
-        if buffer is not None:
-            rows = buffer[first - start : last - start]
-            if part.source is None:
-                rows.zero_()
-            else:
-                sources.read_into(rows, part.source, source_row)
-        elif part.source is None:
-            found.append(torch.zeros((last - first, task.target.cols), dtype=task.target.dtype))
-        else:
-            found.append(sources.rows(part.source, source_row, source_row + last - first))
-    if buffer is not None:
-        return buffer
-    dtype = found[0].dtype if len({part.dtype for part in found}) == 1 else torch.float32
-    return torch.cat([part.to(dtype) for part in found])
 
 
 def _bytes(contiguous: Tensor) -> memoryview:
@@ -271,4 +280,3 @@ def target_extents(task: Task) -> Iterator[tuple[str, Extent, int]]:
         extents += [(extent, task.target.scales.dtype.itemsize) for extent in task.target.scales.extents]
     for name, (extent, itemsize) in zip(task.names, extents, strict=True):
         yield name, extent, itemsize
-

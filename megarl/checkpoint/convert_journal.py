@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -123,13 +123,13 @@ class Journal:
         for name, what in (("kind", "conversion"), ("source", "source"), ("shards", "number of shards")):
             if found.get(name) != self.header[name]:
                 raise CheckpointError(
-                    f"'{self.staging}' holds an unfinished conversion whose {what} is {found.get(name)!r}, but this command's is "
-                    f"{self.header[name]!r}; finish that one first, or remove the folder"
+                    f"'{self.staging}' holds an unfinished conversion whose {what} is {found.get(name)!r}, but this command's "
+                    f"is {self.header[name]!r}; finish that one first, or remove the folder"
                 )
         if found != self.header:
             raise CheckpointError(
-                f"'{self.staging}' holds an unfinished conversion with other options, or whose source has changed since; finish it "
-                "with the same command and source, or remove the folder"
+                f"'{self.staging}' holds an unfinished conversion with other options, or whose source has changed since; "
+                "finish it with the same command and source, or remove the folder"
             )
 
 

@@ -14,23 +14,23 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint.blocks import Extent, Matrix, Part, Task, rows_and_cols
+from megarl.checkpoint.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
 from megarl.checkpoint.convert_sources import HF_SUBFOLDER, Source
 from megarl.checkpoint.dist_format import StoredChunk, StoredKey, empty_object, write_metadata
 from megarl.checkpoint.fp8 import BLOCK, SCALE_SUFFIX, quantization_config
-from megarl.checkpoint.naming import Chunk, chunks_of, padded_vocab, stage_of_layers
+from megarl.checkpoint.naming import Chunk, chunks_of, is_linear_weight, padded_vocab, stage_of_layers
 from megarl.checkpoint.tensor_blob import frame
+from megarl.config.checks import read_sizes
 from megarl.config.layout import Layout
-from megarl.errors import LayoutError
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
 from megarl.models.safetensors_layout import header_and_entries
-from megarl.models.weight_map import BoundRule
 
 RECORD = "megarl_conversion.json"
 """What a converted folder says of itself: where it came from, its layout, and the checksum of every tensor written."""
 MAX_SHARD_BYTES = 5 * 2**30
 FP8 = "fp8-block"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LAYOUT_SIZES = ("num_layers", "num_heads", "num_kv_heads", "ffn_size", "num_experts", "expert_ffn_size")
 _ALIGNMENT = 64
 
 Fixed = tuple[str, int, bytes]
@@ -64,6 +64,12 @@ class Plan:
         """Of the tensors that are written."""
         return max(task.nbytes for task in self.tasks)
 
+    @property
+    def block_bytes(self) -> int:
+        """What one worker holds at most of the tensors: a block as it is stored, converted, and a box cut out of it."""
+        widest = max(task.target.cols for task in self.tasks) * 4 * (BLOCK if self.options["dtype"] == FP8 else 1)
+        return 4 * max(BLOCK_BYTES, widest)
+
     def _parts(self) -> Iterator[Part]:
         return (part for task in self.tasks for part in task.parts)
 
@@ -78,8 +84,9 @@ def plan_dist(kind: str, source: Source, layout: Layout, dtype: str | None) -> P
         ModelError, CheckpointError: the source is incomplete.
     """
     names = source.names
+    of_model = read_sizes("the model", str(source.companions))
+    layout.check_model(**{name: of_model[name] for name in LAYOUT_SIZES})
     stages = stage_of_layers(layout, names.weight_map.num_layers)
-    _check_experts(layout, names.weight_map.num_experts)
     padded = padded_vocab(names.vocab_size, layout.tp)
     none = empty_object()
     ends: dict[str, int] = {_file_of(0): len(none)}
@@ -136,7 +143,10 @@ def plan_hf(kind: str, source: Source, dtype: str | None, max_shard_bytes: int =
             held = 0
         shards[-1].append(tensor)
         held += tensor.nbytes
-    files, tasks, fixed, file_of = {}, [], [], {}
+    files: dict[str, int] = {}
+    tasks: list[Task] = []
+    fixed: list[tuple[Fixed, ...]] = []
+    file_of: dict[str, str] = {}
     for number, shard in enumerate(shards):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         header, entries = header_and_entries((name, dtype, shape) for tensor in shard for name, dtype, shape in tensor.stored())
@@ -206,16 +216,10 @@ def _outlined(source: Source, dtype: str | None) -> Iterator[_Tensor]:
     for rule in source.names.weight_map.bound_rules():
         for name, shape, parts, stored in source.hf_parts(rule):
             if dtype == FP8:
-                wanted = torch.float8_e4m3fn if _is_linear(rule) else rule.dtype or torch.bfloat16
+                wanted = torch.float8_e4m3fn if is_linear_weight(rule) else rule.dtype or torch.bfloat16
             else:
                 wanted = stored if dtype is None else rule.dtype or DTYPES[dtype]
             yield _Tensor(name, wanted, shape, parts)
-
-
-def _is_linear(rule: BoundRule) -> bool:
-    """Whether FP8 export quantises the parameter: a weight of a linear layer, but for router and output layer."""
-    module = rule.megatron_name.removesuffix(".weight").rpartition(".")[2]
-    return rule.megatron_name.endswith(".weight") and module.startswith("linear_")
 
 
 def _box(prefix: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -233,14 +237,14 @@ def _exported_config(hf_config: dict[str, Any], tensors: Iterable[_Tensor], dtyp
         shown = torch.bfloat16 if tensor.dtype == torch.float8_e4m3fn else tensor.dtype
         sizes[shown] = sizes.get(shown, 0) + tensor.nbytes
     config = dict(hf_config)
+    if config.get("num_nextn_predict_layers"):  # layers for multi-token prediction are left out
+        config["num_nextn_predict_layers"] = 0
     field_name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[field_name] = str(max(sizes, key=lambda found: sizes[found])).removeprefix("torch.")
     return config | {"quantization_config": quantization_config()} if dtype == FP8 else config
 
 
-def _write_record(
-    folder: Path, kind: str, source: Source, options: dict[str, Any], checksums: Mapping[str, str]
-) -> None:
+def _write_record(folder: Path, kind: str, source: Source, options: dict[str, Any], checksums: Mapping[str, str]) -> None:
     record = {"made_by": f"megarl convert {kind}", "source": str(source.path), **options, "xxh3_64": dict(checksums)}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
@@ -251,11 +255,3 @@ def _stated(layout: Layout) -> dict[str, Any]:
 
 def _file_of(rank: int) -> str:
     return f"__{rank}_0.distcp"
-
-
-def _check_experts(layout: Layout, num_experts: int) -> None:
-    if layout.ep > 1 and not num_experts:
-        raise LayoutError(f"layout.ep is {layout.ep}, but the model has no experts; ep may be 1")
-    if num_experts and num_experts % layout.ep:
-        raise LayoutError(f"layout.ep is {layout.ep}, but it must divide the model's {num_experts} experts")
-

@@ -1,4 +1,4 @@
-"""A plan carried out: this process and its workers take the tasks that are left, the journal notes them, the folder gets its name."""
+"""A plan carried out: workers take the tasks that are left, the journal notes what is done, the folder gets its name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,12 @@ def run_plan(
         kept = _still_there(plan, journal)
         left = [number for number in mine if number not in kept]
         total, done = sum(plan.tasks[n].nbytes for n in mine), sum(plan.tasks[n].nbytes for n in kept)
-        for number, checksums in _completed(plan, left, journal.staging, workers, lambda n: progress and progress(done + n, total)):
+
+        def tick(nbytes: int) -> None:
+            if progress is not None:
+                progress(done + nbytes, total)
+
+        for number, checksums in _completed(plan, left, journal.staging, workers, tick):
             journal.add(number, checksums)
         journal.finish()
         missing = tuple(journal.missing_shards()) if journal.staging.exists() else ()
@@ -72,7 +77,7 @@ def run_plan(
 
 
 def _completed(
-    plan: Plan, numbers: Sequence[int], staging: Path, workers: int, tick: Callable[[int], Any]
+    plan: Plan, numbers: Sequence[int], staging: Path, workers: int, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, list[str]]]:
     """(task, checksums) of each task, as it is finished."""
     if workers <= 1 or len(numbers) <= 1:
@@ -95,7 +100,7 @@ def _completed(
 
 
 def _completed_by_workers(
-    plan: Plan, numbers: Sequence[int], staging: Path, workers: int, tick: Callable[[int], Any]
+    plan: Plan, numbers: Sequence[int], staging: Path, workers: int, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, list[str]]]:
     # forked before any thread is started, so that the plan is shared and nothing is imported again
     context = multiprocessing.get_context("fork")
@@ -129,9 +134,7 @@ def _completed_by_workers(
             process.join()
 
 
-def _work(
-    plan: Plan, numbers: Sequence[int], staging: Path, turn: Any, done: Any, connection: Connection, parent: int
-) -> None:
+def _work(plan: Plan, numbers: Sequence[int], staging: Path, turn: Any, done: Any, connection: Connection, parent: int) -> None:
     """A worker: the next task that nobody has taken, until there is none."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed command leaves nobody who writes
     if os.getppid() != parent:
@@ -160,7 +163,7 @@ def _work(
 def _death(exit_code: int) -> str:
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"a worker was killed by {name}; the same command continues where it stopped, with fewer --workers if memory ran out"
+        return f"a worker was killed by {name}; the same command continues where it stopped (memory? try fewer --workers)"
     return f"a worker ended with exit code {exit_code}; the same command continues where it stopped"
 
 
@@ -201,7 +204,7 @@ def _check_space(plan: Plan, staging: Path) -> None:
     needed, free = plan.bytes_written + _SPARE_BYTES - there, shutil.disk_usage(staging).free
     if needed > free:
         raise CheckpointError(
-            f"the disk of '{staging.parent}' has {free / 2**30:.2f} GiB free, but this conversion needs {needed / 2**30:.2f} GiB"
+            f"the disk of '{staging.parent}' has {free / 2**30:.2f} GiB free, but the conversion needs {needed / 2**30:.2f} GiB"
         )
 
 
@@ -212,7 +215,7 @@ def _disk_errors(staging: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise CheckpointError(
-                f"writing to '{staging}' failed: {error.strerror}; make room and run the same command again to continue, or remove "
-                "that folder"
+                f"writing to '{staging}' failed: {error.strerror}; make room and run the same command again to continue, or "
+                "remove that folder"
             ) from None
         raise CheckpointError(f"reading or writing failed: {error}; the same command continues where it stopped") from None

@@ -24,6 +24,7 @@ from megarl.checkpoint.fp8 import BLOCK, SCALE_SUFFIX
 from megarl.checkpoint.naming import (
     ModelNames,
     default_dtype,
+    is_linear_weight,
     is_vocabulary,
     model_names,
     sequence_classifier,
@@ -61,6 +62,10 @@ class Source(ABC):
     def files(self) -> list[Path]:
         """Every file that is read."""
 
+    @abstractmethod
+    def left_out(self) -> list[str]:
+        """Names of what is stored, but no weight of the model: it is not converted."""
+
 
 @dataclass(frozen=True)
 class HFSource(Source):
@@ -86,6 +91,11 @@ class HFSource(Source):
         """See `Source`."""
         names = {extent.file for matrix in self.matrices.values() for extent in matrix.extents}
         return [self.path / name for name in sorted(names)]
+
+    def left_out(self) -> list[str]:
+        """See `Source`."""
+        known = self.names.weight_map.hf_shapes()
+        return [name for name in self.matrices if name.removesuffix(SCALE_SUFFIX) not in known]
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,10 @@ class DistSource(Source):
         names = {chunk.file for key in self.dist.keys.values() for chunk in key.chunks}
         return [self.path / name for name in (*sorted(names), ".metadata")]
 
+    def left_out(self) -> list[str]:
+        """See `Source`."""
+        return list(self.skipped)
+
     def matrix(self, rule: BoundRule) -> Matrix:
         """A parameter as one tensor-parallel rank would hold it, with the padding that is stored.
 
@@ -153,9 +167,16 @@ class DistSource(Source):
             raise CheckpointError(f"'{key}' in '{self.path}' is incomplete or has chunks that overlap, at {list(place.prefix)}")
         return Matrix(key + (str(list(place.prefix)) if depth else ""), stored.dtype, rows, cols, extents)
 
-    def _extents(
-        self, key: str, prefix: tuple[int, ...], own: tuple[int, ...], dtype: torch.dtype
-    ) -> Iterator[Extent]:
+    def stored_chunks(self) -> Iterator[tuple[str, Matrix]]:
+        """Every chunk of the model's keys, named by its key and offsets; a key with several names under its first."""
+        assert self.dist is not None
+        for key in self.names.first_keys():
+            for chunk in self.dist.keys[key].chunks if key in self.dist.keys else ():
+                rows, cols = rows_and_cols((prod(chunk.sizes[:-1]), *chunk.sizes[-1:]))
+                extent = Extent(chunk.file, self.dist.data_offset(key, chunk), 0, rows, 0, cols)
+                yield f"{key}{list(chunk.offsets)}", Matrix(key, self.dist.keys[key].dtype, rows, cols, (extent,))
+
+    def _extents(self, key: str, prefix: tuple[int, ...], own: tuple[int, ...], dtype: torch.dtype) -> Iterator[Extent]:
         assert self.dist is not None
         depth = len(prefix)
         for chunk, number in self._chunks_at.setdefault(key, self._by_prefix(key, depth)).get(prefix, ()):
@@ -194,7 +215,8 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
     plain = without_quantization(config)
     names = model_names(plain)
     if config_only:
-        matrices = _matrices_of_config(names.weight_map, plain)
+        _check_quantization(folder, config)
+        matrices = _matrices_of_config(names.weight_map, config)
     else:
         matrices = _matrices_of_folder(HFFolder(folder), config, names.weight_map)
     return HFSource(folder, plain, names, folder, matrices)
@@ -236,12 +258,15 @@ def _matrices_of_config(weight_map: WeightMap, config: dict[str, Any]) -> dict[s
         for name, shape in rule.hf_shapes.items():
             rows, cols = rows_and_cols(shape)
             found[name] = Matrix(name, rule.dtype or default_dtype(config), rows, cols, ())
+            if config.get("quantization_config") and is_linear_weight(rule):
+                scales = Matrix(name + SCALE_SUFFIX, torch.float32, -(-rows // BLOCK), -(-cols // BLOCK), ())
+                found[name] = replace(found[name], dtype=torch.float8_e4m3fn, scales=scales)
     return found
 
 
 def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: WeightMap) -> dict[str, Matrix]:
     entries = folder.entries()
-    _check_quantization(folder, config, set(entries))
+    _check_quantization(folder.path, config)
     scales = {name for name in entries if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in entries}
     folder.check(weight_map, ignore=scales)
     found: dict[str, Matrix] = {}
@@ -259,18 +284,18 @@ def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: We
         found[weight.name] = replace(weight, scales=of_blocks)
     for name, matrix in found.items():
         if matrix.dtype.itemsize == 1 and matrix.scales is None:
-            raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but has no '{name}{SCALE_SUFFIX}' beside it")
+            raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
     return found
 
 
-def _check_quantization(folder: HFFolder, config: dict[str, Any], names: set[str]) -> None:
+def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
     quantization = config.get("quantization_config") or {}
     if not quantization:
         return
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or list(block or ()) != [BLOCK, BLOCK]:
         raise ModelError(
-            f"config.json in '{folder.path}': quantization_config says {method!r} with weight_block_size {block!r}, but it may "
+            f"config.json in '{folder}': quantization_config says {method!r} with weight_block_size {block!r}, but it may "
             f"only be 'fp8' with [{BLOCK}, {BLOCK}]"
         )
 
@@ -303,8 +328,7 @@ def _config_folder_of_run(folder: Path) -> Path | None:
         return None
     if not (Path(named) / "config.json").is_file():
         raise CheckpointError(
-            f"'{folder}' belongs to a run that started from '{named}' ({run / 'config.yaml'}), which is no model folder here; name "
-            "one with --hf-config"
+            f"'{folder}' belongs to a run that started from '{named}' ({run / 'config.yaml'}), which is no model folder here; "
+            "name one with --hf-config"
         )
     return Path(named)
-

@@ -15,21 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megarl.checkpoint.tensor_blob import find_tensor
 from megarl.errors import CheckpointError
 
+_DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, ValueError, TypeError, OSError)
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 _FORMAT_JSON = {
     "sharded_backend": "torch_dist",
@@ -66,8 +56,10 @@ class DistFolder:
         """Read the metadata.
 
         Raises:
-            CheckpointError: the folder is no such checkpoint, or its metadata is damaged or names files that are missing or short.
+            CheckpointError: it is no such checkpoint, or its metadata is damaged or names files that are missing or short.
         """
+        from torch.distributed.checkpoint import FileSystemReader  # a second to import, which a dry run does not need
+
         self.path = Path(path)
         if not is_dist_checkpoint(self.path):
             raise CheckpointError(
@@ -76,15 +68,12 @@ class DistFolder:
             )
         try:
             metadata: Any = FileSystemReader(self.path).read_metadata()
+            described = metadata.state_dict_metadata
             stored = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-            self.keys = {
-                key: _stored_key(key, value, stored)
-                for key, value in metadata.state_dict_metadata.items()
-                if isinstance(value, TensorStorageMetadata)
-            }
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, KeyError, ValueError, TypeError, OSError) as error:
+            self.keys = {key: _stored_key(key, value, stored) for key, value in described.items() if hasattr(value, "chunks")}
+        except _DAMAGED as error:
             raise CheckpointError(f"'{self.path / METADATA}' cannot be read ({error!r}); the checkpoint is damaged") from None
-        self.objects = [k for k, v in metadata.state_dict_metadata.items() if isinstance(v, BytesStorageMetadata)]
+        self.objects = [key for key in described if key not in self.keys]
         self._check_files()
 
     def data_offset(self, key: str, chunk: StoredChunk) -> int:
@@ -118,12 +107,23 @@ def is_dist_checkpoint(path: Path) -> bool:
 
 
 def write_metadata(
-    folder: Path, keys: Mapping[str, StoredKey], objects: Iterable[str], object_at: tuple[str, int, int] | None
+    folder: Path, keys: Mapping[str, StoredKey], objects: Iterable[str], object_at: tuple[str, int, int]
 ) -> None:
     """Write `.metadata`, `common.pt` and `metadata.json`.
 
     All `objects` are the same bytes, at `object_at` = (file, offset, length); they are `empty_object()`.
     """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     described: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, stored in keys.items():
@@ -131,9 +131,9 @@ def write_metadata(
         described[key] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
         for chunk in stored.chunks:
             storage[MetadataIndex(key, torch.Size(chunk.offsets))] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    for name in objects if object_at is not None else ():
+    for name in objects:
         described[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(*object_at)
+        storage[MetadataIndex(name)] = _StorageInfo(object_at[0], object_at[1], object_at[2])
     metadata = Metadata(described, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
     torch.save({}, folder / COMMON)
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
@@ -147,7 +147,7 @@ def empty_object() -> bytes:
     return content.getvalue()
 
 
-def _stored_key(key: str, value: TensorStorageMetadata, stored: Mapping[tuple[str, Any], _StorageInfo]) -> StoredKey:
+def _stored_key(key: str, value: Any, stored: Mapping[tuple[str, Any], Any]) -> StoredKey:
     chunks = []
     for chunk in value.chunks:
         info = stored[key, chunk.offsets]

@@ -63,7 +63,7 @@ class ModelNames:
         keys = [self._key(name, rule) for name in self._spellings(rule)]
         return Place(tuple(dict.fromkeys(keys)), tuple(prefix), tuple(sizes))
 
-    def keys(self) -> Iterator[str]:
+    def first_keys(self) -> Iterator[str]:
         """The first key of every parameter, each once."""
         yield from dict.fromkeys(self.place(rule).keys[0] for rule in self.weight_map.bound_rules())
 
@@ -150,6 +150,12 @@ def is_vocabulary(rule: BoundRule) -> bool:
     return isinstance(rule.packing, Vocabulary)
 
 
+def is_linear_weight(rule: BoundRule) -> bool:
+    """Whether FP8 checkpoints quantise the parameter: a weight of a linear layer, but for router and output layer."""
+    module, _, name = rule.megatron_name.rpartition(".")
+    return name == "weight" and module.rpartition(".")[2].startswith("linear_")
+
+
 def padded_vocab(vocab_size: int, tp: int) -> int:
     """The vocabulary rounded up so that `tp` divides it."""
     return -(-vocab_size // tp) * tp
@@ -206,4 +212,3 @@ def without_quantization(hf_config: dict[str, Any]) -> dict[str, Any]:
 def default_dtype(hf_config: dict[str, Any]) -> torch.dtype:
     """The dtype that config.json states; bfloat16 where it states none."""
     return getattr(torch, str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix("torch."))
-

@@ -11,6 +11,7 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
@@ -65,7 +66,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     records: list[tuple[bytes, int, int, int]] = []  # name, position of its header, size, crc
     prefix = io.BytesIO()
     for name, content in (("data.pkl", _pickled(dtype, shape)), ("version", _TORCH_VERSION_OF_FORMAT)):
-        records.append((_ARCHIVE.encode() + name.encode(), prefix.tell(), len(content), zipfile.crc32(content)))
+        records.append((_ARCHIVE.encode() + name.encode(), prefix.tell(), len(content), zlib.crc32(content)))
         prefix.write(_local_header(*records[-1]) + content)
     records.append((_ARCHIVE.encode() + _DATA_RECORD.encode(), prefix.tell(), nbytes, 0))
     prefix.write(_local_header(*records[-1], data_may_start_at=prefix.tell()))
@@ -173,8 +174,9 @@ class _Rebuilt:
 
     def __reduce__(self) -> tuple[Any, ...]:
         strides = torch.empty(self.shape, device="meta").stride()
-        arguments = (_Storage(self.dtype, prod(self.shape)), 0, self.shape, strides, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
+        storage = _Storage(self.dtype, prod(self.shape))
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        return torch._utils._rebuild_tensor_v2, (storage, 0, self.shape, strides, False, hooks)
 
 
 @dataclass
@@ -204,7 +206,8 @@ def _local_header(name: bytes, position: int, size: int, crc: int, data_may_star
         extra += struct.pack("<2H", _PADDING_EXTRA_ID, padding) + b"Z" * padding
     shown = min(size, _ZIP64_FROM)
     needed_version = 45 if size >= _ZIP64_FROM else 0
-    return struct.pack("<4s5H3I2H", b"PK\3\4", needed_version, 0, 0, 0, 0, crc, shown, shown, len(name), len(extra)) + name + extra
+    fields = (needed_version, 0, 0, 0, 0, crc, shown, shown, len(name), len(extra))
+    return struct.pack("<4s5H3I2H", b"PK\3\4", *fields) + name + extra
 
 
 def _directory(records: list[tuple[bytes, int, int, int]], position: int) -> bytes:
@@ -213,10 +216,8 @@ def _directory(records: list[tuple[bytes, int, int, int]], position: int) -> byt
     for name, header_at, size, crc in records:
         extra = struct.pack("<2H2Q", _ZIP64_EXTRA_ID, 16, size, size) if size >= _ZIP64_FROM else b""
         shown = min(size, _ZIP64_FROM)
-        table += struct.pack(
-            "<4s6H3I5H2I", b"PK\1\2", 0, 45 if extra else 0, 0, 0, 0, 0, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, header_at
-        )  # fmt: skip
-        table += name + extra
+        fields = (0, 45 if extra else 0, 0, 0, 0, 0, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0, header_at)
+        table += struct.pack("<4s6H3I5H2I", b"PK\1\2", *fields) + name + extra
     end, count = b"", len(records)
     if position >= _ZIP64_FROM:
         end = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, count, count, len(table), position)

@@ -87,9 +87,7 @@ def test_an_import_loads_into_its_own_layout_and_into_others_as_the_folder_itsel
         checkpoint = tmp_path / str(number)
         imported(folder, checkpoint, written_for)
         for layout in (written_for, other):
-            answers = world.call(
-                load_over_garbage, str(folder), layout, str(checkpoint), "reference", size=layout.world_size
-            )
+            answers = world.call(load_over_garbage, str(folder), layout, str(checkpoint), "reference", size=layout.world_size)
             assert all(answers)
 
 
