@@ -217,7 +217,7 @@ def check_models(config: Config | SupervisedConfig) -> None:
     def check(field: str, path: str | None, layout: Layout | None, path_field: str = "") -> None:
         model = read_sizes(path_field or f"{field}.path", path) if path else sizes
         layout = layout or config.policy.layout
-        _check_layout(f"{field}.layout", layout, model)
+        _check_layout(f"{field}.layout", layout, model, config.model.layer_spec)
         check_fp8_sizes(config.model, f"{field}.layout", layout, model)
 
     check("policy", None, config.policy.layout)
@@ -288,8 +288,9 @@ def _widths(tree: dict[str, Any]) -> dict[str, int | None]:
     }
 
 
-def _check_layout(field: str, layout: Layout, sizes: dict[str, Any]) -> None:
+def _check_layout(field: str, layout: Layout, sizes: dict[str, Any], layer_spec: str = "auto") -> None:
     try:
+        layout.check_layer_spec(layer_spec)
         layout.check_model(**{key: size for key, size in sizes.items() if key not in ("hidden_size", "attention_width")})
     except LayoutError as error:
         raise ConfigError(str(error).replace("layout.", f"{field}.")) from None

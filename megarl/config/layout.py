@@ -156,6 +156,16 @@ class Layout:
                     best = (first, last)
         return best
 
+    def check_layer_spec(self, name: str) -> None:
+        """Raise LayoutError where the layers that `model.layer_spec` = `name` asks for cannot be split this way."""
+        field = "cp" if self.cp > 1 else "sequence_parallel" if self.sequence_parallel else None
+        if name == "local" and field is not None:
+            value = str(getattr(self, field)).lower()
+            raise LayoutError(
+                f"layout.{field} is {value}, but model.layer_spec = 'local' cannot split sequences; it may be 'reference' or "
+                "'transformer_engine'"
+            )
+
     def check_model(
         self,
         *,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megarl.config.fp8 import Fp8Format, Fp8RecipeName
 from megarl.config.layout import Layout
-from megarl.errors import ConfigError, LayoutError
+from megarl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,7 @@ class ModelOptions:
     fp8_bf16_layers: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        if self.layout.cp > 1 and self.layer_spec == "local":
-            raise LayoutError(
-                f"layout.cp is {self.layout.cp}, but model.layer_spec = 'local' has no context parallelism; "
-                "it may be 'reference' or 'transformer_engine', or layout.cp may be 1"
-            )
+        self.layout.check_layer_spec(self.layer_spec)
 
 
 @dataclass(frozen=True)

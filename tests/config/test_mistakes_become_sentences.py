@@ -133,6 +133,10 @@ def write_model(folder, **sizes: int) -> str:
         ),
         (["reference.layout={tp: 16}"], "reference.layout.tp is 16"),
         (["policy.layout={ep: 2, dp: 2}"], "policy.layout.ep is 2, but the model has no experts"),
+        (
+            ["model.layer_spec=local", "policy.layout.cp=2"],
+            "policy.layout.cp is 2, but model.layer_spec = 'local' cannot split",
+        ),
         (["rollout.tp=3"], "rollout.tp is 3"),
         (["model.path=models/typo"], "there is no such folder"),
     ],

@@ -69,8 +69,8 @@ def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config])
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}],
-    ids=["dp2", "tp2+sp", "pp2"],
+    [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}],
+    ids=["dp2", "tp2+sp", "pp2", "cp2"],
 )
 def test_every_policy_layout_gives_the_same_curve(
     tiny_config: Callable[..., Config], recording: dict[str, Path], layout: dict[str, Any]

@@ -195,9 +195,11 @@ def test_every_context_parallel_layout_computes_what_one_rank_and_hugging_face_c
         assert tokens == one_rank[0][case]["metrics"]["tokens"]
 
 
-def test_megatron_cores_local_spec_is_refused_under_context_parallelism() -> None:
-    with pytest.raises(LayoutError, match=r"layout\.cp is 2, but model\.layer_spec = 'local'"):
+def test_megatron_cores_local_spec_is_refused_where_sequences_are_split() -> None:
+    with pytest.raises(LayoutError, match=r"layout\.cp is 2, but model\.layer_spec = 'local' cannot split sequences"):
         ModelOptions("folder", Layout(cp=2), layer_spec="local")
+    with pytest.raises(LayoutError, match=r"layout\.sequence_parallel is true, but model\.layer_spec = 'local'"):
+        ModelOptions("folder", Layout(tp=2, sequence_parallel=True), layer_spec="local")
 
 
 class GroupOf:
