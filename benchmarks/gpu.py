@@ -1,0 +1,269 @@
+"""Training on one GPU in figures: MFU in BF16 and in every FP8 recipe it can run, log-prob differences, peak memory.
+
+    python benchmarks/gpu.py --out benchmarks/results/gpu.json [--dry-run]
+
+Each part runs in a process of its own under a deadline; one that cannot run is recorded with the reason. Without Transformer
+Engine there is one part, the reference layers in BF16. The formula of MFU is `FORMULA`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megarl.config.fp8 import RECIPES, device_problem, token_multiple  # noqa: E402
+from megarl.data.plan import FlopsModel  # noqa: E402
+from megarl.observe.summary import machine, versions  # noqa: E402
+
+HF_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32768, "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192, "tie_word_embeddings": False,
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+}  # fmt: skip
+"""A quarter of Llama-3-8B's layers: the sizes of its matrices, and 36 GB with gradients and Adam."""
+PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES, MICRO_BATCHES = 1024, 1024, 4, 2
+WARMUP_STEPS, STEPS = 3, 7
+PART_DEADLINE_S = 100.0
+BUDGET_S = 330.0
+PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12}
+"""Dense, from NVIDIA's data sheets, by what the device's name holds, the more special name first; FP8 has twice as many."""
+FORMULA = (
+    "MFU = 3 * F / (s * P): F = megarl.data.plan.FlopsModel.cost, the forward operations of a step's prompts and responses "
+    "(2 per multiply-add; the output layer for response tokens only; causal attention by pairs), 3 = forward + twice that "
+    "backward, s = median seconds of an optimizer step, P = the device's dense peak in BF16, or in FP8 where it says so"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One configuration to train with; `reason`, if any, is why it cannot run here."""
+
+    name: str
+    layer_spec: str
+    fp8: str = "none"
+    fp8_recipe: str = "tensorwise"
+    fp8_param: bool = False
+    reason: str | None = None
+
+
+def parts_for(capability: tuple[int, int] | None, cuda: str | None, has_transformer_engine: bool) -> list[Part]:
+    """The parts on a device of this compute capability (None: there is no GPU) under torch's CUDA version."""
+    missing = "there is no GPU" if capability is None else None
+    without = missing or (None if has_transformer_engine else "transformer_engine cannot be imported")
+    parts = [Part("bf16", "transformer_engine", reason=without)]
+    if capability is not None and not has_transformer_engine:
+        parts.append(Part("bf16, reference layers", "reference"))
+    for recipe in RECIPES:
+        kind = "hybrid" if recipe in ("delayed", "tensorwise") else "e4m3"
+        reason = without or device_problem(recipe, capability or (0, 0), cuda)
+        parts.append(Part(f"fp8 {recipe}", "transformer_engine", kind, recipe, reason=reason))
+    tensorwise = next(part for part in parts if part.fp8_recipe == "tensorwise" and part.fp8 != "none")
+    parts.append(Part("fp8 tensorwise, fp8_param", "transformer_engine", "hybrid", "tensorwise", True, tensorwise.reason))
+    return parts
+
+
+def step_flops() -> int:
+    """Floating-point operations of one optimizer step, forward and backward."""
+    forward = FlopsModel.from_hf_config(HF_CONFIG).cost(PROMPT_TOKENS, [RESPONSE_TOKENS])
+    return 3 * forward * RESPONSES * MICRO_BATCHES
+
+
+def peak_flops(device: str) -> float | None:
+    """Dense BF16 operations per second of the device with this name; None where it is not in the table."""
+    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device), None)
+
+
+def figures(part: Part, seconds: list[float], peak_bytes: int, device: str) -> dict[str, Any]:
+    """What is recorded of a part that ran."""
+    median, peak = statistics.median(seconds), peak_flops(device)
+    tokens = (PROMPT_TOKENS + RESPONSE_TOKENS) * RESPONSES * MICRO_BATCHES
+    found: dict[str, Any] = {
+        "step_s": median,
+        "step_s_all": seconds,
+        "tokens_per_s": tokens / median,
+        "tflops_per_s": step_flops() / median / 1e12,
+        "mfu_of_bf16_peak": step_flops() / median / peak if peak else None,
+        "peak_memory_bytes": peak_bytes,
+    }
+    if part.fp8 != "none":
+        found["mfu_of_fp8_peak"] = step_flops() / median / (2 * peak) if peak else None
+    return found
+
+
+def differences(of_part: Any, of_bf16: Any) -> dict[str, float]:
+    """How far a part's log-probs (nats, of the same untrained weights) are from those in BF16."""
+    off = (of_part - of_bf16).abs()
+    return {"mean": float(off.mean()), "p99": float(off.quantile(0.99)), "max": float(off.max())}
+
+
+def run_part(part: Part, folder: Path) -> dict[str, Any]:
+    """Train in this process; leaves log-probs of the untrained and of the trained model in `folder`."""
+    from megarl import platform
+
+    here = platform.install()
+    here.set_device(0)
+    import torch
+
+    from megarl.config.layout import Layout
+    from megarl.data.stream import Response, Unit
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.roles import Role
+
+    rendezvous = tempfile.mkdtemp()
+    torch.distributed.init_process_group(
+        here.collective_backend, init_method=f"file://{rendezvous}/rendezvous", rank=0, world_size=1
+    )
+    initialize_layout(Layout(), seed=0)
+    options = ModelOptions(
+        str(folder), Layout(), layer_spec=part.layer_spec, dtype="bfloat16", fp8=part.fp8, fp8_recipe=part.fp8_recipe,
+        fp8_param=part.fp8_param, token_multiple=token_multiple(part.fp8, part.fp8_recipe),
+    )  # fmt: skip
+    role = Role(options, OptimizerOptions(lr=1e-6))
+    generator = torch.Generator().manual_seed(0)
+    micro_batches: list[list[Unit]] = [[] for _ in range(MICRO_BATCHES)]
+    for index in range(RESPONSES * MICRO_BATCHES):
+        ids = torch.randint(0, HF_CONFIG["vocab_size"], (PROMPT_TOKENS + RESPONSE_TOKENS,), generator=generator)
+        mask = torch.ones(RESPONSE_TOKENS, dtype=torch.bool)
+        response = Response(index, ids[PROMPT_TOKENS:], mask, {})
+        micro_batches[index % MICRO_BATCHES].append(Unit(ids[:PROMPT_TOKENS], [response]))
+
+    def mean_cross_entropy(output: Any, stream: Any) -> tuple[Any, dict[str, float]]:
+        return -output[:, 0].sum() / (RESPONSE_TOKENS * RESPONSES * MICRO_BATCHES), {}
+
+    def log_probs() -> Any:
+        answers = role.forward(micro_batches)
+        return torch.cat([answers[index][:, 0].float().cpu() for index in sorted(answers)])
+
+    if part.fp8_recipe == "delayed" and part.fp8 != "none":
+        role.update(micro_batches, mean_cross_entropy)  # which is what delayed scaling learns its scales from
+    torch.save(log_probs(), folder / f"{part.name}.pt")
+    seconds = []
+    for _ in range(WARMUP_STEPS + STEPS):
+        here.synchronize()
+        started = time.perf_counter()
+        role.update(micro_batches, mean_cross_entropy)
+        here.synchronize()
+        seconds.append(time.perf_counter() - started)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else here.name
+    found = figures(part, seconds[WARMUP_STEPS:], here.memory()["peak_bytes"], device)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def write_model(folder: Path) -> None:
+    """Random weights for HF_CONFIG as a Hugging Face folder."""
+    import torch
+
+    from megarl.models.hf_folder import write_hf_folder
+    from megarl.models.registry import architecture_for
+
+    def value(shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.bfloat16) if len(shape) == 1 else 0.02 * torch.randn(shape, dtype=torch.bfloat16)
+
+    shapes = architecture_for(HF_CONFIG).weight_map(HF_CONFIG).hf_shapes()
+    write_hf_folder(folder, ((name, value(shape)) for name, shape in shapes.items()), HF_CONFIG)
+
+
+def run_all(parts: list[Part], folder: Path, run: Callable[[Part], dict[str, Any]], budget_s: float) -> dict[str, Any]:
+    """Every part's figures, or `{"not_run": reason}`; what is left when `budget_s` is over is not begun."""
+    ends = time.monotonic() + budget_s
+    results: dict[str, Any] = {}
+    for part in parts:
+        reason = part.reason or (f"{budget_s:.0f} s were over" if time.monotonic() > ends else None)
+        results[part.name] = {"not_run": reason} if reason else run(part)
+        print(f"{part.name}: {json.dumps(results[part.name])}", flush=True)
+    return results
+
+
+def in_a_process(part: Part, folder: Path) -> dict[str, Any]:
+    """`run_part` in a process of its own, under a deadline."""
+    command = [sys.executable, __file__, "--part", part.name, "--folder", str(folder)]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, timeout=PART_DEADLINE_S, check=False, cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return {"not_run": f"no answer within {PART_DEADLINE_S:.0f} s"}
+    answers = [line for line in child.stdout.splitlines() if line.startswith("PART")]
+    if answers:
+        return json.loads(answers[-1].removeprefix("PART"))
+    return {"not_run": f"failed: {(child.stderr.strip().splitlines() or [f'exit code {child.returncode}'])[-1]}"}
+
+
+def on_this_machine() -> tuple[str | None, list[Part]]:
+    """(name of the GPU, the parts) of this machine."""
+    import torch
+
+    from megarl.megatron.options import has_transformer_engine
+
+    if not torch.cuda.is_available():
+        return None, parts_for(None, torch.version.cuda, False)
+    return torch.cuda.get_device_name(), parts_for(
+        torch.cuda.get_device_capability(), torch.version.cuda, has_transformer_engine()
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write the JSON file, or say what would be measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="JSON file to write")
+    parser.add_argument("--dry-run", action="store_true", help="list the parts and why some cannot run, and end")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="no part is begun after so many seconds")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    device, parts = on_this_machine()
+    if given.part:
+        part = next(part for part in parts if part.name == given.part)
+        print("PART" + json.dumps(run_part(part, given.folder)))
+        return
+    if given.dry_run:
+        for part in parts:
+            print(f"{part.name}: {f'not run: {part.reason}' if part.reason else 'would run'}")
+        return
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work) / "model"
+        if any(part.reason is None for part in parts):
+            write_model(folder)
+        results = run_all(parts, folder, lambda part: in_a_process(part, folder), given.budget_s)
+        off = {}
+        if (folder / "bf16.pt").exists():
+            import torch
+
+            of_bf16 = torch.load(folder / "bf16.pt")
+            for part in parts:
+                if part.fp8 != "none" and (folder / f"{part.name}.pt").exists():
+                    off[part.name] = differences(torch.load(folder / f"{part.name}.pt"), of_bf16)
+    record = {
+        "device": device,
+        "machine": machine(),
+        "versions": versions(),
+        "work": {
+            "model": HF_CONFIG,
+            "prompt_tokens": PROMPT_TOKENS,
+            "response_tokens": RESPONSE_TOKENS,
+            "responses_per_micro_batch": RESPONSES,
+            "micro_batches": MICRO_BATCHES,
+        },
+        "formula": FORMULA,
+        "parts": results,
+        "log_prob_difference_from_bf16": off,
+    }
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
