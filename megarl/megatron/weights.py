@@ -81,7 +81,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis, 1)
 
 
-def _keep_full_precision(tensor: Tensor, values: Tensor, trainable: bool) -> None:
+def _keep_full_precision(tensor: Any, values: Tensor, trainable: bool) -> None:
     """Where `tensor` holds FP8, Transformer Engine keeps a copy in full precision for the optimizer to start from."""
     if not hasattr(tensor, "get_high_precision_init_val"):
         return
