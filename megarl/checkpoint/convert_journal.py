@@ -44,12 +44,11 @@ class Journal:
         with _locked(self.path(self.index), f"shard {self.index} of {self.count} of '{self.target}'") as file:
             self._file = file
             refuse_existing(self.target)
-            lines = self._lines(self.index)
-            if not lines:
+            for journal in self.staging.glob("journal-*"):
+                self._check_header(journal)
+            if not self._lines(self.index):
                 file.truncate(0)
                 self._write(self.header)
-            for other in self.staging.glob("journal-*"):
-                self._check_header(other)
             yield self
         self._file = None
 
