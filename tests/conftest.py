@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.world import World
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--parity-report docs/parallelism.md` writes what tests/parallel measured into that document."""
+    parser.addoption("--parity-report", type=Path, default=None, help="document that gets the parity matrix's table")
 
 
 @pytest.fixture(scope="session")
