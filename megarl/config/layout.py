@@ -110,8 +110,8 @@ class Layout:
         Raises:
             LayoutError: the layers cannot be shared so; the nearest sizes that can are named.
         """
-        uneven = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
-        uneven = {stage: layers for stage, layers in uneven.items() if layers is not None}
+        ends = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
+        uneven = {stage: layers for stage, layers in ends.items() if layers is not None}
         even_stages, left = self.pp - len(uneven), num_layers - sum(uneven.values())
         chunks = self.vpp or 1
         fits = left % (even_stages * chunks) == 0 and left > 0 if even_stages else left == 0
@@ -210,6 +210,11 @@ class Layout:
             raise LayoutError(
                 f"layout.etp is {self.etp}, but an expert's feed-forward width is {expert_ffn_size}; "
                 f"etp may be {_nearest(fit, self.etp)}"
+            )
+        if self.tp > 1 and not self.sequence_parallel:
+            raise LayoutError(
+                f"layout.sequence_parallel is false with layout.tp={self.tp}, but megatron-core trains experts under tensor "
+                "parallelism only with it; it may be true"
             )
         if self.ep == 1 and self.etp != self.tp:
             raise LayoutError(

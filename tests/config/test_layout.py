@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megarl.config.layout import Layout
 from megarl.errors import LayoutError
 
+EXPERTS = {"num_experts": 4, "expert_ffn_size": 16}
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "ffn_size": 96}
 
 
@@ -89,8 +90,9 @@ def test_contradictory_sizes_are_refused(sizes: dict[str, int], message: str) ->
         (Layout(tp=4), {"ffn_size": 90}, "tp may be 1, 2"),
         (Layout(ep=2, dp=2), {}, "the model has no experts; ep may be 1"),
         (Layout(ep=4, dp=4), {"num_experts": 6}, "ep may be 1, 2"),
-        (Layout(tp=4, etp=4), {"num_experts": 4, "expert_ffn_size": 10}, "feed-forward width is 10; etp may be 1, 2"),
-        (Layout(tp=2), {"num_experts": 4, "expert_ffn_size": 16}, "gradients of the experts; etp may be 2, or ep more than 1"),
+        (Layout(tp=4, etp=4, sequence_parallel=True), EXPERTS | {"expert_ffn_size": 10}, "width is 10; etp may be 1, 2"),
+        (Layout(tp=2), EXPERTS, "layout.sequence_parallel is false with layout.tp=2"),
+        (Layout(tp=2, sequence_parallel=True), EXPERTS, "gradients of the experts; etp may be 2, or ep more than 1"),
         (Layout(pp=4), {}, "layout.pp=4 does not divide the model's 6 layers; pp may be 1, 2, 3, 6"),
     ],
 )  # fmt: skip
