@@ -5,8 +5,9 @@
 Each round runs, one after another and each in a fresh process: the plain loop (`load_file`, `save_file`, per file), `import` to
 a distributed checkpoint, `export` back, and mbridge's `load_weights` and `save_weights` (`pip install mbridge==0.15.1 --no-deps
 --target FOLDER`). `seconds` is the first call of what is measured, after imports; `process_s` the whole process with them;
-`peak_mib` the largest resident memory during the call beyond what was resident before it, all processes together, mapped files
-included. The source is in the page cache if memory holds it. Figures are medians; outputs are removed after each round.
+`peak_mib`, from one more round, the largest resident memory during the call beyond what was resident before it, all processes
+together, mapped files included. The source is in the page cache if memory holds it. Figures are medians; outputs are removed
+after each round.
 """
 
 from __future__ import annotations
@@ -188,18 +189,22 @@ def measure_here(arguments: argparse.Namespace) -> None:
         call = mbridge(source, target, arguments.mbridge)
     else:
         call = megarl(arguments.what, source, target, arguments.layout, arguments.workers)
-    with Memory() as memory:
-        started, cpu = time.perf_counter(), os.times()
-        call()
-        seconds, after = time.perf_counter() - started, os.times()
-    cpu_s = sum(after[:4]) - sum(cpu[:4])
-    print(json.dumps({"seconds": seconds, "cpu_s": cpu_s, "peak_mib": (memory.peak - memory.base) / 2**20}))
+    if arguments.memory:
+        with Memory() as memory:
+            call()
+        print(json.dumps({"peak_mib": (memory.peak - memory.base) / 2**20}))
+        return
+    started, cpu = time.perf_counter(), os.times()
+    call()
+    seconds, after = time.perf_counter() - started, os.times()
+    print(json.dumps({"seconds": seconds, "cpu_s": sum(after[:4]) - sum(cpu[:4])}))
 
 
-def measured(what: str, source: Path, target: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """One measurement in a process of its own."""
+def measured(what: str, source: Path, target: Path, arguments: argparse.Namespace, *, memory: bool) -> dict[str, float]:
+    """One measurement in a process of its own: of its time, or of its memory (watching it slows it down)."""
     command = [sys.executable, __file__, "--what", what, "--source", str(source), "--target", str(target)]
     command += ["--layout", arguments.layout, "--workers", str(arguments.workers), "--mbridge", arguments.mbridge or ""]
+    command += ["--memory"] if memory else []
     started = time.perf_counter()
     answer = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     return json.loads(answer.stdout.splitlines()[-1]) | {"process_s": time.perf_counter() - started}
@@ -215,18 +220,25 @@ def rounds(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             while stream.read(BLOCK):
                 pass
     found: dict[str, list[dict[str, float]]] = {}
-    for number in range(arguments.rounds):
+    peaks: dict[str, float] = {}
+    for number in range(arguments.rounds + 1):
         steps = [("plain", source, work / "plain"), ("import", source, work / "dist"), ("export", work / "dist", work / "back")]
         if arguments.mbridge:
             steps.append(("mbridge", source, work / "mbridge"))
         for what, read, written in steps:
-            found.setdefault(what, []).append(measured(what, read, written, arguments) | {"load": os.getloadavg()[0]})
-            print(number, what, {name: round(value, 2) for name, value in found[what][-1].items()}, flush=True)
+            figures = measured(what, read, written, arguments, memory=number == arguments.rounds)
+            print(number, what, {name: round(value, 2) for name, value in figures.items()}, flush=True)
+            if "peak_mib" in figures:
+                peaks[what] = figures["peak_mib"]
+            else:
+                found.setdefault(what, []).append(figures | {"load": os.getloadavg()[0]})
             if what != "import":
                 shutil.rmtree(written)
         shutil.rmtree(work / "dist")
-    names = ("seconds", "cpu_s", "process_s", "peak_mib")
+    names = ("seconds", "cpu_s", "process_s")
     medians = {what: {name: statistics.median(r[name] for r in runs) for name in names} for what, runs in found.items()}
+    for what, peak in peaks.items():
+        medians[what]["peak_mib"] = peak
     for figures in medians.values():
         figures["gb_per_s"] = nbytes / 1e9 / figures["seconds"]
         figures["share_of_plain"] = medians["plain"]["seconds"] / figures["seconds"]
@@ -243,6 +255,7 @@ def main() -> None:
     parser.add_argument("--mbridge", default="", help="folder where mbridge is installed")
     parser.add_argument("--work", type=Path, default=None, help="folder on the disk to measure (default: a temporary one)")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)
     for name in ("--what", "--source", "--target"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
