@@ -1,5 +1,5 @@
-"""Context parallelism changes where a token is computed, never what: log-probs, entropies, values and every gradient element
-are those of one rank and of Hugging Face."""
+"""Context parallelism and pipelines change where a token is computed, never what: log-probs, entropies, values and every
+gradient element are those of one rank and of Hugging Face, and recomputation changes no bit of them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.world import World
 VOCAB = 131
 TEMPERATURE = 0.7
 LAYOUTS = {
+    "pp2": Layout(pp=2),
     "vpp2": Layout(pp=2, vpp=2),
     "cp2": Layout(cp=2),
     "cp4": Layout(cp=4),
@@ -33,7 +34,8 @@ CASES = {
     # name: head, shared prompts, units per micro-batch, recomputation, token multiple
     "packed, shared prompts": ("log_probs", True, 4, "none", 1),
     "packed": ("log_probs", False, 4, "none", 8),
-    "one unit at a time, recomputed": ("log_probs", True, 1, "full", 1),
+    "one unit at a time": ("log_probs", True, 1, "none", 1),
+    "recomputed": ("log_probs", True, 4, "full", 1),
     "attention recomputed": ("log_probs", True, 4, "selective", 1),
     "values": ("value", True, 4, "none", 1),
 }
@@ -172,27 +174,36 @@ def one_rank(world: World, folder: Path) -> list[dict[str, Any]]:
     return world.call(run_cases, str(folder), Layout(), list(CASES), size=1)
 
 
+@pytest.fixture(scope="module")
+def hub(folder: Path) -> dict[str, tuple[dict[int, Tensor], dict[str, Tensor]]]:
+    return {head: hugging_face(folder, head) for head in ("log_probs", "value")}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_one_rank_computes_what_hugging_face_computes(one_rank: list[dict[str, Any]], folder: Path, case: str) -> None:
-    values, by_name = hugging_face(folder, CASES[case][0])
+def test_one_rank_computes_what_hugging_face_computes(one_rank: list[dict[str, Any]], hub: Any, case: str) -> None:
+    values, by_name = hub[CASES[case][0]]
     check(joined(one_rank, case, "values"), values, f"{case}, values")
     check(joined(one_rank, case, "gradients"), by_name, f"{case}, gradients")
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_context_parallel_layout_computes_what_one_rank_and_hugging_face_compute(
-    world: World, one_rank: list[dict[str, Any]], folder: Path, name: str
+def test_every_layout_computes_what_one_rank_and_hugging_face_compute_and_recomputes_the_same_bits(
+    world: World, one_rank: list[dict[str, Any]], hub: Any, folder: Path, name: str
 ) -> None:
     layout = LAYOUTS[name]
     answers = world.call(run_cases, str(folder), layout, list(CASES), size=layout.world_size)
     for case in CASES:
-        values, by_name = hugging_face(folder, CASES[case][0])
+        values, by_name = hub[CASES[case][0]]
         for what, of_hub in (("values", values), ("gradients", by_name)):
             found = joined(answers, case, what)
             check(found, joined(one_rank, case, what), f"{name}, {case}, one rank, {what}")
             check(found, of_hub, f"{name}, {case}, Hugging Face, {what}")
         tokens = sum(answer[case]["metrics"].get("tokens", 0.0) for answer in answers)
         assert tokens == one_rank[0][case]["metrics"]["tokens"]
+        if CASES[case][3] != "none":
+            for what in ("values", "gradients"):
+                found, kept = (joined(answers, of, what) for of in (case, "packed, shared prompts"))
+                assert all(torch.equal(tensor, kept[key]) for key, tensor in found.items()), f"{case} changes {what}"
 
 
 def test_megatron_cores_local_spec_is_refused_where_sequences_are_split() -> None:
