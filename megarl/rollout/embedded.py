@@ -20,6 +20,7 @@ import torch
 from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.checksums import compare, sha256_start
 from megarl.rollout.engine import Bucket, FinishReason, Generation, Progress, SamplingParams, check_request
+from megarl.rollout.hub_names import hub_tensors
 
 
 @dataclass
@@ -58,6 +59,7 @@ class EmbeddedEngine:
         except (OSError, ValueError) as error:
             raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
         self._model.requires_grad_(False)
+        self._held = hub_tensors(self._model)
         self._seed, self._max_batch_samples = seed, max_batch_samples
         self._version = initial_version
         self._updating: int | None = None
@@ -186,15 +188,15 @@ class EmbeddedEngine:
     async def apply_update(self, bucket: Bucket) -> None:
         if self._updating is None:
             raise EngineError("no weight update is open; call begin_update first")
-        held = dict(self._model.named_parameters())  # a tied lm_head appears once, as the embeddings
         with self._change():
             for name, weight in bucket:
-                if name not in held:
+                held = self._held.get(name)
+                if held is None:
                     raise EngineError(f"the model has no parameter {name} of its own")
-                if held[name].shape != weight.shape:
-                    raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(held[name].shape)}")
-                held[name].data.copy_(weight.detach())
-                self._sent[name] = sha256_start([weight.detach().to(held[name].dtype)])
+                if held.shape != weight.shape:
+                    raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(held.shape)}")
+                held.copy_(weight.detach())
+                self._sent[name] = sha256_start([weight.detach().to(held.dtype)])
 
     async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
         if self._updating != version:
@@ -202,7 +204,7 @@ class EmbeddedEngine:
         self._updating = None
         compare(
             {**self._sent, **(checksums or {})},
-            {name: sha256_start([p.detach()]) for name, p in self._model.named_parameters()},
+            {name: sha256_start([tensor]) for name, tensor in self._held.items()},
         )
         with self._change():
             self._version = version
