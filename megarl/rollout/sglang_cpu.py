@@ -113,12 +113,16 @@ def install(torchvision_folder: Path) -> None:
     """Make `import sglang` work in this process: stand-ins for the packages that are missing, and torchvision's operators.
 
     `torchvision_folder` is put at the end of `sys.path`; torchvision lives apart because beside a CPU build of torch it
-    breaks `import transformers` in any process where its operators have not been declared.
+    breaks `import transformers` in any process where its operators have not been declared. Beside a CUDA build (which is
+    what Python 3.12 gets where there is no CPU build) its own operators load and declare themselves.
     """
+    import torch
+
     missing = [name for name in STAND_INS if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_StandInFinder(missing))
     sys.path.append(str(torchvision_folder))
-    _declare_torchvision_operators()
+    if torch.version.cuda is None:
+        _declare_torchvision_operators()
 
 
 _KEEP: list[Any] = []  # a torch.library.Library takes its declarations back when it is collected

@@ -105,6 +105,7 @@ class ServerOptions:
             "OMP_NUM_THREADS": str(threads),
             "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not take cores from the trainer
             "TORCHDYNAMO_DISABLE": "1",
+            "SGLANG_NCCL_SO_PATH": "none",  # a CUDA build of torch brings NCCL along, and ranks that find it want GPUs
             **KEEP_MEMORY,
         }
 
