@@ -29,6 +29,7 @@ REQUIRES = [
     "math-verify==0.9.0",  # verdicts are part of the reward
     "aiohttp>=3.10",  # client of the rollout servers, client and server of rewards
     "jsonschema>=4.18",  # reward json_object
+    "xxhash>=3",  # checksums of converted tensors, at the speed of memory
     "tensorboard>=2.18",
 ]
 

@@ -114,7 +114,8 @@ def _open_dist(arguments: argparse.Namespace) -> Any:
 
 
 def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
-    from megarl.checkpoint.convert_inspect import describe, gib, measure_rate
+    from megarl.checkpoint.convert_inspect import describe, measure_rate
+    from megarl.checkpoint.convert_plan import gib
     from megarl.checkpoint.convert_run import run_plan
 
     index, count = parse_shard(arguments.shard)
@@ -144,7 +145,7 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Compare names, shapes, dtypes and every value of two folders; with one folder, what it holds with what was written to it.
     Exit code 1 if they differ."""
-    from megarl.checkpoint.convert_inspect import gib
+    from megarl.checkpoint.convert_plan import gib
     from megarl.checkpoint.convert_verify import check_record, compare, open_any
 
     if arguments.right is None and arguments.prompts is not None:
@@ -179,7 +180,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a folder of weights is: model, layout, dtypes, bytes."""
-    from megarl.checkpoint.convert_inspect import gib, inspect
+    from megarl.checkpoint.convert_inspect import inspect
+    from megarl.checkpoint.convert_plan import gib
 
     rows, tensors = inspect(arguments.path)
     _print_rows(rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from megarl.checkpoint.blocks import BLOCK_BYTES
-from megarl.checkpoint.convert_plan import RECORD, Plan
+from megarl.checkpoint.convert_plan import RECORD, Plan, gib
 from megarl.checkpoint.convert_sources import HF_SUBFOLDER
 from megarl.checkpoint.dist_format import DistFolder, is_dist_checkpoint
 from megarl.models.hf_folder import HFFolder
@@ -92,11 +92,6 @@ def measure_rate(folder: Path) -> float:
     finally:
         for path in (first, second):
             path.unlink(missing_ok=True)
-
-
-def gib(nbytes: float) -> str:
-    """Bytes in GiB, in MiB below one."""
-    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
 
 
 def _hugging_face(folder: Path) -> tuple[list[Row], list[StoredTensor]]:

@@ -74,6 +74,11 @@ class Plan:
         return (part for task in self.tasks for part in task.parts)
 
 
+def gib(nbytes: float) -> str:
+    """Bytes in GiB, in MiB below one."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
 def plan_dist(kind: str, source: Source, layout: Layout, dtype: str | None) -> Plan:
     """Write a distributed checkpoint for `layout`, each rank's chunks one after another in a file of its own.
 

@@ -20,7 +20,7 @@ import torch
 
 from megarl.checkpoint.blocks import Files, Reader, extent_checksum, run_task, target_extents, write_at
 from megarl.checkpoint.convert_journal import Journal
-from megarl.checkpoint.convert_plan import Plan
+from megarl.checkpoint.convert_plan import Plan, gib
 from megarl.errors import CheckpointError
 
 _PR_SET_PDEATHSIG = 1
@@ -204,7 +204,7 @@ def _check_space(plan: Plan, staging: Path) -> None:
     needed, free = plan.bytes_written + _SPARE_BYTES - there, shutil.disk_usage(staging).free
     if needed > free:
         raise CheckpointError(
-            f"the disk of '{staging.parent}' has {free / 2**30:.2f} GiB free, but the conversion needs {needed / 2**30:.2f} GiB"
+            f"the disk of '{staging.parent}' has {gib(free)} free, but the conversion needs {gib(needed)} more"
         )
 
 
