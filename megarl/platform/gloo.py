@@ -1,10 +1,12 @@
-"""What Gloo cannot do and megatron asks of NCCL. With torch 2.13 that is one thing: gathering tensors of unequal sizes.
+"""What Gloo cannot do, or does badly, and megatron asks of NCCL. With torch 2.13 it cannot gather tensors of unequal sizes,
+and each of megatron's dozens of groups brings a thread that wakes ninety times a second.
 (reduce_scatter_tensor, all_gather_into_tensor, all_to_all_single, AVG, BF16 and coalescing all work.)"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +34,26 @@ def all_gather_of_any_sizes(all_gather: Callable) -> Callable:
         return _Done() if async_op else None
 
     return redirected
+
+
+def on_one_device(init: Callable) -> Callable:
+    """Wrap `ProcessGroupGloo.__init__` so that all groups of the process share one device, that is one polling thread."""
+
+    @functools.wraps(init)
+    def redirected(self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta | None = None) -> None:
+        if options is None:
+            options = type(self)._Options()
+            options._devices = [_device(type(self))]
+            if timeout is not None:
+                options._timeout = timeout
+        init(self, store, rank, size, options)
+
+    return redirected
+
+
+@functools.cache
+def _device(process_group: Any) -> Any:
+    return process_group.create_default_device()
 
 
 class _Done:

@@ -12,7 +12,8 @@ import torch.distributed
 
 def snapshot() -> dict[str, object]:
     """Return every attribute of the objects that the CPU platform redirects, by its dotted name."""
-    owners = (torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.distributed)
+    gloo = torch.distributed.ProcessGroupGloo
+    owners = (torch, torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.Tensor, torch.distributed, gloo)
     attributes = {f"{owner.__name__}.{name}": getattr_static(owner, name, None) for owner in owners for name in dir(owner)}
     return attributes | {f"sys.meta_path[{i}]": finder for i, finder in enumerate(sys.meta_path)}
 
