@@ -66,7 +66,7 @@ def test_every_layout_computes_what_hugging_face_computes(
 ) -> None:
     expected = reference(family)
     size = LAYOUTS[layout].world_size
-    answers = parity_world.call(run_family, expected["folder"], family, layout, "float32", size=size)
+    answers = parity_world.call(run_family, expected["folder"], family, layout, size=size)
     exported = _joined(answer["exported"] for answer in answers)
     assert exported.keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():

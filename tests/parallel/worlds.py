@@ -102,7 +102,7 @@ def objective(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
     return -(stream.columns["weights"] * (output[:, 0] + 0.3 * output[:, 1])).sum(), {}
 
 
-def run_family(rank: int, world_size: int, folder: Path, family: str, layout_name: str, dtype: str) -> dict[str, Any]:
+def run_family(rank: int, world_size: int, folder: Path, family: str, layout_name: str) -> dict[str, Any]:
     """`exported`: the untouched weights; per mode `values` (log-prob, entropy by response) and `gradients` by hub name."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
