@@ -90,7 +90,8 @@ def plan_dist(kind: str, source: Source, layout: Layout, dtype: str | None) -> P
     """
     names = source.names
     of_model = read_sizes("the model", str(source.companions))
-    layout.check_model(**{name: of_model[name] for name in LAYOUT_SIZES})
+    # sequence parallelism splits no weights, and training experts under tensor parallelism needs it
+    replace(layout, sequence_parallel=layout.tp > 1).check_model(**{name: of_model[name] for name in LAYOUT_SIZES})
     stages = stage_of_layers(layout, names.weight_map.num_layers)
     padded = padded_vocab(names.vocab_size, layout.tp)
     none = empty_object()

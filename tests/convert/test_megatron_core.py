@@ -16,11 +16,11 @@ from tests.families import FAMILIES
 from tests.world import World
 
 ONE, TP2, PP2, TP2_PP2 = Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)
-EP2, EP2_ETP2_PP2 = Layout(dp=2, ep=2), Layout(tp=2, pp=2, etp=2)
-TP2_EP2_PP2 = Layout(tp=2, pp=2, ep=2)
+EP2, TP2_ETP2_PP2 = Layout(dp=2, ep=2), Layout(tp=2, pp=2, etp=2, sequence_parallel=True)
+TP2_EP2_PP2 = Layout(tp=2, pp=2, ep=2, sequence_parallel=True)
 UNEVEN = Layout(pp=2, first_stage_layers=1, last_stage_layers=3)
 DENSE = [(TP2_PP2, ONE), (ONE, Layout(pp=2, vpp=2)), (UNEVEN, TP2_PP2)]
-EXPERTS = [(EP2, TP2_EP2_PP2), (TP2_EP2_PP2, ONE), (EP2_ETP2_PP2, UNEVEN)]
+EXPERTS = [(EP2, TP2_EP2_PP2), (TP2_EP2_PP2, ONE), (TP2_ETP2_PP2, UNEVEN)]
 
 
 def make_role(path: str, layout: Layout, spec: str, head: str = "log_probs") -> Any:
