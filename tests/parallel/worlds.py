@@ -68,7 +68,7 @@ def layout_for(family: str, name: str) -> Layout | None:
 
 
 def units() -> list[Unit]:
-    """Four prompts with three responses each; single-token responses, and masks with holes, are among them."""
+    """Four prompts with two responses each; single-token responses, and masks with holes, are among them."""
     generator = torch.Generator().manual_seed(7)
 
     def ids(low: int, high: int) -> Tensor:
@@ -78,7 +78,7 @@ def units() -> list[Unit]:
     found, index = [], 0
     for _ in range(4):
         responses = []
-        for _ in range(3):
+        for _ in range(2):
             tokens = ids(1, 14)
             mask = torch.rand(len(tokens), generator=generator) < 0.8
             weights = torch.randn(len(tokens), generator=generator) / 20
@@ -123,7 +123,7 @@ def run_family(rank: int, world_size: int, folder: Path, family: str, layout_nam
             if mode.recompute != recompute:
                 continue
             mine = micro_batches(mode, layout.dp)[layout.coords(rank).dp]
-            values = role.forward(mine)
+            values = role.forward(mine) if recompute == "none" else None  # without gradients nothing is recomputed
             for chunk in role.chunks:
                 chunk.train()
             forward_backward(role.chunks, options, mine, objective)
