@@ -1,22 +1,27 @@
 """What SGLang's own checksums of its parameters must be, computed from the weights that were sent.
 
-SGLang fuses q, k, v and gate, up, and splits over tensor-parallel ranks; `/weights_checker` hashes what each rank holds
-(sha256 on CPU, a Triton hash on CUDA). This file says what each rank must hold. Pure functions and one accumulator.
+SGLang fuses q, k, v and gate, up and all experts of a layer, and splits over tensor-parallel ranks; `/weights_checker` hashes
+what each rank holds (sha256 on CPU, a Triton hash on CUDA). This file says what each rank must hold, and refuses models of
+which it cannot.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megarl.errors import EngineError
 
 VOCAB_PADDING = 64  # SGLang's VocabParallelEmbedding pads the vocabulary to a multiple of this
+CPU_PADDING = 32  # and on a CPU each rank's feed-forward width to a multiple of this
 
 # HF suffix -> (engine suffix, position in the fused parameter)
 FUSED = {
@@ -30,37 +35,99 @@ PARTS = {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}
 SPLIT_BY_COLUMN = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 SPLIT_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
+# projection of an expert -> (engine suffix, position among the expert's projections in it); w1, w3, w2 are Mixtral's
+EXPERT_FUSED = {
+    "gate_proj": ("w13_weight", 0),
+    "w1": ("w13_weight", 0),
+    "up_proj": ("w13_weight", 1),
+    "w3": ("w13_weight", 1),
+    "down_proj": ("w2_weight", 0),
+    "w2": ("w2_weight", 0),
+}
+EXPERT_PARTS = {"w13_weight": 2, "w2_weight": 1}
+"""How many projections of each expert a fused parameter holds."""
+
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What decides how the engine holds a dense model's weights."""
+    """What decides how the engine holds a model's weights. `checks_experts`: whether those of experts are known, too."""
 
     kv_heads: int
     tied_embeddings: bool
     dtype: torch.dtype
     tp: int = 1
+    num_experts: int = 0
+    checks_experts: bool = True
 
     @classmethod
-    def of_model(cls, model_path: str | Path, dtype: str, tp: int = 1) -> EngineLayout:
-        """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype`."""
-        try:
-            config = json.loads((Path(model_path) / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{model_path}/config.json cannot be read ({error}); it must be a Hugging Face folder") from error
+    def of_model(cls, model_path: str | Path, dtype: str, tp: int = 1, device: str = "cpu") -> EngineLayout:
+        """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype` on `device`.
+
+        Raises:
+            EngineError: config.json cannot be read, or SGLang would not hold this model's weights as they are sent.
+        """
+        check_model(model_path, tp, device)
+        config = _config(model_path)
+        num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+        checks_experts = device == "cpu" and tp == 1
+        if num_experts and not checks_experts:
+            logging.getLogger(__name__).warning(
+                "the checksums of expert weights are not compared after an update: on %s with tp %d their order is not known",
+                device,
+                tp,
+            )
         return cls(
             kv_heads=int(config.get("num_key_value_heads") or config["num_attention_heads"]),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             dtype=getattr(torch, dtype),
             tp=tp,
+            num_experts=num_experts,
+            checks_experts=checks_experts,
+        )
+
+
+def _config(model_path: str | Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((Path(model_path) / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{model_path}/config.json cannot be read ({error}); it must be a Hugging Face folder") from error
+
+
+def check_model(model_path: str | Path, tp: int = 1, device: str = "cpu") -> None:
+    """Raise EngineError if SGLang cannot be given this model's weights, or would compute something else with them."""
+    config = _config(model_path)
+    model_type, why = config.get("model_type"), None
+    if model_type == "deepseek_v3":
+        why = "how it holds the weights of a 'deepseek_v3' model is not known here, so an update could not be checked"
+    elif model_type == "qwen3_moe" and (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1):
+        why = "it gives every layer experts, whatever mlp_only_layers and decoder_sparse_step say"
+    elif device == "cpu":
+        unit = CPU_PADDING * tp
+        sizes = {field: config.get(field) or 0 for field in ("intermediate_size", "moe_intermediate_size")}
+        padded = [f"{field} = {size}" for field, size in sizes.items() if size % unit]
+        if padded:
+            why = f"on a CPU with rollout.tp = {tp} it pads {' and '.join(padded)}, which may only be a multiple of {unit}"
+    if why is not None:
+        raise EngineError(
+            f"rollout.engine is 'sglang', which cannot serve the model in {model_path}: {why}; rollout.engine may be 'embedded'"
         )
 
 
 def engine_name(name: str) -> tuple[str, int]:
     """(parameter of the engine, position of this weight in it) of a Hugging Face name."""
+    if expert := EXPERT.fullmatch(name):
+        suffix, position = EXPERT_FUSED[expert["projection"]]
+        return f"{expert['experts']}.{suffix}", int(expert["expert"]) * EXPERT_PARTS[suffix] + position
     for suffix, (fused, position) in FUSED.items():
         if f".{suffix}." in name:
             return name.replace(suffix, fused), position
     return name, 0
+
+
+def is_of_experts(parameter: str) -> bool:
+    """Whether a parameter of the engine holds the experts of a layer."""
+    return parameter.rpartition(".experts.")[2] in EXPERT_PARTS
 
 
 def rank_slice(name: str, weight: torch.Tensor, rank: int, layout: EngineLayout) -> torch.Tensor:
@@ -104,8 +171,8 @@ def sha256_start(parts: Sequence[torch.Tensor]) -> str:
 class SentChecksums:
     """Collects the checksums of the weights that one sender sent in one update.
 
-    The weights that the engine fuses (q, k, v of a layer; gate, up of a layer) must come through one sender, in any
-    buckets and order.
+    The weights that the engine fuses (q, k, v of a layer; gate, up of a layer; a layer's experts) must come through one
+    sender, in any buckets and order.
     """
 
     def __init__(self, layout: EngineLayout) -> None:
@@ -119,12 +186,14 @@ class SentChecksums:
         for name, weight in bucket:
             if name == "lm_head.weight" and self._layout.tied_embeddings:
                 raise EngineError("lm_head.weight was sent although the model ties it to the embeddings; leave it out")
+            if EXPERT.fullmatch(name) and not self._layout.checks_experts:
+                continue
             parameter, position = engine_name(name)
             slices = [rank_slice(name, weight, rank, self._layout) for rank in range(self._layout.tp)]
             self._waiting.setdefault(parameter, {})[position] = slices
             fresh.add(parameter)
             parts = self._waiting[parameter]
-            if len(parts) == _part_count(parameter):
+            if len(parts) == self._part_count(parameter):
                 for rank in range(self._layout.tp):
                     self._done[f"{parameter}@{rank}"] = _hash([parts[i][rank] for i in sorted(parts)])
                 del self._waiting[parameter]
@@ -140,12 +209,13 @@ class SentChecksums:
             EngineError: a fused parameter lacks some of its parts.
         """
         for parameter, parts in self._waiting.items():
-            raise EngineError(f"only {len(parts)} of the {_part_count(parameter)} weights that make {parameter} were sent")
+            raise EngineError(f"only {len(parts)} of the {self._part_count(parameter)} weights that make {parameter} were sent")
         return dict(self._done)
 
-
-def _part_count(parameter: str) -> int:
-    return next((count for suffix, count in PARTS.items() if f".{suffix}." in parameter), 1)
+    def _part_count(self, parameter: str) -> int:
+        if count := EXPERT_PARTS.get(parameter.rpartition(".experts.")[2]):
+            return count * self._layout.num_experts
+        return next((count for suffix, count in PARTS.items() if f".{suffix}." in parameter), 1)
 
 
 def compare(sent: Mapping[str, str], held: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.checksums import EngineLayout, compare
+from megarl.rollout.checksums import EngineLayout, compare, is_of_experts
 from megarl.rollout.engine import Bucket, Generation, Progress, SamplingParams, check_request
 from megarl.rollout.sglang_senders import Endpoint, TensorSender
 from megarl.rollout.sglang_server import ServerOptions, SglangServer
@@ -33,10 +33,9 @@ class SglangEngine:
     `initial_version` declares which version the weights in `model_path` are; None: none, weights must be sent first.
     """
 
-    def __init__(self, server: SglangServer, initial_version: int | None = None) -> None:
-        options = server.options
+    def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
         self.server = server
-        self.endpoint = Endpoint(server.url, EngineLayout.of_model(options.model_path, options.dtype, options.tp))
+        self.endpoint = Endpoint(server.url, layout)
         self._version = initial_version
         self._paused = self._asleep = False
         self._updating: int | None = None
@@ -47,11 +46,12 @@ class SglangEngine:
 
     @classmethod
     async def start(cls, options: ServerOptions, initial_version: int | None = None) -> SglangEngine:
-        """Start a server and return its engine; see `SglangServer.start` for what is raised."""
+        """Start a server and return its engine; see `EngineLayout.of_model` and `SglangServer.start` for what is raised."""
+        layout = EngineLayout.of_model(options.model_path, options.dtype, options.tp, options.device)
         server = SglangServer(options)
         await asyncio.to_thread(server.start)
         try:
-            engine = cls(server, initial_version)
+            engine = cls(server, layout, initial_version)
             if initial_version is not None:
                 async with engine._session(CONTROL_TIMEOUT_S) as session:
                     await engine._set_server_version(session, initial_version)
@@ -191,6 +191,7 @@ class SglangEngine:
                 f"{name}@{rank['parallelism_info'][0]['tp_rank']}": value
                 for rank in answer["ranks"]
                 for name, value in rank["checksums"].items()
+                if self.endpoint.layout.checks_experts or not is_of_experts(name)
             }
             compare(sent, held)
             await self._post(session, "flush_cache", {})

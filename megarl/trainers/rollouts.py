@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.data.sample import Prompt, Sample
+from megarl.rollout.checksums import check_model
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.trainers.roles import Roles
 from megarl.workers.cluster import Cluster
@@ -20,6 +21,9 @@ class Rollouts:
 
     def __init__(self, config: Config, cluster: Cluster, tokenizer: Any) -> None:
         self.config, self.tokenizer = config, tokenizer
+        if config.rollout.engine == "sglang":
+            # now, not when everything else has been loaded
+            check_model(config.model.path, config.rollout.tp, cluster.platform.name)
         self.stale = False
         self.version = 0
         self.sampled_version = 0

@@ -14,7 +14,7 @@ from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.rollout.embedded import EmbeddedEngine
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine import Engine, SamplingParams
 from megarl.rollout.hub_names import hub_tensors
 from tests.families import FAMILIES, VARIANTS, build_folder
 from tests.rollout.tiny import Weights, largest_difference
@@ -46,7 +46,7 @@ def other_values(folder: Path) -> Weights:
     return [(name, w.flatten()[torch.randperm(w.numel(), generator=generator)].view_as(w)) for name, w in weights]
 
 
-async def update(engine: EmbeddedEngine, weights: Weights, version: int = 1) -> None:
+async def update(engine: Engine, weights: Weights, version: int = 1) -> None:
     """A whole update in two buckets."""
     await engine.begin_update(version)
     for bucket in (weights[: len(weights) // 2], weights[len(weights) // 2 :]):
@@ -92,7 +92,7 @@ def test_an_expert_that_was_not_sent_or_was_altered_is_named(family: str, folder
     with pytest.raises(EngineError, match=f"1 missing.*nobody sent {name}"):
         asyncio.run(update(engine, [pair for pair in weights if pair[0] != name]))
     assert engine.weight_version is None
-    with pytest.raises(EngineError, match="has no parameter model.layers.2.mlp.experts.gate_up_proj of its own"):
+    with pytest.raises(EngineError, match="the model has no parameter"):
         asyncio.run(update(engine, [("model.layers.2.mlp.experts.gate_up_proj", weight)], 2))
     engine = EmbeddedEngine(folders[family])
 
