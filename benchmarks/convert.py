@@ -6,8 +6,8 @@ Each round runs, one after another and each in a fresh process: the plain loop (
 a distributed checkpoint, `export` back, and mbridge's `load_weights` and `save_weights` (`pip install mbridge==0.15.1 --no-deps
 --target FOLDER`). `seconds` is the first call of what is measured, after imports; `process_s` the whole process with them;
 `peak_mib`, from one more round, the largest resident memory during the call beyond what was resident before it, all processes
-together, mapped files included. The source is in the page cache if memory holds it. Figures are medians; outputs are removed
-after each round.
+together, mapped files included. The source is in the page cache if memory holds it; dirty pages are written out before each
+measurement. Figures are medians; outputs are removed after each round.
 """
 
 from __future__ import annotations
@@ -205,6 +205,7 @@ def measured(what: str, source: Path, target: Path, arguments: argparse.Namespac
     command = [sys.executable, __file__, "--what", what, "--source", str(source), "--target", str(target)]
     command += ["--layout", arguments.layout, "--workers", str(arguments.workers), "--mbridge", arguments.mbridge or ""]
     command += ["--memory"] if memory else []
+    os.sync()  # what others wrote before does not slow this one down
     started = time.perf_counter()
     answer = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     return json.loads(answer.stdout.splitlines()[-1]) | {"process_s": time.perf_counter() - started}

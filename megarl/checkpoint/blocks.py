@@ -18,8 +18,8 @@ from torch import Tensor
 from megarl.checkpoint.fp8 import BLOCK, dequantise_rows, quantise_rows
 from megarl.errors import CheckpointError
 
-BLOCK_BYTES = 4 * 2**20
-"""What is read at a time: small enough for the data to be written from the processor's cache."""
+BLOCK_BYTES = 2**20
+"""What is read at a time: small enough to be hashed and written from the cache of one core."""
 
 
 @dataclass(frozen=True, slots=True)
