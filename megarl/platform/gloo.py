@@ -43,7 +43,7 @@ def on_one_device(init: Callable) -> Callable:
     def redirected(self: Any, store: Any, rank: int, size: int, options: Any = None, timeout: timedelta | None = None) -> None:
         if options is None:
             options = type(self)._Options()
-            options._devices = [_device(type(self))]
+            options._devices = [_device()]
             if timeout is not None:
                 options._timeout = timeout
         init(self, store, rank, size, options)
@@ -52,8 +52,8 @@ def on_one_device(init: Callable) -> Callable:
 
 
 @functools.cache
-def _device(process_group: Any) -> Any:
-    return process_group.create_default_device()
+def _device() -> Any:
+    return torch.distributed.ProcessGroupGloo.create_default_device()
 
 
 class _Done:
