@@ -83,8 +83,9 @@ test-py312:
 	$(MAKE) model VENV=$(VENV312) PYTHON=$(PYTHON312)
 	$(VENV312)/bin/python -m pytest $(TESTS)
 
-# Every kind of layout, the roles that run in them, and of the parity matrix a cell for each kind of parallelism.
-PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/megatron/test_roles.py tests/parallel/test_parity.py
+# megatron-core's own training in every kind of layout, checkpoints, and of the parity matrix a cell for each parallelism.
+PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/parallel/test_parity.py \
+	tests/megatron/test_checkpoint_layouts.py::test_the_same_layout_gives_every_rank_its_random_numbers_back
 PY312_CELLS := llama-tp2 and pp2 and not cp2 or qwen2-vpp2 or mixtral-ep2 and etp2 or deepseek and tp2 and cp2+sp
 test-py312-reduced:
 	$(MAKE) $(VENV312)/.trainer VENV=$(VENV312) PYTHON=$(PYTHON312)
