@@ -6,8 +6,9 @@ Each round runs, one after another and each in a fresh process: the plain loop (
 a distributed checkpoint, `export` back, and mbridge's `load_weights` and `save_weights` (`pip install mbridge==0.15.1 --no-deps
 --target FOLDER`). `seconds` is the first call of what is measured, after imports; `process_s` the whole process with them;
 `peak_mib`, from one more round, the largest resident memory during the call beyond what was resident before it, all processes
-together, mapped files included. The source is in the page cache if memory holds it; dirty pages are written out before each
-measurement. Figures are medians; outputs are removed after each round.
+together, mapped files included. The source is in the page cache if memory holds it. Before each measurement dirty pages are
+written out and as many pages freed as it will write: on a virtual machine fresh memory is slow. Figures are medians; outputs
+are removed after each round.
 """
 
 from __future__ import annotations
@@ -205,10 +206,20 @@ def measured(what: str, source: Path, target: Path, arguments: argparse.Namespac
     command = [sys.executable, __file__, "--what", what, "--source", str(source), "--target", str(target)]
     command += ["--layout", arguments.layout, "--workers", str(arguments.workers), "--mbridge", arguments.mbridge or ""]
     command += ["--memory"] if memory else []
-    os.sync()  # what others wrote before does not slow this one down
+    settle(target.parent, arguments.settle_bytes)
     started = time.perf_counter()
     answer = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"})
     return json.loads(answer.stdout.splitlines()[-1]) | {"process_s": time.perf_counter() - started}
+
+
+def settle(folder: Path, nbytes: int) -> None:
+    """The same start for everyone: nothing left to be written to the disk, and memory for as many pages just freed."""
+    os.sync()
+    scratch = folder / "scratch"
+    with scratch.open("wb") as file:
+        for _ in range(nbytes // BLOCK):
+            file.write(bytes(BLOCK))
+    scratch.unlink()
 
 
 def rounds(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -220,6 +231,7 @@ def rounds(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         with file.open("rb") as stream:
             while stream.read(BLOCK):
                 pass
+    arguments.settle_bytes = min(nbytes, 4 * 10**9)
     found: dict[str, list[dict[str, float]]] = {}
     peaks: dict[str, float] = {}
     for number in range(arguments.rounds + 1):

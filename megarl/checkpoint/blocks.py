@@ -132,6 +132,12 @@ class Files:
             self._open[name] = os.open(self.root / name, self._flags)
         return self._open[name]
 
+    def write(self, name: str, content: memoryview | bytes, offset: int) -> None:
+        """Write all of `content` at byte `offset` of a file."""
+        view, done = memoryview(content), 0
+        while done < len(view):
+            done += os.pwrite(self[name], view[done:], offset + done)
+
     def close(self) -> None:
         """Close them all."""
         for descriptor in self._open.values():
@@ -214,19 +220,11 @@ class Writer:
                 continue
             content = _bytes(block[first - start : last - start, extent.col : extent.col + extent.cols].contiguous())
             seen.update(content)
-            write_at(self._files[extent.file], content, extent.offset + (first - extent.row) * extent.cols * size)
+            self._files.write(extent.file, content, extent.offset + (first - extent.row) * extent.cols * size)
 
     def checksums(self) -> list[str]:
         """Of each extent, in order, once all is written."""
         return [seen.hexdigest() for seen in self._hashes]
-
-
-def write_at(descriptor: int, content: memoryview | bytes, offset: int) -> None:
-    """Write all of `content` at byte `offset`."""
-    view = memoryview(content)
-    done = 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], offset + done)
 
 
 def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], None]) -> list[str]:

@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.checkpoint.blocks import Files, Reader, extent_checksum, run_task, target_extents, write_at
+from megarl.checkpoint.blocks import Files, Reader, extent_checksum, run_task, target_extents
 from megarl.checkpoint.convert_journal import Journal
 from megarl.checkpoint.convert_plan import Plan, gib
 from megarl.errors import CheckpointError
@@ -80,7 +81,9 @@ def _completed(
     plan: Plan, numbers: Sequence[int], staging: Path, workers: int, tick: Callable[[int], None]
 ) -> Iterator[tuple[int, list[str]]]:
     """(task, checksums) of each task, as it is finished."""
-    if workers <= 1 or len(numbers) <= 1:
+    # the kernel lets one process at a time write into a file
+    workers = min(workers, len({_first_file(plan, number) for number in numbers}))
+    if workers <= 1:
         done = 0
 
         def count(nbytes: int) -> None:
@@ -96,7 +99,19 @@ def _completed(
             reader.files.close()
             files.close()
         return
-    yield from _completed_by_workers(plan, numbers, staging, min(workers, len(numbers)), tick)
+    yield from _completed_by_workers(plan, _file_by_file(plan, numbers), staging, workers, tick)
+
+
+def _file_by_file(plan: Plan, numbers: Sequence[int]) -> list[int]:
+    """The tasks in an order in which neighbours write into different files, and each file is written from its start on."""
+    of_file: dict[str, list[int]] = {}
+    for number in numbers:
+        of_file.setdefault(_first_file(plan, number), []).append(number)
+    return [number for round_ in zip_longest(*of_file.values()) for number in round_ if number is not None]
+
+
+def _first_file(plan: Plan, number: int) -> str:
+    return plan.tasks[number].target.extents[0].file
 
 
 def _completed_by_workers(
@@ -109,7 +124,7 @@ def _completed_by_workers(
     try:
         for _ in range(workers):
             mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(plan, numbers, staging, turn, done, theirs, os.getpid()), daemon=True)
+            process = context.Process(target=_work, args=(plan, numbers, staging, turn, done, theirs), daemon=True)
             process.start()
             theirs.close()
             processes[mine] = process
@@ -134,11 +149,9 @@ def _completed_by_workers(
             process.join()
 
 
-def _work(plan: Plan, numbers: Sequence[int], staging: Path, turn: Any, done: Any, connection: Connection, parent: int) -> None:
+def _work(plan: Plan, numbers: Sequence[int], staging: Path, turn: Any, done: Any, connection: Connection) -> None:
     """A worker: the next task that nobody has taken, until there is none."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed command leaves nobody who writes
-    if os.getppid() != parent:
-        return
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -180,7 +193,7 @@ def _make_files(plan: Plan, numbers: Sequence[int], staging: Path) -> None:
     try:
         for number in numbers:
             for file, offset, content in plan.fixed[number]:
-                write_at(files[file], content, offset)
+                files.write(file, content, offset)
     finally:
         files.close()
 
