@@ -58,7 +58,7 @@ def one_line(error: str) -> str:
     [
         (["model.path=nowhere"], "model.path is 'nowhere', but there is no such folder"),
         (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 4 attention heads"),
-        (["policy.layout.pp=3"], "policy.layout.pp is 3"),
+        (["policy.layout.pp=3"], "policy.layout.pp=3 does not divide the model's"),
         (["policy.layout.ep=2", "policy.layout.dp=2"], "policy.layout.ep is 2"),
         (["rollout.tp=3"], "rollout.tp is 3"),
         (["data.max_prompt_tokens=3"], "data.max_prompt_tokens"),
