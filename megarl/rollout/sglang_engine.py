@@ -224,7 +224,7 @@ class SglangEngine:
         """Start the server anew on a fresh port; the weights then have no known version."""
         await self.stop()
         await asyncio.to_thread(self.server.start)
-        self.__init__(self.server)  # type: ignore[misc]
+        self.__init__(self.server, self.endpoint.layout)  # type: ignore[misc]
 
     async def stop(self) -> None:
         self._version = None
