@@ -22,10 +22,11 @@ from megarl.errors import LayoutError
 from megarl.models.hf_folder import HFFolder
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
 from tests.families import VARIANTS
+from tests.parallel.worlds import LAYOUTS, layout_for
 
-ANY = [Layout(), Layout(pp=2, vpp=2), Layout(pp=3, first_stage_layers=1, last_stage_layers=1)]
-DENSE = [Layout(tp=4), Layout(tp=2, pp=2)]
-EXPERTS = [Layout(tp=4, etp=4), Layout(dp=4, ep=4), Layout(tp=4, ep=2, etp=2), Layout(tp=2, pp=2, ep=2)]
+OTHERS = [Layout(), Layout(pp=3, first_stage_layers=1, last_stage_layers=1)]
+"""Besides those of the parity matrix."""
+OTHERS_OF_EXPERTS = [Layout(tp=4, ep=2, etp=2), Layout(tp=2, pp=2, ep=2)]
 
 
 @pytest.mark.parametrize("family", VARIANTS)
@@ -33,7 +34,9 @@ def test_every_layout_gives_every_byte_back_also_by_way_of_another(
     families: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
     folder, before = families(family), None
-    for number, layout in enumerate(ANY + (EXPERTS if VARIANTS[family].num_experts else DENSE)):
+    of_matrix = [layout for name in LAYOUTS if (layout := layout_for(family, name)) is not None]
+    others = OTHERS + (OTHERS_OF_EXPERTS if VARIANTS[family].num_experts else [])
+    for number, layout in enumerate(of_matrix + others):
         checkpoint = tmp_path / f"dist{number}"
         imported(folder, checkpoint, layout)
         exported(checkpoint, tmp_path / f"hf{number}", max_shard_bytes=20_000)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
-from tests.families import FAMILIES, VOCAB_SIZE
+from tests.families import VARIANTS, VOCAB_SIZE
 
 LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2),
@@ -60,7 +60,7 @@ def layout_for(family: str, name: str) -> Layout | None:
     trains them with sequence parallelism only (see Layout).
     """
     layout = LAYOUTS[name]
-    if FAMILIES[family].num_experts is None:
+    if VARIANTS[family].num_experts is None:
         return layout if layout.ep == 1 else None
     if name == "tp2":  # would be tp2+sp
         return None
