@@ -37,6 +37,10 @@ class EngineError(MegarlError):
     """A rollout engine did not start, died, or refused a request or a weight update."""
 
 
+class EpisodeError(MegarlError):
+    """A kind of episode, a tool or an environment cannot be used, or an environment failed."""
+
+
 class CheckpointError(MegarlError):
     """A checkpoint is missing, damaged or belongs to another run."""
 

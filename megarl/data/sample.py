@@ -32,7 +32,9 @@ class Sample:
     `sampled_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token. `sampled_mask` is 1
     where the policy itself sampled the token (0: tool or environment token). `rollout_log_probs` are the engine's, in
     nats under the sampling temperature. `finish_reason` is `stop`, `length` (truncated) or `abort`.
-    `media` holds references (paths or URLs) to images or video frames of the prompt.
+    `media` holds references (paths or URLs) to images or video frames of the prompt. An episode of several turns has them
+    in `turns`, as chat messages in order (`assistant`: the policy; `tool` or `user`: what it was told), and
+    `response_text` is then the policy's last turn: what a tool said is no answer.
 
     A response that comes from a data row was sampled by no engine: `rollout_log_probs` and `weight_versions` are both
     empty, and `sampled_mask` is 1 on the tokens to be trained on. `labels` is empty, or has one number from 0 to 1 per
@@ -53,6 +55,7 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     media: list[str] = field(default_factory=list)
+    turns: list[dict[str, str]] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,113 @@
+"""What an episode is: an async function from a prompt to a Sample, and what it is given to sample with and to keep to.
+
+An episode asks its `Sampler` for tokens as often as it needs. It never asks for what it already has, never turns sampled
+ids into text and back, and marks every token that the policy did not sample.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megarl.data.sample import Prompt, Sample
+from megarl.data.user_function import load_user_function
+from megarl.errors import EpisodeError, nearest
+from megarl.rollout.engine import Generation
+
+Sampler = Callable[[list[int], int], Awaitable[Generation]]
+"""`await sample(ids, n)`: at most `n` (1 or more) tokens that follow `ids`, which are all tokens so far, prompt included.
+
+All turns of an episode, and all episodes of a group, ask the same engine under the same sampling parameters; the weights
+may change between two tokens. The answer includes the end token, if one was sampled.
+"""
+
+
+class ToolBox(Protocol):
+    """The tools of a run; `tools.py` has the one there is."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Each tool as the chat template's `tools=` takes it."""
+        ...
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What the tool called `name` answers to `arguments`, or what went wrong, as text for the model; never raises."""
+        ...
+
+    def close(self) -> None:
+        """End the processes of the tools."""
+        ...
+
+
+@dataclass
+class EpisodeContext:
+    """What all episodes of a run share. Made once, by `open_episodes`."""
+
+    tokenizer: Any
+    max_prompt_tokens: int
+    """Longest prompt that an environment may begin with."""
+    max_new_tokens: int
+    """Longest response: all turns together, with what tools and environments said."""
+    max_turns: int = 1
+    """Turns that the policy may take; an episode that wants more is cut like one that is out of tokens."""
+    tool_timeout_s: float = 10.0
+    """Seconds for one tool call, or one `reset` or `step` of an environment."""
+    tool_max_tokens: int = 1024
+    """Tokens of one answer of a tool or an environment; what is longer is cut, and says so."""
+    tools: ToolBox | None = None
+    environment: Callable[[], Any] | None = None
+    """Makes the environment of one episode."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often what happened since `take_counts`: `turns`, `tool_calls`, `tool_errors`, `tool_timeouts`, `tool_cuts` and
+    `malformed_calls`."""
+
+    def take_counts(self) -> dict[str, int]:
+        """The counts since the last call."""
+        taken, self.counts = dict(self.counts), Counter()
+        return taken
+
+    def close(self) -> None:
+        """End what the episodes started."""
+        if self.tools is not None:
+            self.tools.close()
+
+
+class Episode(Protocol):
+    """The async function that a kind of episode is."""
+
+    async def __call__(self, prompt: Prompt, number: int, sample: Sampler, context: EpisodeContext) -> Sample:
+        """Sample number `number` of the group that `prompt` names.
+
+        It may be cancelled at any await, and begun anew with the same arguments.
+
+        Raises:
+            EngineError: from `sample`, passed on.
+            EpisodeError: what the user wrote for the episode (an environment) failed.
+        """
+        ...
+
+
+BUILT_IN = {
+    "single": "megarl.rollout.episodes.single:single_turn",
+    "tools": "megarl.rollout.episodes.chat:chat_with_tools",
+    "environment": "megarl.rollout.episodes.environment:in_environment",
+}
+"""Kinds of episode by name, as import paths, so that a run imports what it uses."""
+
+
+def load_episode(kind: str) -> Episode:
+    """The episode called `kind`: a built-in one, or the user's own as `package.module:function` or `path/to/file.py:function`.
+
+    Raises:
+        EpisodeError: there is no such kind, or the function cannot be imported.
+    """
+    if kind in BUILT_IN:
+        return load_user_function(BUILT_IN[kind], EpisodeError)  # type: ignore[return-value]
+    if ":" not in kind:
+        raise EpisodeError(
+            f"rollout.episode.kind is '{kind}'{nearest(kind, BUILT_IN)}, but it may be {', '.join(BUILT_IN)}, "
+            "'package.module:function' or 'path/to/file.py:function'"
+        )
+    return load_user_function(kind, EpisodeError)  # type: ignore[return-value]

@@ -1,0 +1,66 @@
+"""The tokens of one episode as they come about: what the policy sampled, and what it was told in between."""
+
+from __future__ import annotations
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rollout.engine import Generation
+
+
+class Transcript:
+    """Grows turn by turn; token in, token out: nothing in it is ever tokenised again."""
+
+    def __init__(self, prompt_ids: list[int], max_new_tokens: int) -> None:
+        """`max_new_tokens` bounds all tokens behind the prompt."""
+        self.prompt_ids = list(prompt_ids)
+        self.max_new_tokens = max_new_tokens
+        self.response_ids: list[int] = []
+        self.sampled_mask: list[int] = []
+        self.log_probs: list[float] = []
+        self.versions: list[int] = []
+        self.turns: list[dict[str, str]] = []
+
+    @property
+    def ids(self) -> list[int]:
+        """Everything so far, prompt included: what the next turn follows."""
+        return self.prompt_ids + self.response_ids
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self.max_new_tokens - len(self.response_ids)
+
+    def sampled(self, generation: Generation, text: str) -> None:
+        """Take over a turn of the policy, token for token; `text` is for readers and rewards."""
+        self.response_ids += generation.response_ids
+        self.sampled_mask += [1] * len(generation.response_ids)
+        self.log_probs += generation.log_probs
+        self.versions += generation.weight_versions
+        self.turns.append({"role": "assistant", "content": text})
+
+    def told(self, ids: list[int], turns: list[dict[str, str]]) -> None:
+        """Take over what the policy is told: masked, log-prob 0, under the version of the token before."""
+        self.response_ids += ids
+        self.sampled_mask += [0] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self.versions += [self.versions[-1]] * len(ids)
+        self.turns += turns
+
+    def sample(self, prompt: Prompt, number: int, finish_reason: str, rewards: dict[str, float] | None = None) -> Sample:
+        """The episode as sample `number` of the group that `prompt` names; its text is that of the last turn."""
+        group_id = prompt.group_id or prompt.row_id
+        return Sample(
+            sample_id=f"{group_id}/{number}",
+            group_id=group_id,
+            row_id=prompt.row_id,
+            prompt_ids=self.prompt_ids,
+            response_ids=self.response_ids,
+            sampled_mask=self.sampled_mask,
+            rollout_log_probs=self.log_probs,
+            weight_versions=self.versions,
+            finish_reason=finish_reason,
+            prompt_text=prompt.prompt_text,
+            response_text=next((turn["content"] for turn in reversed(self.turns) if turn["role"] == "assistant"), ""),
+            rewards=dict(rewards or {}),
+            row=prompt.row,
+            turns=self.turns if len(self.turns) > 1 else [],
+        )
