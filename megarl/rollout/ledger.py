@@ -1,0 +1,184 @@
+"""Which group of responses may be started when, and which ones train next: bounded staleness as a pure state machine.
+
+A *ticket* stands for one prompt and all of its responses: queued → in flight → finished → consumed. There is no clock, no
+thread and no engine here; whoever drives it says what happened and is told what may happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass
+class _Ticket:
+    """One unconsumed group. `version` is that of the weights it was started under, `order` counts finished tickets."""
+
+    state: Literal["queued", "in_flight", "finished"] = "queued"
+    version: int = -1
+    order: int = -1
+    passed_over: bool = False
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A batch: ticket `numbers` in order, each one's `staleness` in versions, and the tickets that were `dropped`.
+
+    What was dropped is back in the queue: its responses, under way or finished, must be thrown away.
+    """
+
+    numbers: list[int]
+    staleness: list[int]
+    dropped: list[int]
+
+
+class Ledger:
+    """The tickets of a run, and the rule that keeps staleness η: consumed at version v means started at v − η or later.
+
+    **Admission.** A ticket at place p among the unconsumed ones will be consumed at version `v` if p is within what is still
+    due at v, else at `v + 1 + (p − due) // batch_size` at the latest, since one step makes at most one version. It may be
+    started under weights that are at most η older than that. Tickets are consumed in the order in which they were made, so
+    a long response delays its batch and is never replaced by a shorter one.
+
+    **Over-sampling.** With `over_sample` k > 0, k more tickets than are due may be started, and the first to finish make the
+    batch. The k others are passed over, which happens to a ticket once: its next batch waits for it. Of these, the ones
+    that would exceed η in the next batch go back into the queue.
+
+    So the bound holds whatever happens, and without over-sampling no ticket is ever thrown away for its age.
+    """
+
+    def __init__(self, batch_size: int, staleness: int, over_sample: int = 0) -> None:
+        """`over_sample` may be at most `batch_size`, or a batch could not hold all tickets that were passed over."""
+        if batch_size < 1 or staleness < 0 or not 0 <= over_sample <= batch_size:
+            raise ValueError(f"no ledger has batches of {batch_size}, staleness {staleness} and {over_sample} extra tickets")
+        self.batch_size, self.staleness, self.over_sample = batch_size, staleness, over_sample
+        self.version = 0
+        self.due = 0
+        self.requeued = 0
+        """Times that a started ticket went back into the queue, for any reason."""
+        self.aborted = 0
+        """Those of them in which it would have become too old."""
+        self._made = 0
+        self._finished = 0
+        self._tickets: dict[int, _Ticket] = {}  # unconsumed, by number, which is also their order
+
+    # the trainer's side -------------------------------------------------------------------------------------------
+
+    def add(self, count: int) -> list[int]:
+        """Queue `count` new tickets behind all others; returns their numbers."""
+        numbers = list(range(self._made, self._made + count))
+        self._tickets |= {number: _Ticket() for number in numbers}
+        self._made += count
+        return numbers
+
+    @property
+    def room(self) -> int:
+        """How many more tickets there may be use for before the next batch is taken."""
+        wanted = self.due + self.staleness * self.batch_size + self.over_sample
+        return max(0, wanted - len(self._tickets))
+
+    def open_step(self, version: int, due: int | None = None) -> list[int]:
+        """The next batch, of `due` tickets (None: `batch_size`), is for a policy of this `version`; returns what is dropped."""
+        if version < self.version:
+            raise ValueError(f"the policy's version goes from {self.version} to {version}; it may only rise")
+        self.version, self.due = version, self.batch_size if due is None else due
+        return self._drop_older_than(version - self.staleness)
+
+    def ready(self) -> bool:
+        """Whether a batch can be taken."""
+        return self._batch() is not None
+
+    def take(self) -> Taken:
+        """Consume the batch that is due; ValueError if it is not ready."""
+        batch = self._batch()
+        if not batch:
+            raise ValueError(f"{self.due} tickets are due, but they are not all finished")
+        for number in self._window():
+            self._tickets[number].passed_over = True
+        staleness = [self.version - self._tickets.pop(number).version for number in batch]
+        self.due = 0
+        return Taken(batch, staleness, self._drop_older_than(self.version + 1 - self.staleness))
+
+    # the engines' side --------------------------------------------------------------------------------------------
+
+    def start(self, version: int, limit: int) -> list[int]:
+        """Put up to `limit` queued tickets in flight under weights of `version`, the first ones first; returns them."""
+        started = []
+        for place, (number, ticket) in enumerate(self._tickets.items()):
+            if len(started) == limit or self._consumed_at(place) - version > self.staleness:
+                break
+            if ticket.state == "queued":
+                ticket.state, ticket.version = "in_flight", version
+                started.append(number)
+        return started
+
+    def finish(self, number: int) -> None:
+        """All responses of a ticket in flight are there."""
+        ticket = self._tickets[number]
+        if ticket.state != "in_flight":
+            raise ValueError(f"ticket {number} is {ticket.state}, and cannot finish")
+        ticket.state, ticket.order = "finished", self._finished
+        self._finished += 1
+
+    def put_back(self, numbers: Iterable[int]) -> None:
+        """These tickets in flight came to nothing, as when an engine died; they are queued again, at their old places."""
+        for number in numbers:
+            if self._tickets[number].state != "in_flight":
+                raise ValueError(f"ticket {number} is {self._tickets[number].state}, and cannot be put back")
+            self._queue(number)
+
+    # figures and checkpoints --------------------------------------------------------------------------------------
+
+    def count(self, state: Literal["queued", "in_flight", "finished"]) -> int:
+        """Unconsumed tickets in `state`."""
+        return sum(ticket.state == state for ticket in self._tickets.values())
+
+    @property
+    def unconsumed(self) -> list[int]:
+        """Numbers of all tickets that were not consumed, in order."""
+        return list(self._tickets)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep, JSON-able: whatever was started will have to be started again."""
+        tickets = [[number, ticket.passed_over] for number, ticket in self._tickets.items()]
+        return {"made": self._made, "version": self.version, "tickets": tickets}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`'s answer: every unconsumed ticket is queued."""
+        self._made, self.version, self.due = state["made"], state["version"], 0
+        self._tickets = {number: _Ticket(passed_over=passed_over) for number, passed_over in state["tickets"]}
+
+    # the rule -----------------------------------------------------------------------------------------------------
+
+    def _consumed_at(self, place: int) -> int:
+        """The version at which the ticket at `place` is consumed at the latest."""
+        if self.due and place < self.due + self.over_sample:
+            return self.version
+        return self.version + 1 + max(0, place - self.due - self.over_sample) // self.batch_size
+
+    def _window(self) -> list[int]:
+        """The tickets that the batch that is due is chosen from."""
+        return list(self._tickets)[: self.due + self.over_sample] if self.due else []
+
+    def _batch(self) -> list[int] | None:
+        """Of the window: those passed over before, then the first that finished; None while too few have."""
+        window = self._window()
+        owed = [number for number in window if self._tickets[number].passed_over][: self.due]
+        finished = [number for number in window if self._tickets[number].state == "finished"]
+        if not self.due or len(finished) < self.due or not set(owed) <= set(finished):
+            return None
+        others = sorted(set(finished) - set(owed), key=lambda number: self._tickets[number].order)
+        return sorted([*owed, *others[: self.due - len(owed)]])
+
+    def _drop_older_than(self, version: int) -> list[int]:
+        old = [n for n, ticket in self._tickets.items() if ticket.state != "queued" and ticket.version < version]
+        for number in old:
+            self._queue(number)
+        self.aborted += len(old)
+        return old
+
+    def _queue(self, number: int) -> None:
+        ticket = self._tickets[number]
+        ticket.state, ticket.version, ticket.order = "queued", -1, -1
+        self.requeued += 1
