@@ -1,0 +1,243 @@
+"""The reshard plan: which training rank sends which boxes of which tensors to which rank of which engine, in which buckets.
+
+Pure data made from a weight map, a training layout and a target. One engine's transfers are a template (`template.py`) of rows
+that name a *source*, a place in the model (`sources.py`); which of a source's data-parallel replicas sends which bucket to
+which engine is arithmetic, done when it is asked for. So the plan of 16,384 ranks is no larger than that of 64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.checkpoint.naming import padded_vocab
+from megarl.config.layout import Layout
+from megarl.models.architecture import HFConfig
+from megarl.models.registry import architecture_for
+from megarl.models.weight_map import WeightMap
+from megarl.reshard.slices import Slices, engine_slices
+from megarl.reshard.sources import Sources
+from megarl.reshard.targets import Target, check_target
+from megarl.reshard.template import Transfers, engine_transfers
+from megarl.reshard.tensors import Ints, TensorTable
+
+BUCKET_BYTES = 64 * 2**20
+"""Bytes that are staged and sent at once, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One copy: `source[source_row:+rows, source_col:+cols]` to `target[target_row:+rows, target_col:+cols]`.
+
+    `source` is this rank's shard of `parameter` and `target` what `engine_rank` holds of `tensor`, as matrices (a tensor of
+    one axis has one column). `row, col` is where the box lies in the whole Hugging Face tensor.
+    """
+
+    tensor: str
+    parameter: str
+    engine_rank: int
+    row: int
+    col: int
+    rows: int
+    cols: int
+    source_row: int
+    source_col: int
+    target_row: int
+    target_col: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Transfers `start:stop` of the template, staged once by `rank` and sent to `engines`, in this order.
+
+    `number` is the same for all replicas of `source`; an engine takes every number once.
+    """
+
+    number: int
+    source: int
+    rank: int
+    engines: tuple[int, ...]
+    start: int
+    stop: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """Made by `plan_reshard`. `bucket_starts` has one entry per bucket and the number of all transfers at the end."""
+
+    weight_map: WeightMap = field(repr=False)
+    layout: Layout
+    target: Target
+    padded_vocab: int
+    bucket_bytes: int
+    tensors: TensorTable = field(repr=False)
+    sources: Sources = field(repr=False)
+    transfers: Transfers = field(repr=False)
+    bucket_starts: Ints = field(repr=False)
+
+    # what is moved ------------------------------------------------------------------------------------------------
+
+    def contents(self, bucket: Bucket, engine_rank: int | None = None) -> list[Transfer]:
+        """The copies in a bucket, in the order of tensors; only those to one rank of the engine if that is given."""
+        rows = np.arange(bucket.start, bucket.stop)
+        if engine_rank is not None:
+            rows = rows[self.transfers.engine_rank[rows] == engine_rank]
+        return [self.transfer(row) for row in rows.tolist()]
+
+    def transfer(self, row: int) -> Transfer:
+        """One row of the template."""
+        t, tensor = self.transfers, int(self.transfers.tensor[row])
+        columns = (
+            t.engine_rank, t.row, t.col, t.rows, t.cols, t.source_row, t.source_col, t.target_row, t.target_col, t.nbytes,
+        )  # fmt: skip
+        return Transfer(self.tensors.name(tensor), self.tensors.parameter(tensor), *(int(column[row]) for column in columns))
+
+    def slices(self, engine_rank: int) -> dict[str, tuple[int, int, int, int]]:
+        """What a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without vocabulary padding."""
+        held = self.all_slices
+        found = {}
+        for at in np.flatnonzero(held.engine_rank == engine_rank).tolist():
+            box = (int(held.row[at]), int(held.rows[at]), int(held.col[at]), int(held.cols[at]))
+            found[self.tensors.name(int(held.tensor[at]))] = box
+        return found
+
+    @cached_property
+    def all_slices(self) -> Slices:
+        """What all ranks of an engine receive, as columns."""
+        return engine_slices(self.tensors, self.target, self.weight_map.num_experts)
+
+    # who moves it -------------------------------------------------------------------------------------------------
+
+    def sends(self, rank: int) -> Iterator[Bucket]:
+        """The buckets that a training rank stages, in order, each with the engines that it sends it to.
+
+        The stages begin with different engines, so that an engine is not sent to by all of them at once.
+        """
+        for source, replica in self.sources.of_rank(rank):
+            first, engines, sent = self.assignment(source, replica)
+            turn = self.sources.stage(source)
+            for number in np.flatnonzero(sent.any(axis=1)):
+                to = np.roll(engines[sent[number]], -turn).tolist()
+                yield self._bucket(first + int(number), rank, tuple(to))
+
+    def receives(self, engine: int, engine_rank: int) -> Iterator[Bucket]:
+        """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
+        has = np.unique(self.bucket_of[self.transfers.engine_rank == engine_rank])
+        for bucket in has:
+            source = int(self.bucket_source[bucket])
+            replica = int(self.replica_of(source, np.array([engine]), np.array([bucket]))[0])
+            yield self._bucket(int(bucket), self.sources.rank(source, replica), (engine,))
+
+    def replica_of(self, source: int, engine: Ints, bucket: Ints) -> Ints:
+        """Which replica of a source sends each of these buckets of it to these engines.
+
+        The source's buckets for all engines, one engine after another, are a line of bytes; each replica has an even part of
+        it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
+        """
+        first, stop = self.buckets_of(source)
+        ends = np.cumsum(self.bucket_nbytes[first:stop])
+        middle = (ends - self.bucket_nbytes[first:stop] / 2)[bucket - first] / ends[-1]
+        replicas, engines = self.sources.replicas(source), self.target.engines
+        return ((self._place(engine, replicas) + middle) * replicas / engines).astype(np.int64)
+
+    def assignment(self, source: int, replica: int) -> tuple[int, Ints, npt.NDArray[np.bool_]]:
+        """(first bucket of a source, engines that a replica may serve, `[buckets, engines]` whether it sends it there)."""
+        first, stop = self.buckets_of(source)
+        replicas, engines = self.sources.replicas(source), self.target.engines
+        order = self._engine_order(replicas)
+        some = order[replica * engines // replicas : (replica + 1) * engines // replicas + 1]
+        buckets = np.arange(first, stop)
+        return first, some, self.replica_of(source, some[None, :], buckets[:, None]) == replica
+
+    # buckets --------------------------------------------------------------------------------------------------------
+
+    def buckets_of(self, source: int) -> tuple[int, int]:
+        """The numbers `first, stop` of a source's buckets."""
+        first, stop = np.searchsorted(self.bucket_source, [source, source + 1])
+        return int(first), int(stop)
+
+    @cached_property
+    def bucket_source(self) -> Ints:
+        """The source of each bucket, ascending."""
+        return self.transfers.source[self.bucket_starts[:-1]]
+
+    @cached_property
+    def bucket_nbytes(self) -> Ints:
+        """The bytes of each bucket."""
+        return np.add.reduceat(self.transfers.nbytes, self.bucket_starts[:-1])
+
+    @cached_property
+    def bucket_of(self) -> Ints:
+        """The bucket of each transfer."""
+        return np.repeat(np.arange(len(self.bucket_starts) - 1), np.diff(self.bucket_starts))
+
+    def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> Bucket:
+        start, stop = self.bucket_starts[number : number + 2].tolist()
+        return Bucket(number, int(self.bucket_source[number]), rank, engines, start, stop, int(self.bucket_nbytes[number]))
+
+    def _engine_order(self, replicas: int) -> Ints:
+        """The engines in the order in which they stand on the line of `replica_of`."""
+        return np.argsort(self._place(np.arange(self.target.engines), replicas))
+
+    def _place(self, engine: Ints, replicas: int) -> Ints:
+        """Where engines stand on the line: those of one residue together, so that replica e % replicas serves engine e."""
+        of_each, left = divmod(self.target.engines, replicas)
+        residue = engine % replicas
+        return residue * of_each + np.minimum(residue, left) + engine // replicas
+
+
+def plan_reshard(
+    hf_config: HFConfig, layout: Layout, target: Target, *, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES
+) -> ReshardPlan:
+    """Plan the way from training ranks in `layout` to engines; the config is all that is read of the model.
+
+    `itemsize` are the bytes of an element as it is sent (2: bfloat16).
+
+    Raises:
+        LayoutError: the training layout or the engines cannot hold the model, or `bucket_bytes` is less than a row of a tensor.
+        ModelError: the architecture is unknown, or the config contradicts itself.
+    """
+    architecture = architecture_for(hf_config)
+    check_target(hf_config, target)
+    vocab = int(architecture.gpt_kwargs(hf_config)["vocab_size"])
+    weight_map = architecture.weight_map(hf_config)
+    return plan_of_map(weight_map, layout, target, padded_vocab(vocab, layout.tp), itemsize, bucket_bytes)
+
+
+def plan_of_map(
+    weight_map: WeightMap,
+    layout: Layout,
+    target: Target,
+    padded_vocab: int,
+    itemsize: int,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> ReshardPlan:
+    """As `plan_reshard`, from the weight map; `padded_vocab` is the vocabulary as the training ranks hold it.
+
+    Raises:
+        LayoutError: as there.
+    """
+    tensors = TensorTable.of(weight_map, itemsize)
+    sources = Sources(layout, weight_map.num_layers, weight_map.num_experts)
+    transfers = engine_transfers(tensors, sources, target, padded_vocab, bucket_bytes)
+    starts = _bucket_starts(transfers, bucket_bytes)
+    return ReshardPlan(weight_map, layout, target, padded_vocab, bucket_bytes, tensors, sources, transfers, starts)
+
+
+def _bucket_starts(transfers: Transfers, bucket_bytes: int) -> Ints:
+    """Where buckets begin: as many transfers of one source, in order, as `bucket_bytes` hold."""
+    ends = np.cumsum(transfers.nbytes)
+    of_source = np.searchsorted(transfers.source, np.arange(transfers.source[-1] + 2))
+    starts = []
+    for at, stop in zip(of_source[:-1].tolist(), of_source[1:].tolist(), strict=True):
+        while at < stop:
+            starts.append(at)
+            before = ends[at - 1] if at else 0
+            at = min(stop, int(np.searchsorted(ends, before + bucket_bytes, side="right")))
+    return np.array([*starts, len(transfers)], np.int64)

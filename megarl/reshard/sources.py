@@ -1,0 +1,100 @@
+"""Which training ranks own what: the ranks of one model replica as numbered sources, and their data-parallel replicas.
+
+A source is a place in the model that several ranks hold: for the dense layers a pipeline stage and a tensor-parallel rank, held
+once per data- and context-parallel replica; for the experts a stage, an expert-parallel and an expert-tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megarl.config.layout import Layout
+from megarl.models.packings import Vocabulary
+from megarl.models.weight_map import Rule
+from megarl.reshard.tensors import Ints
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of a layout, dense ones first: number `stage * slots + slot`, where slots are `tp`, or `etp * ep`."""
+
+    layout: Layout
+    num_layers: int
+    num_experts: int
+
+    def __len__(self) -> int:
+        return self.layout.pp * (self.layout.tp + (self._expert_slots if self.num_experts else 0))
+
+    @property
+    def _expert_slots(self) -> int:
+        return self.layout.etp * self.layout.ep
+
+    @property
+    def num_dense(self) -> int:
+        """How many sources are of dense layers."""
+        return self.layout.pp * self.layout.tp
+
+    @cached_property
+    def stage_of_layer(self) -> Ints:
+        """The pipeline stage of each layer."""
+        stages = np.zeros(self.num_layers, np.int64)
+        for stage, chunks in enumerate(self.layout.stage_layers(self.num_layers)):
+            for layers in chunks:
+                stages[layers] = stage
+        return stages
+
+    def number(self, rule: Rule, stage: Ints, expert: Ints, slot: Ints) -> Ints:
+        """The sources that hold shard `slot` of parameters of `rule`, in these stages and of these experts."""
+        if not rule.is_expert:
+            return stage * self.layout.tp + slot
+        group = expert // (self.num_experts // self.layout.ep)
+        return self.num_dense + stage * self._expert_slots + group * self.layout.etp + slot
+
+    def stage(self, source: int) -> int:
+        """The pipeline stage of a source."""
+        if source < self.num_dense:
+            return source // self.layout.tp
+        return (source - self.num_dense) // self._expert_slots
+
+    def replicas(self, source: int) -> int:
+        """How many ranks hold what a source holds."""
+        return self.layout.dp * self.layout.cp if source < self.num_dense else self.layout.edp
+
+    def rank(self, source: int, replica: int) -> int:
+        """The rank that is a source's `replica`-th."""
+        slots, place = (self.layout.tp, source) if source < self.num_dense else (self._expert_slots, source - self.num_dense)
+        stage, slot = divmod(place, slots)
+        return self.layout.rank(pp=stage) + slot + slots * replica
+
+    def of_rank(self, rank: int) -> list[tuple[int, int]]:
+        """(source, replica) of what a rank holds: of the dense layers, and of the experts if there are any."""
+        stage, within = divmod(rank, self.layout.rank(pp=1))
+        replica, slot = divmod(within, self.layout.tp)
+        found = [(stage * self.layout.tp + slot, replica)]
+        if self.num_experts:
+            replica, slot = divmod(within, self._expert_slots)
+            found.append((self.num_dense + stage * self._expert_slots + slot, replica))
+        return found
+
+
+def shard_runs(rule: Rule, layout: Layout, padded_vocab: int) -> list[tuple[int, int, int, int, int]]:
+    """(slot, part, start, stop, offset): `start:stop` of the rule's `part`-th tensor lies at `offset` in the shard of `slot`.
+
+    Along the axis that is split; a parameter that is not split is whole in the shard of every slot.
+
+    Raises:
+        LayoutError: the layout does not divide the parameter.
+    """
+    size = layout.etp if rule.is_expert else layout.tp
+    padded = padded_vocab if isinstance(rule.packing, Vocabulary) else None
+    found = []
+    for slot in range(size):
+        offset = 0
+        for part, start, stop in rule.packing.runs(slot, size, padded):
+            if part is not None and stop > start:
+                found.append((slot, part, start, stop, offset))
+            offset += stop - start
+    return found

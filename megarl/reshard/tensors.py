@@ -1,0 +1,81 @@
+"""The Hugging Face tensors of a model, numbered, as columns: which rule, layer and expert, and how large.
+
+The order is that of `WeightMap.hf_names()`; names are made when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megarl.models.weight_map import Rule, WeightMap
+
+Ints = npt.NDArray[np.int64]
+
+NONE = -1
+"""Layer of a tensor outside the layers, expert of one that is no expert's."""
+
+
+@dataclass(frozen=True)
+class TensorTable:
+    """Columns with one entry per tensor. `rule` and `part` say which of whose tensors it is; `rows` and `cols` are the whole
+    tensor's (one column if it has one axis), `itemsize` the bytes of an element.
+    """
+
+    rules: tuple[Rule, ...]
+    rule: Ints
+    part: Ints
+    layer: Ints
+    expert: Ints
+    rows: Ints
+    cols: Ints
+    itemsize: Ints
+
+    def __len__(self) -> int:
+        return len(self.rule)
+
+    @classmethod
+    def of(cls, weight_map: WeightMap, itemsize: int) -> TensorTable:
+        """The tensors of a model whose elements have `itemsize` bytes, but for those of rules with a dtype of their own."""
+        rules = tuple(rule for rule in weight_map.rules if not rule.tied_copy)
+        columns: list[list[int]] = []
+        for number, layer in _in_order(rules, weight_map.num_layers):
+            rule = rules[number]
+            size = rule.dtype.itemsize if rule.dtype else itemsize
+            shapes = [(*shape, 1)[:2] for shape in rule.packing.hf_shapes]
+            for expert in range(weight_map.num_experts) if rule.is_expert else (NONE,):
+                columns += [[number, part, layer, expert, *shape, size] for part, shape in enumerate(shapes)]
+        return cls(rules, *np.array(columns, dtype=np.int64).T.copy())
+
+    @property
+    def nbytes(self) -> Ints:
+        """Bytes of each whole tensor."""
+        return self.rows * self.cols * self.itemsize
+
+    def name(self, tensor: int) -> str:
+        """The Hugging Face name of a tensor."""
+        return self.rules[self.rule[tensor]].hf_names[self.part[tensor]].format(**self._place(tensor))
+
+    def parameter(self, tensor: int) -> str:
+        """The Megatron parameter that a tensor is a part of (`WeightMap.rule_for` knows it)."""
+        return self.rules[self.rule[tensor]].megatron_name.format(**self._place(tensor))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """All names, in order."""
+        return [self.name(tensor) for tensor in range(len(self))]
+
+    def _place(self, tensor: int) -> dict[str, int]:
+        return {"layer": int(self.layer[tensor]), "expert": int(self.expert[tensor])}
+
+
+def _in_order(rules: tuple[Rule, ...], num_layers: int) -> Iterator[tuple[int, int]]:
+    """(number of the rule, layer) of every parameter (of every expert together), as `WeightMap.bound_rules` has them."""
+    for stage in ("first", "layer", "last"):
+        numbers = [number for number, rule in enumerate(rules) if rule.stage == stage]
+        for layer in range(num_layers) if stage == "layer" else (NONE,):
+            yield from ((number, layer) for number in numbers if layer == NONE or rules[number].has_layer(layer))
