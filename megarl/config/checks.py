@@ -15,6 +15,7 @@ from megarl.config.batch import batch_arithmetic
 from megarl.config.fp8 import check_fp8, check_fp8_sizes
 from megarl.config.layout import Layout
 from megarl.config.presets import GROUP_ADVANTAGES
+from megarl.config.rollout_checks import check_rollout
 from megarl.errors import ConfigError, LayoutError, ModelError, nearest
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ PROCEDURAL_ROWS = 1000
 def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     _check_algorithm(config)
-    _check_rollout(config)
+    check_rollout(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
@@ -130,24 +131,6 @@ def _check_ptx(config: Config) -> None:
             f"ptx.samples_per_step is {config.ptx.samples_per_step}, but it must be a multiple of {share}, the mini-batches "
             "of a step times policy.layout.dp"
         )
-
-
-def _check_rollout(config: Config) -> None:
-    rollout = config.rollout
-    if rollout.engine == "replay" and rollout.replay_from is None:
-        raise ConfigError("rollout.replay_from is null, but rollout.engine = 'replay' needs the samples.jsonl of a run")
-    if rollout.engine != "replay" and rollout.replay_from is not None:
-        raise ConfigError(
-            f"rollout.replay_from is '{rollout.replay_from}', but rollout.engine is '{rollout.engine}'; only 'replay' reads it"
-        )
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    if rollout.max_total_tokens is not None and rollout.max_total_tokens < longest:
-        raise ConfigError(
-            f"rollout.max_total_tokens is {rollout.max_total_tokens}, but one sequence may have {longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens); it may be {longest} or more"
-        )
-    if rollout.engine == "embedded" and rollout.tp > 1:
-        raise ConfigError(f"rollout.tp is {rollout.tp}, but rollout.engine = 'embedded' runs in one process; it may be 1")
 
 
 def check_source(field: str, source: SourceConfig) -> None:

@@ -17,7 +17,8 @@ from pydantic_core import PydanticUndefined
 
 from megarl.config.layout import Layout
 from megarl.config.presets import PRESETS
-from megarl.config.schema import Config, ImportPath, Section
+from megarl.config.schema import Config
+from megarl.config.section import ImportPath, Section
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def _in_words(annotation: Any) -> str:
         quoted = [f"'{choice}'" for choice in arguments]
         return " or ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
     if origin is tuple:
-        return f"a list of {len(arguments)} numbers"
+        return "a list of texts" if Ellipsis in arguments else f"a list of {len(arguments)} numbers"
     if origin is dict or annotation is dict:
         return "a mapping"
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(annotation, str(annotation))

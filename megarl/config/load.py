@@ -13,7 +13,8 @@ from pydantic_core import ErrorDetails
 
 from megarl.atomic import write_text_atomically
 from megarl.config.leaves import fields_of, leaves, may_be, section_of
-from megarl.config.schema import Config, Section
+from megarl.config.schema import Config
+from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
 from megarl.config.yaml_tree import apply_overrides, describe_value, read_yaml
 from megarl.errors import ConfigError, nearest

@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from megarl.config import checks
 from megarl.config.fp8 import Fp8Format, Fp8RecipeName
 from megarl.config.layout_config import LayoutConfig
 from megarl.config.presets import AdvantageName, AggregationName, KlEstimator, PolicyLossName, PresetName, fill_preset
+from megarl.config.rollout_config import RolloutConfig
+from megarl.config.section import Count, Decay, Fraction, ImportPath, NonNegative, Positive, Seconds, Section
 
-Positive = Annotated[int, Field(ge=1, strict=True)]
-Count = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
-
-
-class Section(BaseModel):
-    """Base of every section: unknown keys are refused, values are typed strictly, nothing changes after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
+"""`limit` and `seed` of `data.eval` where it does not say: procedural rows keep clear of the training rows."""
 
 
 class RunConfig(Section):
@@ -258,27 +249,18 @@ class SourceConfig(Section):
     """Task name (reasoning_gym) or `package.module:function` (python)."""
     path: str | None = None
     """File of rows (jsonl, parquet), or folder of them (dataset)."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task or function."""
     limit: Positive | None = None
     """Rows used: how many a procedural source makes, the first so many of a file; null: all (procedural: 1000)."""
     seed: Count = 0
     """Seed of a procedural source; row i is made from seed + i."""
-    fields: dict[str, str] = {}
+    fields: dict[str, str] = Field(default_factory=dict)
     """New names for keys of a row, as `new: name in the row`; the others stay."""
     parts: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
     """The sources of a mixture; its own `limit` is of each of them."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """In a mixture: how often a row comes from this part, against the other parts' weights."""
-
-
-class EvalSourceConfig(SourceConfig):
-    """Held-out rows."""
-
-    limit: Positive | None = 200
-    """Rows used: how many a procedural source makes, the first so many of a file; null: all (procedural: 1000)."""
-    seed: Count = 1_000_000
-    """Seed of a procedural source; row i is made from seed + i, so it must keep clear of the training rows."""
 
 
 class PtxConfig(Section):
@@ -299,8 +281,8 @@ class DataConfig(Section):
 
     train: SourceConfig
     """Rows to train on."""
-    eval: EvalSourceConfig | None = None
-    """Rows to evaluate on; null: no evaluation."""
+    eval: SourceConfig | None = None
+    """Rows to evaluate on, 200 from seed 1000000 unless it says otherwise; null: no evaluation."""
     prompt_key: str = "question"
     """Key of the prompt in a row: text, or a list of chat messages."""
     answer_key: str = "answer"
@@ -314,59 +296,12 @@ class DataConfig(Section):
     overlong_prompts: Literal["error", "drop"] = "error"
     """What a longer prompt is: an error, or a row that is dropped and counted."""
 
-
-class RolloutDeadlines(Section):
-    """How long the driver waits for an engine."""
-
-    start_s: Seconds = 300.0
-    """Seconds until an engine has started."""
-    generate_s: Seconds = 1800.0
-    """Seconds until one step's responses are complete."""
-    update_s: Seconds = 300.0
-    """Seconds until a weight update is applied and verified."""
-
-
-class RolloutConfig(Section):
-    """How responses are sampled."""
-
-    engine: Literal["sglang", "embedded", "replay"] = "sglang"
-    """SGLang servers, generation inside the trainer's process, or recorded responses."""
-    prompts_per_step: Positive = 8
-    """Prompts per training step."""
-    resample_rounds: Count = 0
-    """Rounds of further prompts to replace groups whose rewards all agree (DAPO's dynamic sampling); 0: they stay."""
-    samples_per_prompt: Positive = 8
-    """Responses per prompt (the group size G)."""
-    max_new_tokens: Positive = 256
-    """Longest response in tokens."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; log-probs are taken under it too."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: smallest set of tokens with this probability; 1: off."""
-    top_k: Count = 0
-    """Sample among the k likeliest tokens; 0: off."""
-    greedy: bool = False
-    """Take the likeliest token instead of sampling (for reproducible curves)."""
-    ignore_eos: bool = False
-    """Sample on past end tokens, so that every response has `max_new_tokens` (for measuring speed)."""
-    engines: Positive = 1
-    """Number of engines."""
-    tp: Positive = 1
-    """Tensor-parallel ranks per engine."""
-    port: Annotated[int, Field(ge=1, le=65535)] | None = None
-    """First port of the engines' servers; null: a free one."""
-    sync: Literal["tensors", "process_group"] = "tensors"
-    """Weights reach the engine as shared tensors (same machine), or over a process group."""
-    replay_from: str | None = None
-    """`samples.jsonl` of the responses that `engine: replay` gives back."""
-    threads: Positive | None = None
-    """CPU threads per engine; null: all cores (generation and training take turns)."""
-    max_total_tokens: Positive | None = None
-    """Tokens in an engine's KV cache; null: the engine's choice (CUDA), enough for a full step (CPU)."""
-    max_running_requests: Positive | None = None
-    """Requests an engine works on at once; null: the engine's choice."""
-    deadlines: RolloutDeadlines = RolloutDeadlines()
-    """How long the driver waits for an engine."""
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_held_out_rows_apart(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and isinstance(tree.get("eval"), dict):
+            return tree | {"eval": {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | tree["eval"]}
+        return tree
 
 
 class RewardConfig(Section):
@@ -376,7 +311,7 @@ class RewardConfig(Section):
     """Name of a built-in reward, or `package.module:function`, or `path/to/file.py:function`."""
     weight: float = 1.0
     """Weight in the sum."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward."""
 
 

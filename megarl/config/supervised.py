@@ -13,16 +13,14 @@ from megarl.config import checks
 from megarl.config.fp8 import check_fp8
 from megarl.config.schema import (
     ModelConfig,
-    NonNegative,
     PolicyConfig,
-    Positive,
     ReferenceConfig,
     ResourcesConfig,
     RunConfig,
-    Section,
     SourceConfig,
     TrackersConfig,
 )
+from megarl.config.section import NonNegative, Positive, Section
 from megarl.errors import ConfigError
 
 PREFERENCE_LOSSES = ("dpo", "cdpo", "ipo", "kto")

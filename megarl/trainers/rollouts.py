@@ -131,6 +131,8 @@ class Rollouts:
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         requests = -(-rollout.prompts_per_step * rollout.samples_per_prompt // rollout.engines)
         on_cpu = platform_name == "cpu"
+        extra = dict(rollout.engine_args)
+        port = extra.pop("port", None)
         return {
             "initial_version": 0,
             "log_file": logs / f"engine-{number}.log",
@@ -138,8 +140,9 @@ class Rollouts:
             "dtype": config.model.dtype,
             "tp": rollout.tp,
             "threads": threads,
-            "port": rollout.port + number if rollout.port is not None else None,
-            "max_total_tokens": rollout.max_total_tokens or (requests * tokens + 1024 if on_cpu else None),
-            "max_running_requests": rollout.max_running_requests or (max(requests, 64) if on_cpu else None),
+            "port": port + number if port is not None else None,
+            "max_total_tokens": requests * tokens + 1024 if on_cpu else None,
+            "max_running_requests": max(requests, 64) if on_cpu else None,
+            "extra": extra,
             "start_timeout_s": rollout.deadlines.start_s,
         }

@@ -16,6 +16,7 @@ BASE: dict[str, Any] = {
     "data": {"train": {"name": "basic_arithmetic"}, "eval": {"name": "basic_arithmetic"}},
     "rewards": [{"name": "reasoning_gym"}],
 }
+REPLAY = ("rollout.engine=replay", "rollout.replay_from=x.jsonl")
 
 
 def sentence(*overrides: str) -> str:
@@ -42,7 +43,13 @@ def sentence(*overrides: str) -> str:
         ("run.steps.x=1", ["run.steps is a section (x)", "a whole number"]),
         ("run=", ["run is null", "a section with name, folder"]),
         ("policy=3", ["policy is 3", "a section with layout"]),
-        ("rollout.port=99999", ["rollout.port is 99999", "a whole number from 1 to 65535 or null"]),
+        ("rollout.port=1", ["rollout.port is not a config field"]),
+        (
+            "rollout.schedule.mode=asynch",
+            ["rollout.schedule.mode is", "'sync', 'one_step' or 'async'", "did you mean 'async'?"],
+        ),
+        ("rollout.schedule.staleness=0", ["rollout.schedule.staleness is 0", "at least 1"]),
+        ("rollout.episode.tools=f", ["rollout.episode.tools is the text 'f'", "a list of texts"]),
         ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas is the list [0.9]", "a list of 2 numbers"]),
         ("algorithm.name=gropo", ["'grpo', 'ppo' or 'reinforce_plus_plus'", "did you mean 'grpo'?"]),
         ("algorithm.kl.where=reward", ["algorithm.kl.where is 'reward'", "'grpo'", "it may be 'loss'"]),
@@ -73,7 +80,21 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["data.train.source=python", "data.train.name=nocolon"], ["'nocolon'", "package.module:function"]),
         (["rollout.engine=replay"], ["rollout.replay_from is null"]),
         (["rollout.replay_from=x.jsonl"], ["rollout.replay_from is 'x.jsonl'", "only 'replay' reads it"]),
-        (["rollout.max_total_tokens=100"], ["rollout.max_total_tokens is 100", "768 or more"]),
+        (["rollout.engine_args={port: 99999}"], ["rollout.engine_args.port is 99999", "from 1 to 65535"]),
+        (["rollout.engine_args={port: 65535}", "rollout.engines=2"], ["from 1 to 65534"]),
+        (["rollout.engine_args={max_total_tokens: 100}"], ["rollout.engine_args.max_total_tokens is 100", "768 or more"]),
+        (["rollout.engine_args={tp_size: 2}"], ["tp_size", "set by rollout.tp"]),
+        (["rollout.engine_args={a: 2}", "rollout.engine=embedded"], ["rollout.engine_args has a", "only 'sglang'"]),
+        (["rollout.schedule.staleness=2"], ["rollout.schedule.staleness is 2", "'sync'", "only 'async'"]),
+        (["rollout.schedule.over_sample=9"], ["over_sample is 9", "at most rollout.prompts_per_step = 8"]),
+        ([*REPLAY, "rollout.schedule.mode=async"], ["rollout.schedule.mode is 'async'", "'replay'", "may be 'sync'"]),
+        ([*REPLAY, "rollout.schedule.over_sample=1"], ["over_sample is 1", "'replay'"]),
+        ([*REPLAY, "rollout.episode={kind: tools, tools: ['a:b']}"], ["rollout.episode.kind is 'tools'", "'replay'"]),
+        (["algorithm.advantage=remax", "rollout.schedule.mode=one_step"], ["'remax'", "rollout.schedule.mode may be 'sync'"]),
+        (["algorithm.advantage=remax", "rollout.episode={kind: 'a:b'}"], ["rollout.episode.kind is 'a:b'", "'remax'"]),
+        (["rollout.episode.tools=['a:b']"], ["rollout.episode.tools has a:b", "calls no tools"]),
+        (["rollout.episode.kind=tools"], ["rollout.episode.tools is empty", "at least one function"]),
+        (["rollout.episode.kind=environment"], ["rollout.episode.tools is empty", "environment's class"]),
         (["rollout.engine=embedded", "rollout.tp=2"], ["rollout.tp is 2", "it may be 1"]),
         (["policy.max_tokens_per_micro_batch=767"], ["is 767", "768 or more"]),
         (["critic.warmup_steps=3"], ["critic.warmup_steps is 3", "'gae'"]),

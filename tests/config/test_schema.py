@@ -95,6 +95,9 @@ def test_held_out_rows_keep_clear_of_the_training_rows() -> None:
     config = parse_config(tree)
     assert config.data.eval is not None
     assert config.data.eval.seed >= config.data.train.seed + 1000
+    assert (config.data.eval.limit, config.data.train.limit) == (200, None)
+    everything = apply_overrides(BASE, ["data.eval={name: basic_arithmetic, limit: null}"])
+    assert parse_config(everything).data.eval.limit is None  # type: ignore[union-attr]
     other_task = apply_overrides(BASE, ["data.eval={name: gsm_symbolic, seed: 0}"])
     assert parse_config(other_task).data.eval.seed == 0  # type: ignore[union-attr]
 

@@ -132,7 +132,9 @@ def test_a_port_in_use_is_named(train: Train) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"rollout.port is {port}, which is in use" in one_line(train("rollout.engine=sglang", f"rollout.port={port}"))
+        assert f"rollout.engine_args.port is {port}, which is in use" in one_line(
+            train("rollout.engine=sglang", f"rollout.engine_args={{port: {port}}}")
+        )
 
 
 def test_a_server_that_does_not_start_is_reported_with_the_last_lines_of_its_log(train: Train, tmp_path: Path) -> None:

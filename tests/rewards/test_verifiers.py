@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym import create_dataset
 
-from megarl.config.schema import DataConfig, EvalSourceConfig, RewardConfig, SourceConfig
+from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
@@ -180,7 +180,8 @@ def test_reasoning_gym_scores_with_the_arguments_that_made_the_row() -> None:
     args = {"min_num_decimal_places": 1, "max_num_decimal_places": 1}
     row = {"question": "q", "answer": "1.2", "metadata": {}, "data_source": "decimal_arithmetic"}
     data = DataConfig(
-        train=SourceConfig(name="decimal_arithmetic", args=args), eval=EvalSourceConfig(name="decimal_arithmetic")
+        train=SourceConfig(name="decimal_arithmetic", args=args),
+        eval=SourceConfig(name="decimal_arithmetic", seed=1_000_000, limit=200),
     )
     rewards = build_rewards([RewardConfig(name="reasoning_gym")], data)
     scores = rewards.score([_sample("1.23", row, "train-0"), _sample("1.23", row, "eval-0")])
