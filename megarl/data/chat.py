@@ -27,8 +27,10 @@ def special_tokens(tokenizer: Any) -> set[str]:
 class ChatTemplate:
     """Whether and how the tokenizer's chat template is applied. `is_used` says whether."""
 
-    def __init__(self, tokenizer: Any, choice: str, system_prompt: str | None) -> None:
+    def __init__(self, tokenizer: Any, choice: str, system_prompt: str | None, tools: Sequence[dict[str, Any]] = ()) -> None:
         """Decide once: `choice` is `data.chat_template`, `system_prompt` comes before every conversation.
+
+        `tools`: JSON schemas of what the policy may call, which the template describes to it as it likes.
 
         Raises:
             DataError: `choice` is `always`, and the tokenizer has no template.
@@ -39,6 +41,7 @@ class ChatTemplate:
                 "data.chat_template is 'always', but the model's tokenizer has no chat template; it may be 'auto' or 'never'"
             )
         self.tokenizer, self.system_prompt = tokenizer, system_prompt
+        self.tools = list(tools) or None
         self.is_used = has_template and choice != "never"
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
         self._special = special_tokens(tokenizer)
@@ -84,7 +87,9 @@ class ChatTemplate:
             DataError: the template refuses them.
         """
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False))
+            return str(
+                self.tokenizer.apply_chat_template(list(messages), tools=self.tools, add_generation_prompt=ask, tokenize=False)
+            )
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 

@@ -38,14 +38,14 @@ def load_tokenizer(path: str) -> Any:
 class PromptBuilder:
     """Makes prompts from rows as `data` says. `dropped` counts the rows left out because they were too long."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig) -> None:
-        """Decide once whether the chat template is used.
+    def __init__(self, tokenizer: Any, data: DataConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
+        """Decide once whether the chat template is used. `tools`: JSON schemas of what the policy may call.
 
         Raises:
             DataError: `data.chat_template` is `always`, and the tokenizer has none.
         """
         self.tokenizer, self.data = tokenizer, data
-        self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt)
+        self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools)
         self.dropped = 0
 
     def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:

@@ -13,6 +13,7 @@ from megarl.config.schema import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.code_tests import CodeTests
+from megarl.rewards.environment_reward import EnvironmentReward
 from megarl.rewards.exact_number import ExactNumber
 from megarl.rewards.format_regex import FormatRegex
 from megarl.rewards.http_reward import HttpReward
@@ -37,6 +38,7 @@ BUILT_IN: dict[str, Any] = {
     "code_tests": CodeTests,
     "http": HttpReward,
     "llm_judge": LlmJudge,
+    "environment": EnvironmentReward,
 }
 
 

@@ -7,14 +7,18 @@ ids into text and back, and marks every token that the policy did not sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.data.sample import Prompt, Sample
 from megarl.data.user_function import load_user_function
 from megarl.errors import EpisodeError, nearest
 from megarl.rollout.engine import Generation
+
+if TYPE_CHECKING:
+    from megarl.rollout.episodes.tools import ToolBox
+    from megarl.rollout.episodes.turns import TurnTemplate
 
 Sampler = Callable[[list[int], int], Awaitable[Generation]]
 """`await sample(ids, n)`: at most `n` (1 or more) tokens that follow `ids`, which are all tokens so far, prompt included.
@@ -24,26 +28,9 @@ may change between two tokens. The answer includes the end token, if one was sam
 """
 
 
-class ToolBox(Protocol):
-    """The tools of a run; `tools.py` has the one there is."""
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        """Each tool as the chat template's `tools=` takes it."""
-        ...
-
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What the tool called `name` answers to `arguments`, or what went wrong, as text for the model; never raises."""
-        ...
-
-    def close(self) -> None:
-        """End the processes of the tools."""
-        ...
-
-
 @dataclass
 class EpisodeContext:
-    """What all episodes of a run share. Made once, by `open_episodes`."""
+    """What all episodes of a run share; `open_episodes` makes it."""
 
     tokenizer: Any
     max_prompt_tokens: int
@@ -56,17 +43,26 @@ class EpisodeContext:
     """Seconds for one tool call, or one `reset` or `step` of an environment."""
     tool_max_tokens: int = 1024
     """Tokens of one answer of a tool or an environment; what is longer is cut, and says so."""
+    chat: TurnTemplate | None = None
+    """What is written between turns; None where there is one turn."""
     tools: ToolBox | None = None
     environment: Callable[[], Any] | None = None
     """Makes the environment of one episode."""
+    system_prompt: str | None = None
+    """System message before what an environment begins with."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often what happened since `take_counts`: `turns`, `tool_calls`, `tool_errors`, `tool_timeouts`, `tool_cuts` and
     `malformed_calls`."""
 
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools as the chat template's `tools=` takes them; prompts are rendered with them."""
+        return self.tools.schemas if self.tools is not None else []
+
     def take_counts(self) -> dict[str, int]:
         """The counts since the last call."""
-        taken, self.counts = dict(self.counts), Counter()
-        return taken
+        taken, self.counts = self.counts, Counter()
+        return dict(taken)
 
     def close(self) -> None:
         """End what the episodes started."""

@@ -1,0 +1,72 @@
+"""Opens the kind of episode that a config names: its function, and what all its episodes share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from megarl.config.schema import DataConfig
+from megarl.data.user_function import load_user_function
+from megarl.errors import EpisodeError
+from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, load_episode
+from megarl.rollout.episodes.tools import ToolBox
+from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
+
+
+class EpisodeSettings(Protocol):
+    """What `open_episodes` reads of `rollout.episode`."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tools(self) -> Sequence[str]: ...
+    @property
+    def max_turns(self) -> int: ...
+    @property
+    def tool_timeout_s(self) -> float: ...
+    @property
+    def tool_max_tokens(self) -> int: ...
+
+
+def open_episodes(
+    settings: EpisodeSettings, data: DataConfig, tokenizer: Any, max_new_tokens: int
+) -> tuple[Episode, EpisodeContext]:
+    """The episode's function and its context; close the context when the run ends.
+
+    The prompts of episodes with tools must have been built with `context.tool_schemas`. An episode of the user's own gets
+    tools if it names some, and turns if the tokenizer has a chat template.
+
+    Raises:
+        EpisodeError: there is no such kind, a tool or an environment cannot be imported, or the tokenizer's chat template
+            does not serve the kind.
+    """
+    kind, timeout_s = settings.kind, settings.tool_timeout_s
+    episode = load_episode(kind)
+    context = EpisodeContext(
+        tokenizer,
+        data.max_prompt_tokens,
+        max_new_tokens,
+        settings.max_turns,
+        timeout_s,
+        settings.tool_max_tokens,
+        system_prompt=data.system_prompt,
+    )
+    if kind == "single":
+        return episode, context
+    if kind in BUILT_IN and data.chat_template == "never":
+        raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
+    if kind == "environment":
+        if len(settings.tools) != 1:
+            raise EpisodeError(
+                f"rollout.episode.tools has {len(settings.tools)} names, but rollout.episode.kind = 'environment' needs one: "
+                "the environment as 'package.module:Class'"
+            )
+        context.environment = load_user_function(settings.tools[0], EpisodeError)
+    elif settings.tools:
+        context.tools = ToolBox(settings.tools, timeout_s, settings.tool_max_tokens * CHARACTERS_PER_TOKEN)
+    elif kind == "tools":
+        raise EpisodeError("rollout.episode.tools is empty, but rollout.episode.kind = 'tools' needs at least one")
+    if kind in BUILT_IN or tokenizer.chat_template:
+        told_as = "tool" if context.tools is not None else "user"
+        context.chat = TurnTemplate(tokenizer, context.tool_schemas, told_as)
+    return episode, context
