@@ -1,6 +1,7 @@
 """A run's checkpoints on disk: `step_000012/` with one folder per role and `state.json`, complete or not there.
 
-A checkpoint is written under a hidden name and renamed when every rank is done, so what carries a step's name is whole.
+A checkpoint is written under a hidden name, sealed by its manifest and renamed, so what carries a step's name was whole once;
+whether it still is, its manifest tells.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megarl.checkpoint.manifest import check, seal, sync_folder
 from megarl.errors import CheckpointError
 
 _NAME = re.compile(r"step_(\d{6,})")
@@ -24,6 +26,7 @@ class CheckpointFolder:
 
     def __init__(self, folder: str | Path, keep: int = 0) -> None:
         self.folder, self.keep = Path(folder), keep
+        self.damaged: list[str] = []
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
@@ -33,11 +36,13 @@ class CheckpointFolder:
         temporary.mkdir(parents=True)
         try:
             yield temporary
+            seal(temporary)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
+        sync_folder(self.folder)
         if self.keep:
             for old in self.all()[: -self.keep]:
                 shutil.rmtree(old)
@@ -54,22 +59,40 @@ class CheckpointFolder:
         return [path for _, path in sorted(found)]
 
     def resolve(self, resume: str) -> Path | None:
-        """The checkpoint that `run.resume` means: `never` none, `auto` the newest if any, else the named folder.
+        """The checkpoint that `run.resume` means: `never` none, `auto` the newest sound one if any, else the named folder.
+
+        What `auto` passes over as damaged is in `damaged`, a sentence each.
 
         Raises:
-            CheckpointError: the named folder is not a checkpoint.
+            CheckpointError: the named folder is not a checkpoint or damaged, or `auto` finds only damaged ones.
         """
+        self.damaged = []
         if resume == "never":
             return None
         if resume == "auto":
-            return self.all()[-1] if self.all() else None
+            return self._newest_sound()
         path = Path(resume)
         if not (path / "state.json").is_file():
             raise CheckpointError(
                 f"run.resume is '{resume}', but there is no checkpoint in that folder (state.json is missing); "
                 "it may be 'never', 'auto' or a folder such as runs/<name>/checkpoints/step_000010"
             )
+        check(path)
         return path
+
+    def _newest_sound(self) -> Path | None:
+        for path in reversed(self.all()):
+            try:
+                check(path)
+            except CheckpointError as error:
+                self.damaged.append(str(error))
+            else:
+                return path
+        if self.damaged:
+            raise CheckpointError(
+                f"run.resume is 'auto', but every checkpoint in {self.folder} is damaged; the newest: {self.damaged[0]}"
+            )
+        return None
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

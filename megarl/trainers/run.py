@@ -93,6 +93,8 @@ class Run(ABC):
             config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
+        for damage in self.checkpoints.damaged:
+            self.progress.say(f"a checkpoint was passed over: {damage}")
         if not self.was_finished:
             with self.phases("start"):
                 self.start()

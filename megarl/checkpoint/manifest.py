@@ -1,0 +1,108 @@
+"""What makes a checkpoint whole: `manifest.json` with the size and checksum of every other file, durable before it is named.
+
+A folder without a manifest, or with a file that differs from it, is damaged; the sentence says which file and how.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megarl import __version__
+from megarl.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_BLOCK = 2**22
+
+
+def seal(folder: Path) -> None:
+    """Write the manifest of everything in `folder`; on return all of it is on the disk, not only in its cache."""
+    names = _files(folder)
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        checksums = list(pool.map(lambda name: _checksum(folder / name, sync=True), names))
+    files = {
+        name: {"bytes": (folder / name).stat().st_size, "xxh3_128": sum_} for name, sum_ in zip(names, checksums, strict=True)
+    }
+    with (folder / MANIFEST).open("w") as out:
+        out.write(_render({"format": FORMAT, "megarl": __version__, "files": files}))
+        out.flush()
+        os.fsync(out.fileno())
+    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync_folder(inner)
+
+
+def check(folder: Path) -> None:
+    """Compare every file of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: the manifest, or a file of it, is missing or not what was written.
+    """
+    files = _read(folder)
+    for name, record in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"'{path}' is missing, but the checkpoint's {MANIFEST} names it")
+        if path.stat().st_size != record["bytes"]:
+            raise CheckpointError(f"'{path}' has {path.stat().st_size} bytes, but {record['bytes']} were written")
+    if added := sorted(set(_files(folder)) - files.keys()):
+        raise CheckpointError(f"'{folder / added[0]}' is not in the checkpoint's {MANIFEST}")
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        found = pool.map(lambda name: _checksum(folder / name), files)
+        for (name, record), checksum in zip(files.items(), found, strict=True):
+            if checksum != record["xxh3_128"]:
+                raise CheckpointError(f"'{folder / name}' is damaged: its checksum is not that of what was written")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _render(content: dict[str, Any]) -> str:
+    """The manifest's own text, with a checksum of itself, so that a change of any byte of it shows."""
+    own = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return json.dumps({**content, "xxh3_128": own}, indent=1) + "\n"
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        text = path.read_text()
+        content = json.loads(text)
+        del content["xxh3_128"]
+        if text != _render(content):
+            raise CheckpointError(f"'{path}' is damaged: its checksum is not its own")
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"'{path}' has format {content['format']!r}, but this megarl reads format {FORMAT}")
+        return dict(content["files"])
+    except FileNotFoundError:
+        raise CheckpointError(f"'{folder}' is no complete checkpoint: it has no {MANIFEST}") from None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"'{path}' is damaged: it cannot be read ({error!r})") from None
+
+
+def _files(folder: Path) -> list[str]:
+    """Every file below `folder` but the manifest, by its name from there, in order."""
+    found: Iterable[Path] = (path for path in folder.rglob("*") if path.is_file())
+    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def _checksum(path: Path, *, sync: bool = False) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+        if sync:
+            os.fsync(file.fileno())
+    return digest.hexdigest()
