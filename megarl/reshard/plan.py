@@ -96,7 +96,7 @@ class ReshardPlan:
         columns = (
             t.engine_rank, t.row, t.col, t.rows, t.cols, t.source_row, t.source_col, t.target_row, t.target_col, t.nbytes,
         )  # fmt: skip
-        return Transfer(self.tensors.name(tensor), self.tensors.parameter(tensor), *(int(column[row]) for column in columns))
+        return Transfer(self.tensors.names[tensor], self.tensors.parameters[tensor], *(int(column[row]) for column in columns))
 
     def slices(self, engine_rank: int) -> dict[str, tuple[int, int, int, int]]:
         """What a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without vocabulary padding."""
@@ -104,7 +104,7 @@ class ReshardPlan:
         found = {}
         for at in np.flatnonzero(held.engine_rank == engine_rank).tolist():
             box = (int(held.row[at]), int(held.rows[at]), int(held.col[at]), int(held.cols[at]))
-            found[self.tensors.name(int(held.tensor[at]))] = box
+            found[self.tensors.names[held.tensor[at]]] = box
         return found
 
     @cached_property
@@ -121,7 +121,7 @@ class ReshardPlan:
         """
         for source, replica in self.sources.of_rank(rank):
             first, engines, sent = self.assignment(source, replica)
-            turn = self.sources.stage(source)
+            turn = int(self.sources.stage[source])
             for number in np.flatnonzero(sent.any(axis=1)):
                 to = np.roll(engines[sent[number]], -turn).tolist()
                 yield self._bucket(first + int(number), rank, tuple(to))
@@ -129,31 +129,44 @@ class ReshardPlan:
     def receives(self, engine: int, engine_rank: int) -> Iterator[Bucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
         has = np.unique(self.bucket_of[self.transfers.engine_rank == engine_rank])
-        for bucket in has:
-            source = int(self.bucket_source[bucket])
-            replica = int(self.replica_of(source, np.array([engine]), np.array([bucket]))[0])
-            yield self._bucket(int(bucket), self.sources.rank(source, replica), (engine,))
+        for bucket, rank in zip(has.tolist(), self.sender(np.array(engine), has).tolist(), strict=True):
+            yield self._bucket(bucket, rank, (engine,))
 
-    def replica_of(self, source: int, engine: Ints, bucket: Ints) -> Ints:
-        """Which replica of a source sends each of these buckets of it to these engines.
-
-        The source's buckets for all engines, one engine after another, are a line of bytes; each replica has an even part of
-        it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
-        """
-        first, stop = self.buckets_of(source)
-        ends = np.cumsum(self.bucket_nbytes[first:stop])
-        middle = (ends - self.bucket_nbytes[first:stop] / 2)[bucket - first] / ends[-1]
-        replicas, engines = self.sources.replicas(source), self.target.engines
-        return ((self._place(engine, replicas) + middle) * replicas / engines).astype(np.int64)
+    def sender(self, engine: Ints, bucket: Ints) -> Ints:
+        """The rank that sends each of these buckets to these engines."""
+        return self.sources.rank(self.bucket_source[bucket], self._replica(engine, bucket))
 
     def assignment(self, source: int, replica: int) -> tuple[int, Ints, npt.NDArray[np.bool_]]:
         """(first bucket of a source, engines that a replica may serve, `[buckets, engines]` whether it sends it there)."""
         first, stop = self.buckets_of(source)
-        replicas, engines = self.sources.replicas(source), self.target.engines
-        order = self._engine_order(replicas)
+        replicas, engines = int(self.sources.replicas[source]), self.target.engines
+        order = np.argsort(self._place(np.arange(engines), np.array(replicas)))
         some = order[replica * engines // replicas : (replica + 1) * engines // replicas + 1]
-        buckets = np.arange(first, stop)
-        return first, some, self.replica_of(source, some[None, :], buckets[:, None]) == replica
+        return first, some, self._replica(some[None, :], np.arange(first, stop)[:, None]) == replica
+
+    def _replica(self, engine: Ints, bucket: Ints) -> Ints:
+        """Which replica of a bucket's source sends it to an engine.
+
+        The source's buckets for all engines, one engine after another, are a line of bytes; each replica has an even part of
+        it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
+        """
+        replicas = self.sources.replicas[self.bucket_source[bucket]]
+        place = self._place(engine, replicas) + self._middle[bucket]
+        return (place * replicas / self.target.engines).astype(np.int64)
+
+    def _place(self, engine: Ints, replicas: Ints) -> Ints:
+        """Where engines stand on the line: those of one residue together, so that replica e % replicas serves engine e."""
+        of_each, left = self.target.engines // replicas, self.target.engines % replicas
+        residue = engine % replicas
+        return residue * of_each + np.minimum(residue, left) + engine // replicas
+
+    @cached_property
+    def _middle(self) -> npt.NDArray[np.float64]:
+        """Where in its source's bytes for one engine the middle of each bucket lies, from 0 to 1."""
+        ends, of_source = np.cumsum(self.bucket_nbytes), np.searchsorted(self.bucket_source, np.arange(len(self.sources) + 1))
+        bounds = np.concatenate([[0], ends])[of_source]
+        begin, total = bounds[:-1][self.bucket_source], np.diff(bounds)[self.bucket_source]
+        return (ends - self.bucket_nbytes / 2 - begin) / total
 
     # buckets --------------------------------------------------------------------------------------------------------
 
@@ -180,16 +193,6 @@ class ReshardPlan:
     def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> Bucket:
         start, stop = self.bucket_starts[number : number + 2].tolist()
         return Bucket(number, int(self.bucket_source[number]), rank, engines, start, stop, int(self.bucket_nbytes[number]))
-
-    def _engine_order(self, replicas: int) -> Ints:
-        """The engines in the order in which they stand on the line of `replica_of`."""
-        return np.argsort(self._place(np.arange(self.target.engines), replicas))
-
-    def _place(self, engine: Ints, replicas: int) -> Ints:
-        """Where engines stand on the line: those of one residue together, so that replica e % replicas serves engine e."""
-        of_each, left = divmod(self.target.engines, replicas)
-        residue = engine % replicas
-        return residue * of_each + np.minimum(residue, left) + engine // replicas
 
 
 def plan_reshard(

@@ -6,6 +6,7 @@ once per data- and context-parallel replica; for the experts a stage, an expert-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,16 +27,22 @@ class Sources:
     num_experts: int
 
     def __len__(self) -> int:
-        return self.layout.pp * (self.layout.tp + (self._expert_slots if self.num_experts else 0))
-
-    @property
-    def _expert_slots(self) -> int:
-        return self.layout.etp * self.layout.ep
+        return len(self.stage)
 
     @property
     def num_dense(self) -> int:
         """How many sources are of dense layers."""
         return self.layout.pp * self.layout.tp
+
+    @cached_property
+    def stage(self) -> Ints:
+        """The pipeline stage of each source."""
+        return self._per_source(lambda slots: np.repeat(np.arange(self.layout.pp), slots))
+
+    @cached_property
+    def replicas(self) -> Ints:
+        """How many ranks hold what a source holds."""
+        return self._per_source(lambda slots: np.full(self.layout.pp * slots, self._ranks_of_stage // slots))
 
     @cached_property
     def stage_of_layer(self) -> Ints:
@@ -53,31 +60,36 @@ class Sources:
         group = expert // (self.num_experts // self.layout.ep)
         return self.num_dense + stage * self._expert_slots + group * self.layout.etp + slot
 
-    def stage(self, source: int) -> int:
-        """The pipeline stage of a source."""
-        if source < self.num_dense:
-            return source // self.layout.tp
-        return (source - self.num_dense) // self._expert_slots
-
-    def replicas(self, source: int) -> int:
-        """How many ranks hold what a source holds."""
-        return self.layout.dp * self.layout.cp if source < self.num_dense else self.layout.edp
-
-    def rank(self, source: int, replica: int) -> int:
-        """The rank that is a source's `replica`-th."""
-        slots, place = (self.layout.tp, source) if source < self.num_dense else (self._expert_slots, source - self.num_dense)
-        stage, slot = divmod(place, slots)
-        return self.layout.rank(pp=stage) + slot + slots * replica
+    def rank(self, source: Ints, replica: Ints) -> Ints:
+        """The rank that is the `replica`-th of a source, of each of them."""
+        return self._first_rank[source] + self._ranks_of_stage // self.replicas[source] * replica
 
     def of_rank(self, rank: int) -> list[tuple[int, int]]:
         """(source, replica) of what a rank holds: of the dense layers, and of the experts if there are any."""
-        stage, within = divmod(rank, self.layout.rank(pp=1))
+        stage, within = divmod(rank, self._ranks_of_stage)
         replica, slot = divmod(within, self.layout.tp)
         found = [(stage * self.layout.tp + slot, replica)]
         if self.num_experts:
             replica, slot = divmod(within, self._expert_slots)
             found.append((self.num_dense + stage * self._expert_slots + slot, replica))
         return found
+
+    @property
+    def _ranks_of_stage(self) -> int:
+        return self.layout.world_size // self.layout.pp
+
+    @property
+    def _expert_slots(self) -> int:
+        return self.layout.etp * self.layout.ep
+
+    @cached_property
+    def _first_rank(self) -> Ints:
+        slots = self._per_source(lambda slots: np.tile(np.arange(slots), self.layout.pp))
+        return self.stage * self._ranks_of_stage + slots
+
+    def _per_source(self, of_slots: Callable[[int], Ints]) -> Ints:
+        kinds = (self.layout.tp, self._expert_slots) if self.num_experts else (self.layout.tp,)
+        return np.concatenate([of_slots(slots) for slots in kinds])
 
 
 def shard_runs(rule: Rule, layout: Layout, padded_vocab: int) -> list[tuple[int, int, int, int, int]]:

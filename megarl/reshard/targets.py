@@ -152,7 +152,7 @@ def check_target(hf_config: HFConfig, target: Target) -> None:
     if not fits(target):
         shared = [f"{heads} attention heads", *(f"{found} KV heads" for found in groups)]
         shared += [f"a feed-forward width of {width}" for width in sorted(widths)]
-        shared += [f"experts of width {width} in {target.ep} groups" for width in of_experts]
+        shared += [f"experts of width {width} over {target.expert_tp} ranks each" for width in of_experts]
         fit = [tp for tp in divisors(heads) if tp * target.dp % target.ep == 0 and fits(replace(target, tp=tp))]
         raise LayoutError(
             f"target tp is {target.tp} in engines of {target.ranks} ranks, but the model has {', '.join(shared)}; "

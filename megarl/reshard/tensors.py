@@ -56,21 +56,20 @@ class TensorTable:
         """Bytes of each whole tensor."""
         return self.rows * self.cols * self.itemsize
 
-    def name(self, tensor: int) -> str:
-        """The Hugging Face name of a tensor."""
-        return self.rules[self.rule[tensor]].hf_names[self.part[tensor]].format(**self._place(tensor))
-
-    def parameter(self, tensor: int) -> str:
-        """The Megatron parameter that a tensor is a part of (`WeightMap.rule_for` knows it)."""
-        return self.rules[self.rule[tensor]].megatron_name.format(**self._place(tensor))
-
     @cached_property
     def names(self) -> list[str]:
-        """All names, in order."""
-        return [self.name(tensor) for tensor in range(len(self))]
+        """The Hugging Face name of each tensor."""
+        return [self.rules[rule].hf_names[part].format(**place) for rule, part, place in self._places()]
 
-    def _place(self, tensor: int) -> dict[str, int]:
-        return {"layer": int(self.layer[tensor]), "expert": int(self.expert[tensor])}
+    @cached_property
+    def parameters(self) -> list[str]:
+        """The Megatron parameter that each tensor is a part of (`WeightMap.rule_for` knows it)."""
+        return [self.rules[rule].megatron_name.format(**place) for rule, _, place in self._places()]
+
+    def _places(self) -> Iterator[tuple[int, int, dict[str, int]]]:
+        columns = (self.rule.tolist(), self.part.tolist(), self.layer.tolist(), self.expert.tolist())
+        for rule, part, layer, expert in zip(*columns, strict=True):
+            yield rule, part, {"layer": layer, "expert": expert}
 
 
 def _in_order(rules: tuple[Rule, ...], num_layers: int) -> Iterator[tuple[int, int]]:

@@ -82,13 +82,13 @@ def _check_coverage(plan: ReshardPlan, at: Ints) -> None:
         if overlap.any():
             at_fault = np.argmax(overlap)
             pair = sorted((int(order[first[at_fault]]), int(order[other[at_fault]])))
-            _fail(plan, pair[0], f"is sent twice, the second time by rank {plan.sources.rank(int(t.source[pair[1]]), 0)}")
+            _fail(plan, pair[0], f"is sent twice, the second time by rank {_rank(plan, pair[1])}")
     sent = np.bincount(at, weights=t.rows * t.cols, minlength=len(held)).astype(np.int64)
     short = np.flatnonzero(sent != held.rows * held.cols)
     if len(short):
         one = int(short[0])
         raise LayoutError(
-            f"the reshard plan leaves a part of tensor '{plan.tensors.name(int(held.tensor[one]))}' for rank "
+            f"the reshard plan leaves a part of tensor '{plan.tensors.names[held.tensor[one]]}' for rank "
             f"{held.engine_rank[one]} of every engine unsent: {sent[one]} of {held.rows[one] * held.cols[one]} elements come "
             f"({layouts(plan)})"
         )
@@ -145,7 +145,9 @@ def _places(plan: ReshardPlan) -> Ints:
         for source, replica in plan.sources.of_rank(rank):
             dense = source < plan.sources.num_dense
             said = (place.pp, place.tp, -1) if dense else (place.pp, place.etp, place.ep)
-            if plan.sources.rank(source, replica) != rank or (found[0, source] >= 0 and tuple(found[:, source]) != said):
+            if plan.sources.rank(np.array(source), np.array(replica)) != rank or (
+                found[0, source] >= 0 and tuple(found[:, source]) != said
+            ):
                 raise LayoutError(f"rank {rank} is counted as a replica of source {source}, which it is not ({layouts(plan)})")
             found[:, source] = said
     return found
@@ -166,7 +168,7 @@ def _check_assignment(plan: ReshardPlan) -> int:
     total = 0
     for source in np.unique(plan.bucket_source).tolist():
         first, stop = plan.buckets_of(source)
-        sent = sum(int(plan.assignment(source, replica)[2].sum()) for replica in range(plan.sources.replicas(source)))
+        sent = sum(int(plan.assignment(source, replica)[2].sum()) for replica in range(plan.sources.replicas[source]))
         if sent != (stop - first) * plan.target.engines:
             _fail(plan, int(plan.bucket_starts[first]), f"reaches engines {sent} times instead of once each")
         total += sent
@@ -193,8 +195,12 @@ def _none(plan: ReshardPlan, wrong: npt.NDArray[np.bool_], what: str) -> None:
 
 def _fail(plan: ReshardPlan, row: int, what: str) -> NoReturn:
     transfer = plan.transfer(row)
-    rank = plan.sources.rank(int(plan.transfers.source[row]), 0)
     raise LayoutError(
         f"the reshard plan is wrong: tensor '{transfer.tensor}', rows {transfer.row} to {transfer.row + transfer.rows}, from "
-        f"rank {rank} to rank {transfer.engine_rank} of every engine, {what} ({layouts(plan)})"
+        f"rank {_rank(plan, row)} to rank {transfer.engine_rank} of every engine, {what} ({layouts(plan)})"
     )
+
+
+def _rank(plan: ReshardPlan, row: int) -> int:
+    """The first of the ranks that may send a transfer."""
+    return int(plan.sources.rank(plan.transfers.source[row], np.array(0)))

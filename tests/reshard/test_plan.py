@@ -1,0 +1,225 @@
+"""A reshard plan moves every byte that an engine's rank holds, once, from a rank that has it: for all pairs of layouts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.errors import LayoutError
+from megarl.reshard.plan import ReshardPlan, plan_reshard
+from megarl.reshard.targets import Target
+from megarl.reshard.verify import verify
+from tests.families import FAMILIES, VOCAB_SIZE
+from tests.reshard.layouts import SOURCES, TARGETS, hf_config, random_tensors, shards_of_ranks, source, target
+
+BUCKET_BYTES = 3000  # several buckets per rank, and the embedding in several pieces
+
+
+def slice_of_rank(name: str, tensor: Tensor, rank: int, to: Target, family: str) -> Tensor:
+    """What SGLang's rank holds of a tensor, by the tensor's name; empty if that is nothing. Without vocabulary padding."""
+    config, ranks = hf_config(family), to.tp * to.dp
+    if not to.sliced:
+        return tensor
+    if expert := re.search(r"\.experts\.(\d+)\.", name):
+        of_group = ranks // to.ep
+        group, place = divmod(rank, of_group)
+        experts = np.array_split(np.arange(FAMILIES[family].num_experts), to.ep)[group]
+        if int(expert[1]) not in experts:
+            return tensor[:0]
+        return tensor.chunk(of_group, dim=1 if re.search("down_proj|w2", name) else 0)[place]
+    heads = rank % to.tp
+    if "embed_tokens" in name or "lm_head" in name:
+        place, size = (heads, to.tp) if "embed" in name else (rank, ranks)
+        step = -(-VOCAB_SIZE // 64) * 64 // size
+        return tensor[place * step : (place + 1) * step]
+    if re.search(r"self_attn\.(q_proj|q_b_proj|kv_b_proj)", name):
+        return tensor.chunk(to.tp)[heads]
+    if re.search(r"self_attn\.[kv]_proj", name):
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        groups = tensor.split(size)
+        if len(groups) >= to.tp:
+            return tensor.chunk(to.tp)[heads]
+        return groups[heads // (to.tp // len(groups))]
+    if "o_proj" in name:
+        return tensor.chunk(to.tp, dim=1)[heads]
+    if re.search("gate_proj|up_proj", name):
+        return tensor.chunk(ranks)[rank]
+    if "down_proj" in name:
+        return tensor.chunk(ranks, dim=1)[rank]
+    return tensor  # norms, router, latent down-projections
+
+
+def carried_out(plan: ReshardPlan, shards: list[dict[str, Tensor]]) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """What every rank of every engine holds after the copies of a plan, by (engine, rank); -1 where nothing was written."""
+    held = {
+        (engine, rank): {name: torch.full((box[1], box[3]), -1, dtype=torch.int32) for name, box in plan.slices(rank).items()}
+        for engine in range(plan.target.engines)
+        for rank in range(plan.target.ranks)
+    }
+    for rank, own in enumerate(shards):
+        for bucket in plan.sends(rank):
+            for t in plan.contents(bucket):
+                box = own[t.parameter][t.source_row : t.source_row + t.rows, t.source_col : t.source_col + t.cols]
+                assert box.shape == (t.rows, t.cols)
+                for engine in bucket.engines:
+                    goal = held[engine, t.engine_rank][t.tensor]
+                    goal[t.target_row : t.target_row + t.rows, t.target_col : t.target_col + t.cols] = box
+    return held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rank_of_an_engine_gets_its_slices_of_the_full_tensors_from_every_layout(family: str) -> None:
+    tensors = random_tensors(family)
+    for from_name in SOURCES:
+        layout = source(from_name, family)
+        shards = shards_of_ranks(tensors, family, layout)
+        for to_name in TARGETS:
+            to = target(to_name, family)
+            plan = plan_reshard(hf_config(family), layout, to, itemsize=4, bucket_bytes=BUCKET_BYTES)
+            proof = verify(plan)
+            held = carried_out(plan, shards)
+            sizes = 0
+            for (engine, rank), found in held.items():
+                wanted = {name: slice_of_rank(name, tensor, rank, to, family) for name, tensor in tensors.items()}
+                wanted = {name: part.reshape(len(part), -1) for name, part in wanted.items() if part.numel()}
+                assert found.keys() == wanted.keys()
+                wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+                assert wrong == [], f"{from_name} -> {to_name}, engine {engine}, rank {rank}"
+                sizes += sum(part.nbytes for part in wanted.values())
+            assert proof.nbytes == sizes
+
+
+def small_plan(from_name: str = "ep2 etp2", to: Target | None = None, family: str = "deepseek_v3") -> ReshardPlan:
+    layout = source(from_name, family)
+    goal = to or target("tp4 ep2", family)
+    return plan_reshard(hf_config(family), layout, goal, itemsize=4, bucket_bytes=BUCKET_BYTES)
+
+
+def changed(plan: ReshardPlan, at: int, by: dict[str, int]) -> ReshardPlan:
+    """The plan with numbers added to some columns of one transfer."""
+    columns = {name: getattr(plan.transfers, name).copy() for name in by}
+    for name, amount in by.items():
+        columns[name][at] += amount
+    return replace(plan, transfers=replace(plan.transfers, **columns))
+
+
+def row_of(plan: ReshardPlan, name: str) -> int:
+    """The first transfer of a tensor."""
+    return int(np.flatnonzero(plan.transfers.tensor == plan.tensors.names.index(name))[0])
+
+
+EXPERT, DENSE = "model.layers.2.mlp.experts.3.up_proj.weight", "model.layers.1.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "by", "what"),
+    [
+        (DENSE, {"engine_rank": 1}, "where the rank does not hold it"),
+        (EXPERT, {"engine_rank": 2}, "rank that holds nothing of it"),
+        (DENSE, {"target_row": 1}, "where the rank does not hold it"),
+        (DENSE, {"row": 1, "target_row": 1}, "where the rank does not hold it"),
+        (DENSE, {"source_col": 1}, "does not have it, or not there"),
+        (EXPERT, {"source_row": 1}, "does not have it, or not there"),
+        (DENSE, {"source": 1}, "does not have it, or not there"),
+        (DENSE, {"source": 4}, "does not have its layer or expert"),
+        (EXPERT, {"source": 2}, "does not have its layer or expert"),
+        (DENSE, {"rows": -1, "nbytes": -32}, "unsent"),
+        (DENSE, {"nbytes": -1}, "another size"),
+    ],
+)
+def test_a_plan_with_one_wrong_number_is_refused_by_tensor_ranks_and_layouts(
+    tensor: str, by: dict[str, int], what: str
+) -> None:
+    plan = small_plan()
+    row = row_of(plan, tensor)
+    with pytest.raises(LayoutError, match=what) as caught:
+        verify(changed(plan, row, by))
+    assert tensor in str(caught.value)
+    assert "training layout tp=4,pp=2,ep=2,etp=2,dp=2, 2 engines of tp=4,ep=2" in str(caught.value)
+    assert re.search(r"rank \d", str(caught.value))
+
+
+def test_a_plan_that_sends_a_byte_twice_or_not_at_all_is_refused() -> None:
+    plan = small_plan()
+    row = row_of(plan, DENSE)
+    keep = np.arange(len(plan.transfers))
+    for index, what in ((np.insert(keep, row, row), "is sent twice"), (np.delete(keep, row), "unsent: 0 of ")):
+        other = replace(plan, transfers=plan.transfers.at(index), bucket_starts=np.minimum(plan.bucket_starts, len(index)))
+        with pytest.raises(LayoutError, match=what):
+            verify(other)
+
+
+def test_a_bucket_left_out_too_large_or_of_two_sources_is_refused() -> None:
+    plan = small_plan()
+    for starts, what in (
+        (plan.bucket_starts[:-1], "each once"),
+        (np.delete(plan.bucket_starts, 1), "more than 3000 bytes"),
+        (np.delete(plan.bucket_starts, plan.buckets_of(1)[0]), "each once"),
+    ):
+        with pytest.raises(LayoutError, match=what):
+            verify(replace(plan, bucket_starts=starts))
+
+
+def test_a_rank_that_is_taken_for_another_ones_replica_is_refused() -> None:
+    plan = small_plan("ep4 tp2")
+    plan.sources.replicas[0] *= 2  # the ranks of the next source would be taken for replicas of this one
+    with pytest.raises(LayoutError, match="replica of source"):
+        verify(plan)
+
+
+@pytest.mark.parametrize("engines", [1, 2, 3, 4, 7, 8, 20])
+def test_what_ranks_send_is_what_engines_receive_and_replicas_share_it(engines: int) -> None:
+    plan = small_plan("cp2 dp3", Target(tp=2, engines=engines), "llama")  # 6 replicas of the model
+    sent = [(bucket.number, engine, rank) for rank in range(6) for bucket in plan.sends(rank) for engine in bucket.engines]
+    received = set()
+    for engine in range(engines):
+        for engine_rank in range(2):
+            for bucket in plan.receives(engine, engine_rank):
+                assert plan.contents(bucket, engine_rank)
+                received.add((bucket.number, engine, bucket.rank))
+    assert len(sent) == len(set(sent)) == engines * (len(plan.bucket_starts) - 1)
+    assert set(sent) == received
+    of_rank = [sum(b.nbytes * len(b.engines) for b in plan.sends(rank)) for rank in range(6)]
+    assert max(of_rank) - min(of_rank) <= 2 * BUCKET_BYTES
+
+
+def test_stages_begin_with_different_engines() -> None:
+    plan = plan_reshard(hf_config("llama"), source("pp4", "llama"), Target(engines=4), itemsize=4)
+    assert [[bucket.engines for bucket in plan.sends(rank)] for rank in range(4)] == [
+        [(0, 1, 2, 3)], [(1, 2, 3, 0)], [(2, 3, 0, 1)], [(3, 0, 1, 2)],
+    ]  # fmt: skip
+
+
+def test_engines_are_served_by_the_replicas_next_to_them() -> None:
+    plan = plan_reshard(hf_config("llama"), source("ep2 dp4", "llama"), Target(engines=8), itemsize=4)
+    assert [{e for bucket in plan.sends(rank) for e in bucket.engines} for rank in range(4)] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
+
+
+@pytest.mark.parametrize(
+    ("family", "to", "sentence"),
+    [
+        ("llama", Target(tp=3), "target tp is 3 .* the model has 4 attention heads, 2 KV heads.*tp may be 1, 2, 4"),
+        ("llama", Target(tp=2, ep=2), "target ep is 2, but the model has no experts; ep may be 1"),
+        ("llama", Target(tp=2, dp=2), "target dp is 2, but SGLang replicates attention .* not for 'llama'; dp may be 1"),
+        ("mixtral", Target(tp=1, engines=2, ep=1, dp=3), "dp may be 1"),
+        ("qwen3_moe", Target(tp=4, dp=2, ep=8), "target ep is 8, but the model has 4 experts; ep may be 1, 2, 4"),
+        ("qwen3_moe", Target(tp=4, dp=8), "experts of width 16 over 32 ranks each; tp may be 1"),
+    ],
+)
+def test_engines_that_sglang_cannot_start_are_refused_with_the_nearest(family: str, to: Target, sentence: str) -> None:
+    with pytest.raises(LayoutError, match=sentence):
+        plan_reshard(hf_config(family), source("one rank", family), to)
+
+
+def test_sizes_that_no_engine_has_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"target ep is 3, but it must divide the engine's 4 ranks .*; ep may be 1, 2, 4"):
+        Target(tp=4, ep=3)
+    with pytest.raises(LayoutError, match="target engines is 0, but it is at least 1"):
+        Target(engines=0)
+    with pytest.raises(LayoutError, match=r"bucket_bytes is 100, but one row of 'model.embed_tokens.weight' has 128 bytes"):
+        plan_reshard(hf_config("llama"), source("one rank", "llama"), Target(), itemsize=4, bucket_bytes=100)
