@@ -1,0 +1,110 @@
+"""FP8 export with a scale per block of 128 x 128, computed where the weights lie: on each rank's shard, block by block.
+
+Only the blocks' largest magnitudes are exchanged, one float for 16,384 weights, since a block may reach over several shards.
+Values and scales are bit for bit those of quantising the whole tensor (`checkpoint/fp8.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megarl.checkpoint.fp8 import BLOCK, LARGEST, SCALE_SUFFIX
+from megarl.models.weight_map import BoundRule
+
+Scales = Literal["float", "power_of_two"]
+Exchange = Callable[[Tensor], None]
+"""Replaces a tensor, in place, by the element-wise largest of all ranks that hold a part of the parameter."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """Rows `row:+rows` and columns `col:+cols` of a whole matrix."""
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+    @property
+    def blocks(self) -> tuple[slice, slice]:
+        """The blocks that it has a part of."""
+        return slice(self.row // BLOCK, _up(self.row + self.rows)), slice(self.col // BLOCK, _up(self.col + self.cols))
+
+
+def raise_to_largest(largest: Tensor, part: Tensor, box: Box) -> None:
+    """Raise float32 `largest`, an entry per block of a whole matrix, to the magnitudes in `part`, which lies at `box` of it."""
+    if part.numel():
+        of_box = largest[box.blocks]
+        torch.maximum(of_box, _as_blocks(part, box).abs().amax((1, 3)), out=of_box)
+
+
+def scales_of(largest: Tensor, kind: Scales) -> Tensor:
+    """A scale for each block, which maps its largest magnitude to the largest float8 or, rounded up to a power of two, below.
+
+    A block of zeros has scale 1.
+    """
+    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    if kind == "power_of_two":
+        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): exactly 0.5 is a power of two already
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    return scales
+
+
+def quantise_part(part: Tensor, box: Box, scales: Tensor) -> Tensor:
+    """`part`, which lies at `box` of a matrix with these `scales`, as float8_e4m3fn of the same shape."""
+    if not part.numel():
+        return part.to(torch.float8_e4m3fn)
+    values = (_as_blocks(part, box) / scales[box.blocks][:, None, :, None]).clamp(-LARGEST, LARGEST)
+    top, left = box.row % BLOCK, box.col % BLOCK
+    flat = values.view(values.shape[0] * BLOCK, values.shape[2] * BLOCK)
+    return flat[top : top + box.rows, left : left + box.cols].to(torch.float8_e4m3fn)
+
+
+def quantise_shard(
+    rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange, kind: Scales = "float"
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One rank's shard of a linear layer's weight in float8, and the scales of the whole Hugging Face tensors it is a part of.
+
+    Collective over the ranks that hold the parameter. `rule.hf_from_shards` makes the whole tensors of the float8 shards.
+    Scales are float32 `[ceil(rows / 128), ceil(cols / 128)]` under the name that FP8 checkpoints give them.
+    """
+    found = list(_parts(rule, shard, tp_rank, tp_size))
+    largest = {name: torch.zeros(*map(_up, shape), device=shard.device) for name, shape in rule.hf_shapes.items()}
+    for name, box, part in found:
+        raise_to_largest(largest[name], part, box)
+    if rule.tp_axis is not None and tp_size > 1:
+        flat = torch.cat([values.flatten() for values in largest.values()])
+        exchange(flat)
+        pieces = flat.split([values.numel() for values in largest.values()])
+        largest = {name: piece.view_as(largest[name]) for name, piece in zip(largest, pieces, strict=True)}
+    scales = {name: scales_of(values, kind) for name, values in largest.items()}
+    quantised = [quantise_part(part, box, scales[name]) for name, box, part in found]
+    return torch.cat(quantised, dim=rule.tp_axis or 0), {name + SCALE_SUFFIX: values for name, values in scales.items()}
+
+
+def _parts(rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int) -> Iterator[tuple[str, Box, Tensor]]:
+    """The parts of a shard, in order along the axis that is split: of which tensor, where in it, and the values."""
+    axis, offset, shapes = rule.tp_axis or 0, 0, rule.hf_shapes
+    for piece in rule.pieces(tp_rank, tp_size):
+        assert piece.hf_name is not None, "linear layers are not padded"
+        length = piece.stop - piece.start
+        rows, cols = shapes[piece.hf_name]
+        box = Box(piece.start, 0, length, cols) if axis == 0 else Box(0, piece.start, rows, length)
+        yield piece.hf_name, box, shard.narrow(axis, offset, length)
+        offset += length
+
+
+def _as_blocks(part: Tensor, box: Box) -> Tensor:
+    """`part` in float32 as `[blocks, 128, blocks, 128]`, with zeros where its first and last blocks reach beyond it."""
+    top, left = box.row % BLOCK, box.col % BLOCK
+    padded = torch.nn.functional.pad(part.float(), (left, -(left + box.cols) % BLOCK, top, -(top + box.rows) % BLOCK))
+    return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+def _up(size: int) -> int:
+    return -(-size // BLOCK)
