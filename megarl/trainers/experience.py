@@ -143,7 +143,7 @@ class Experience:
         if shaping.overlong_tokens:
             scores = scores + overlong_penalty(lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
         if shaping.length_penalty:
-            scores = scores + length_penalty(lengths, shaping.length_penalty)
+            scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
         if shaping.normalise:
             scores = self.normaliser.normalise(scores)
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)

@@ -60,7 +60,8 @@ async def in_environment(prompt: Prompt, number: int, sample: Sampler, context: 
     finally:
         close = getattr(environment, "close", None)
         if close is not None:
-            await asyncio.shield(_ask(close, context.tool_timeout_s))
+            with contextlib.suppress(EpisodeError):  # nothing depends on it, and it may follow another error
+                await asyncio.shield(_ask(close, context.tool_timeout_s))
 
 
 def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Prompt:

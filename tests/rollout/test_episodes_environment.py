@@ -1,0 +1,118 @@
+"""Episodes in an environment: its turns and rewards, and what becomes of a run whose environment fails."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.data.sample import Sample
+from megarl.errors import EpisodeError, RewardError
+from megarl.rewards import build_rewards
+from tests.data.chat_tokenizers import byte_tokenizer, ids_of
+from tests.rollout import episode_parts
+from tests.rollout.episode_parts import HERE, PROMPT, Script, Settings, opened
+
+END = ids_of("<|end|>")[0]
+ONE_TWO_THREE = [([*ids_of(word), END], "stop") for word in ("one", "two", "three", "four")]
+
+
+def settings(name: str, **options: Any) -> Settings:
+    return Settings(kind="environment", tools=[f"{HERE}:{name}"], **options)
+
+
+def run(name: str, turns: Any = ONE_TWO_THREE, *, max_new_tokens: int = 1000, data: Any = None, **options: Any) -> Sample:
+    episode, context = opened(byte_tokenizer(), settings(name, **options), max_new_tokens, **(data or {}))
+    return asyncio.run(episode(PROMPT, 0, Script(turns), context))
+
+
+def opening(*messages: tuple[str, str]) -> list[int]:
+    pieces = [piece for role, text in messages for piece in ("<|start|>", f"{role}\n{text}", "<|end|>", "\n")]
+    return ids_of(*pieces, "<|start|>", "assistant\n")
+
+
+@pytest.mark.parametrize("name", ["Counting", "CountingAwaited"])
+def test_an_episode_goes_on_until_the_environment_is_done(name: str) -> None:
+    sample = run(name)
+    between = [ids_of("\n", "<|start|>", f"user\nthat was {word}", "<|end|>", "\n", "<|start|>", "assistant\n") for word in
+               ("one", "two")]  # fmt: skip
+    one, two, three = ([*ids_of(word), END] for word in ("one", "two", "three"))
+    assert sample.prompt_ids == opening(("user", "count to three"))
+    assert sample.response_ids == [*one, *between[0], *two, *between[1], *three]
+    assert sample.sampled_mask == [1] * 4 + [0] * len(between[0]) + [1] * 4 + [0] * len(between[1]) + [1] * 6
+    assert (sample.finish_reason, sample.response_text, sample.rewards) == ("stop", "three", {"environment": 2.5})
+    log = getattr(episode_parts, name).log
+    assert log == ["made", "reset train-7", "step one", "step two", "step three", "closed"]
+
+
+def test_an_episode_begins_with_what_the_environment_says() -> None:
+    assert run("Silent").prompt_ids == PROMPT.prompt_ids
+    assert run("Chatty").prompt_ids == opening(("system", "rules"), ("user", "go"))
+    assert run("Counting", data={"system_prompt": "count"}).prompt_ids == opening(
+        ("system", "count"), ("user", "count to three")
+    )
+    assert run("Chatty").prompt_text.endswith("<|start|>assistant\n")
+
+
+def test_rewards_count_as_far_as_the_episode_came() -> None:
+    assert run("Counting", max_turns=2).rewards == {"environment": 1.0}
+    assert run("Counting", max_turns=2).finish_reason == "length"
+    cut = run("Counting", max_new_tokens=38)  # the second turn's end does not fit
+    assert (cut.rewards, cut.finish_reason) == ({"environment": 0.5}, "length")
+    assert episode_parts.Counting.log == ["made", "reset train-7", "step one", "closed"]
+    assert len(cut.response_ids) == 38
+    aborted = run("Counting", [ONE_TWO_THREE[0], (ids_of("tw"), "abort")])
+    assert (aborted.rewards, aborted.finish_reason) == ({"environment": 0.5}, "abort")
+
+
+def test_the_reward_environment_is_what_the_environment_gave() -> None:
+    rewards = build_rewards([RewardConfig(name="environment", weight=2.0)], DataConfig(train=SourceConfig(name="chain_sum")))
+    samples = [run("Counting"), run("Counting", max_turns=1)]
+    assert rewards.score(samples) == [5.0, 1.0]
+    assert [sample.rewards for sample in samples] == [{"environment": 2.5}, {"environment": 0.5}]
+    samples[1].rewards.clear()
+    with pytest.raises(RewardError, match=r"comes from no environment; rollout.episode.kind may be 'environment'"):
+        rewards.score(samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("Raising", r"the environment's Raising.step raised KeyError: 'lost' \(.*episode_parts.py line \d+\)"),
+        ("Wordless", "observed a int, but it may be text or a list of chat messages"),
+        ("Worthless", "the reward nan, but it must be a finite number"),
+        ("Paired", r"step returned a tuple, but it must return \(observation, reward, done\)"),
+        ("Talkative", "begins row train-7 with 1019 tokens, but data.max_prompt_tokens is 512"),
+    ],
+)
+def test_an_environment_that_fails_ends_the_run_with_a_sentence(name: str, sentence: str) -> None:
+    with pytest.raises(EpisodeError, match=sentence):
+        run(name)
+    assert getattr(episode_parts, name).log[-1] == "closed"
+
+
+def test_an_environment_that_hangs_is_left_behind() -> None:
+    started = time.monotonic()
+    with pytest.raises(EpisodeError, match=r"Hanging.step did not return within rollout.episode.tool_timeout_s = 2 s"):
+        run("Hanging", tool_timeout_s=2.0)
+    assert time.monotonic() - started < 20
+
+
+def test_a_long_observation_is_cut_and_counted() -> None:
+    episode, context = opened(byte_tokenizer(), settings("Wide", max_turns=2))
+    sample = asyncio.run(episode(PROMPT, 0, Script(ONE_TWO_THREE), context))
+    assert sample.turns[1] == {"role": "user", "content": "y" * 100 + "\n[cut: 100 of 10000000 characters]"}
+    assert context.take_counts()["tool_cuts"] >= 1
+
+
+def test_a_cancelled_episode_closes_its_environment() -> None:
+    async def endless(ids: list[int], max_new_tokens: int) -> Any:
+        await asyncio.sleep(600)
+
+    episode, context = opened(byte_tokenizer(), settings("Counting"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(episode(PROMPT, 0, endless, context), 0.3))
+    assert episode_parts.Counting.log == ["made", "reset train-7", "closed"]
