@@ -1,0 +1,76 @@
+"""From prompts to groups of samples on one engine: single turns as one plain request, anything else as episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rollout.engine import Generation, SamplingParams
+from megarl.rollout.episodes import Episode, EpisodeContext
+from megarl.rollout.scheduler import Respond, Slot
+
+
+def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> Respond:
+    """`n` responses to each prompt."""
+
+    async def respond(slot: Slot, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        answers = await slot.generate(
+            [prompt.prompt_ids for prompt in prompts], params, n=n, keys=[_key(p) for p in prompts], deadline_s=deadline_s
+        )
+        return [
+            [_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
+            for prompt, group in zip(prompts, answers, strict=True)
+        ]
+
+    return respond
+
+
+def episodes(episode: Episode, context: EpisodeContext, params: SamplingParams, n: int, deadline_s: float) -> Respond:
+    """`n` episodes for each prompt, all at once; `params` are those of every turn but for its number of tokens."""
+
+    def sampler(slot: Slot, prompt: Prompt, number: int) -> Callable[[list[int], int], Any]:
+        async def sample(token_ids: list[int], max_new_tokens: int) -> Generation:
+            key = f"{_key(prompt)}/{number}/{len(token_ids)}"  # a seeded engine draws by it
+            turn = replace(params, max_new_tokens=max_new_tokens)
+            return (await slot.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s))[0][0]
+
+        return sample
+
+    async def respond(slot: Slot, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        tasks = [
+            asyncio.ensure_future(episode(prompt, number, sampler(slot, prompt, number), context))
+            for prompt in prompts
+            for number in range(n)
+        ]
+        try:
+            samples = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # where one failed, or nobody waits any more
+        return [list(samples[start : start + n]) for start in range(0, len(samples), n)]
+
+    return respond
+
+
+def _key(prompt: Prompt) -> str:
+    return prompt.group_id or prompt.row_id
+
+
+def _sample(prompt: Prompt, number: int, generation: Generation, tokenizer: Any) -> Sample:
+    return Sample(
+        sample_id=f"{_key(prompt)}/{number}",
+        group_id=_key(prompt),
+        row_id=prompt.row_id,
+        prompt_ids=prompt.prompt_ids,
+        response_ids=generation.response_ids,
+        sampled_mask=[1] * len(generation.response_ids),
+        rollout_log_probs=generation.log_probs,
+        weight_versions=generation.weight_versions,
+        finish_reason=generation.finish_reason,
+        prompt_text=prompt.prompt_text,
+        response_text=tokenizer.decode(generation.response_ids, skip_special_tokens=True),
+        row=prompt.row,
+    )

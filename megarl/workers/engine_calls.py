@@ -1,0 +1,53 @@
+"""Calls to an engine's actor from an asyncio loop: each has a deadline, and is stopped at the engine when it is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+
+from megarl.errors import DeadlineError, MegarlError, WorkerError
+
+
+class EngineCalls:
+    """One engine actor as the rollout scheduler calls it (`rollout.scheduler.EngineClient`)."""
+
+    def __init__(self, actor: Any, number: int) -> None:
+        self.actor, self.number = actor, number
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
+        """`engine.method(*arguments, **keywords)`. `generate` is told its deadline; others are only waited for.
+
+        Raises:
+            MegarlError: what the engine raised, as it raised it.
+            WorkerError: its process is gone.
+            DeadlineError: no answer after `deadline_s` seconds.
+        """
+        if method == "generate":
+            keywords["deadline_s"] = deadline_s
+        return await self._answer(self.actor.call.remote(method, *arguments, **keywords), method, deadline_s + 5)
+
+    async def restart(self, deadline_s: float) -> None:
+        """Start the engine anew, without weights; raises as `call` does."""
+        await self._answer(self.actor.restart.remote(), "restart", deadline_s)
+
+    async def endpoint(self, deadline_s: float) -> Any:
+        """Where senders reach the engine; None: through its actor."""
+        return await self._answer(self.actor.endpoint.remote(), "endpoint", deadline_s)
+
+    async def _answer(self, reference: Any, method: str, deadline_s: float) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.wrap_future(reference.future())
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except TimeoutError:
+            ray.cancel(reference)
+            raise DeadlineError(f"engine {self.number} did not answer '{method}' within {deadline_s:.0f} s") from None
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, MegarlError):
+                raise cause from None
+            raise WorkerError(f"engine {self.number} failed in '{method}': {error}") from error

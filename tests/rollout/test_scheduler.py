@@ -1,0 +1,324 @@
+"""The scheduler on engines of its test's own: nothing is lost when they fail, and the bounds of the ledger hold."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import DeadlineError, EngineError, EpisodeError, WorkerError
+from megarl.rollout.engine import Generation, SamplingParams
+from megarl.rollout.episodes import EpisodeContext
+from megarl.rollout.ledger import Ledger
+from megarl.rollout.respond import episodes, single_turns
+from megarl.rollout.scheduler import Scheduler
+
+PARAMS = SamplingParams(max_new_tokens=4)
+
+
+class Spelling:
+    """A tokenizer that any ids are words to."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids))
+
+
+class FakeEngine:
+    """Answers after `seconds()`; may be dead, refuse requests, or fail to start."""
+
+    def __init__(self, number: int, seconds: Callable[[], float] = lambda: 0.001) -> None:
+        self.number, self.seconds = number, seconds
+        self.version: int | None = 0
+        self.is_dead = self.refuses = False
+        self.starts_that_fail = 0
+        self.restarts = self.cancelled = self.most = 0
+        self.now: Counter[str] = Counter()
+        self.answered: list[str] = []
+
+    async def call(self, method: str, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
+        if method == "generate":
+            return await self.generate(*arguments, **keywords)
+        if self.is_dead:
+            raise EngineError("the server ended with exit code -9")
+        return None
+
+    async def generate(self, prompts: Any, params: SamplingParams, *, n: int, keys: Sequence[str]) -> Any:
+        self._check()
+        if self.refuses:
+            raise EngineError("prompt 0 has no tokens")
+        self.now.update(keys)
+        self.most = max(self.most, sum(self.now.values()))
+        versions: list[int] = []
+        try:
+            for _ in range(params.max_new_tokens):
+                await asyncio.sleep(self.seconds() / params.max_new_tokens)
+                while self.version is None:  # it does not sample during an update
+                    await asyncio.sleep(0.0005)
+                self._check()
+                versions.append(self.version)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.now.subtract(keys)
+        self.answered += keys
+        length = params.max_new_tokens
+        return [[Generation([self.number] * length, [0.0] * length, versions, "length") for _ in range(n)] for _ in prompts]
+
+    def _check(self) -> None:
+        if self.is_dead:
+            raise WorkerError("the process is gone")
+
+    async def restart(self, deadline_s: float) -> None:
+        await asyncio.sleep(0.005)
+        if self.starts_that_fail:
+            self.starts_that_fail -= 1
+            raise EngineError("the server did not answer")
+        self.is_dead, self.version = False, None
+        self.restarts += 1
+
+
+class Source:
+    """Prompts without end."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __call__(self, count: int) -> list[Prompt]:
+        self.given += count
+        return [Prompt(f"r{i}", f"g{i}", [i], str(i)) for i in range(self.given - count, self.given)]
+
+
+@pytest.fixture
+def open_scheduler() -> Iterator[Callable[..., Scheduler]]:
+    opened: list[Scheduler] = []
+
+    def make(engines: Sequence[FakeEngine], ledger: Ledger, respond: Any = None, **options: Any) -> Scheduler:
+        respond = respond or single_turns(PARAMS, 2, 30.0, Spelling())
+        opened.append(Scheduler(engines, ledger, respond, **options))
+        opened[-1].resume(range(len(engines)), 0)
+        return opened[-1]
+
+    yield make
+    for scheduler in opened:
+        scheduler.close()
+
+
+def finish(scheduler: Scheduler, engines: Sequence[FakeEngine], version: int = 0) -> list[list[Sample]]:
+    """Take the batch that is due; engines that come back are given `version`."""
+    while not scheduler.wait(10.0):
+        give(scheduler, engines, scheduler.without_weights, version)
+    return scheduler.take().samples
+
+
+def give(scheduler: Scheduler, engines: Sequence[FakeEngine], numbers: Sequence[int], version: int) -> None:
+    for number in numbers:
+        engines[number].version = version
+    scheduler.resume(numbers, version)
+
+
+def test_a_batch_comes_in_the_order_of_its_prompts_each_group_from_one_engine(open_scheduler: Any) -> None:
+    luck = random.Random(0)
+    engines = [FakeEngine(number, lambda: luck.random() / 50) for number in range(3)]
+    scheduler = open_scheduler(engines, Ledger(12, 0), groups_per_engine=3)
+    scheduler.open_step(0, Source())
+    batch = finish(scheduler, engines)
+    assert [group[0].group_id for group in batch] == [f"g{i}" for i in range(12)]
+    assert [[sample.sample_id for sample in group] for group in batch] == [[f"g{i}/0", f"g{i}/1"] for i in range(12)]
+    for group in batch:
+        assert len({tuple(sample.response_ids) for sample in group}) == 1
+    assert all(1 <= engine.most <= 3 for engine in engines)
+
+
+def test_the_least_loaded_engine_is_next(open_scheduler: Any) -> None:
+    slow, fast = FakeEngine(0, lambda: 0.5), FakeEngine(1, lambda: 0.002)
+    scheduler = open_scheduler([slow, fast], Ledger(10, 0), groups_per_engine=2)
+    scheduler.open_step(0, Source())
+    finish(scheduler, [slow, fast])
+    assert (len(slow.answered), len(fast.answered)) == (2, 8)
+
+
+def test_an_engine_that_dies_loses_nothing_and_rejoins_with_weights(open_scheduler: Any) -> None:
+    engines = [FakeEngine(0, lambda: 0.02), FakeEngine(1, lambda: 0.02)]
+    scheduler = open_scheduler(engines, Ledger(8, 0), groups_per_engine=4)
+    scheduler.open_step(0, Source())
+    engines[0].is_dead = True
+    batch = finish(scheduler, engines)
+    assert [group[0].group_id for group in batch] == [f"g{i}" for i in range(8)]
+    assert scheduler.ledger.requeued == 4
+    scheduler.open_step(0, Source())
+    while scheduler.serving != [0, 1]:
+        scheduler.wait(5.0)
+        give(scheduler, engines, scheduler.without_weights, 0)
+    finish(scheduler, engines)
+    assert engines[0].restarts == 1
+    assert len(engines[0].answered) >= 1
+
+
+def test_no_engine_left_means_waiting_for_the_one_that_is_started_anew(open_scheduler: Any) -> None:
+    engine = FakeEngine(0)
+    scheduler = open_scheduler([engine], Ledger(2, 0))
+    engine.is_dead, engine.starts_that_fail = True, 2
+    scheduler.open_step(0, Source())
+    assert len(finish(scheduler, [engine])) == 2
+
+
+def test_an_engine_that_does_not_start_again_ends_the_run_in_one_sentence(open_scheduler: Any) -> None:
+    engine = FakeEngine(0)
+    scheduler = open_scheduler([engine], Ledger(2, 0))
+    engine.is_dead, engine.starts_that_fail = True, 100
+    scheduler.open_step(0, Source())
+    with pytest.raises(EngineError, match="engine 0 could not be started anew in 4 tries: the server did not answer"):
+        scheduler.wait(10.0)
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run(open_scheduler: Any) -> None:
+    engine = FakeEngine(0)
+    scheduler = open_scheduler([engine], Ledger(1, 0))
+    scheduler.open_step(0, Source())
+    with pytest.raises(EngineError, match="engine 0 failed 4 times in a row"):
+        for _ in range(10):
+            engine.is_dead = True
+            assert not scheduler.wait(10.0)
+            engine.is_dead = True
+            scheduler.resume([0], 0)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_an_engine_refuses_although_it_is_well_is_said(open_scheduler: Any, asked: bool) -> None:
+    engine = FakeEngine(0)
+    engine.refuses = True
+    scheduler = open_scheduler([engine], Ledger(1, 0))
+    if asked:
+        answers = scheduler.ask(Source()(3), scheduler.respond, 2)
+    else:
+        scheduler.open_step(0, Source())
+    with pytest.raises(EngineError, match="prompt 0 has no tokens"):
+        scheduler.wait(10.0, answers if asked else None)
+    assert engine.restarts == 0
+
+
+def test_an_error_of_the_users_episode_is_said_at_once(open_scheduler: Any) -> None:
+    async def episode(*_: Any) -> Sample:
+        raise EpisodeError("the environment raised ZeroDivisionError")
+
+    context = EpisodeContext(Spelling(), 8, 8)
+    scheduler = open_scheduler([FakeEngine(0)], Ledger(1, 0), episodes(episode, context, PARAMS, 2, 5.0))
+    scheduler.open_step(0, Source())
+    with pytest.raises(EpisodeError, match="ZeroDivisionError"):
+        scheduler.wait(10.0)
+
+
+def test_a_wait_that_runs_out_says_how_far_it_is(open_scheduler: Any) -> None:
+    engines = [FakeEngine(0, lambda: 60.0)]
+    scheduler = open_scheduler(engines, Ledger(3, 0), groups_per_engine=2)
+    scheduler.open_step(0, Source())
+    with pytest.raises(DeadlineError, match="0 groups are finished, 1 wait, engine 0 works on 2"):
+        scheduler.wait(0.1)
+
+
+def test_during_an_update_turns_wait_and_what_is_under_way_goes_on(open_scheduler: Any) -> None:
+    async def two_turns(prompt: Prompt, number: int, sample: Any, context: Any) -> Sample:
+        one = await sample(prompt.prompt_ids, 4)
+        two = await sample([*prompt.prompt_ids, *one.response_ids], 2)
+        ids, versions = one.response_ids + two.response_ids, one.weight_versions + two.weight_versions
+        name = prompt.group_id
+        return Sample(f"{name}/{number}", name, name, [0], ids, [1] * len(ids), [0.0] * len(ids), versions, "stop")
+
+    engine = FakeEngine(0, lambda: 0.4)
+    respond = episodes(two_turns, EpisodeContext(Spelling(), 8, 8), PARAMS, 1, 20.0)
+    scheduler = open_scheduler([engine], Ledger(1, 1), respond)
+    scheduler.open_step(0, Source())
+    while not engine.now.total():
+        time.sleep(0.001)
+    scheduler.hold([0])
+    assert engine.now.total(), "what is under way stays there"
+    while engine.now.total():
+        time.sleep(0.001)
+    time.sleep(0.1)
+    assert not engine.now.total(), "the first turns are done, and the second ones wait outside"
+    give(scheduler, [engine], [0], 1)
+    (group,) = finish(scheduler, [engine])
+    assert group[0].weight_versions == [0, 0, 0, 0, 1, 1]
+
+
+def test_what_is_passed_over_and_too_old_is_stopped_at_its_engine(open_scheduler: Any) -> None:
+    seconds = iter([0.01, 5.0, 0.01, 0.01] + [0.01] * 100)
+    times: dict[int, float] = {}
+
+    def once() -> float:
+        task = id(asyncio.current_task())
+        return times.setdefault(task, next(seconds))
+
+    engine = FakeEngine(0, once)
+    scheduler = open_scheduler([engine], Ledger(3, 0, over_sample=1))
+    scheduler.open_step(0, Source())
+    assert [group[0].group_id for group in finish(scheduler, [engine])] == ["g0", "g2", "g3"]
+    time.sleep(0.05)
+    assert (engine.cancelled, scheduler.ledger.aborted) == (1, 1)
+
+
+def test_a_checkpoint_holds_every_prompt_that_was_not_consumed(open_scheduler: Any) -> None:
+    source, engines = Source(), [FakeEngine(0, lambda: 0.01)]
+    scheduler = open_scheduler(engines, Ledger(4, 2), groups_per_engine=5)
+    scheduler.open_step(0, source)
+    seen = [group[0].group_id for group in finish(scheduler, engines)]
+    state = scheduler.state_dict()
+    again = open_scheduler([FakeEngine(0)], Ledger(4, 2))
+    again.load_state_dict(state)
+    for version in range(1, 4):
+        again.open_step(version, source)
+        again.resume([0], version)
+        seen += [group[0].group_id for group in finish(again, engines)]
+    assert seen == [f"g{i}" for i in range(16)]
+
+
+@pytest.mark.parametrize(("staleness", "over_sample", "seed"), [(0, 0, 1), (1, 0, 2), (2, 0, 3), (1, 2, 4), (0, 3, 5)])
+def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old(
+    open_scheduler: Any, staleness: int, over_sample: int, seed: int
+) -> None:
+    luck = random.Random(seed)
+    engines = [FakeEngine(number, lambda: luck.random() ** 3 / 30) for number in range(3)]
+    ledger = Ledger(6, staleness, over_sample)
+    scheduler = open_scheduler(engines, ledger, groups_per_engine=4, groups_per_request=1 + seed % 2)
+    source, seen = Source(), list[int]()
+    for version in range(25):
+        if version:  # an update, in which an engine may fail
+            updated = scheduler.serving + scheduler.without_weights
+            scheduler.hold(updated)
+            for number in updated:
+                engines[number].version = None
+                time.sleep(luck.random() / 500)
+                if luck.random() < 0.1:
+                    scheduler.fail(number, EngineError("it was killed in the middle of an update"))
+                else:
+                    give(scheduler, engines, [number], version)
+        scheduler.open_step(version, source)
+        if luck.random() < 0.3:
+            luck.choice(engines).is_dead = True
+        for group in finish(scheduler, engines, version):
+            seen.append(int(group[0].group_id[1:]))
+            for sample in group:
+                assert version - staleness <= sample.weight_versions[0] <= version
+                assert sample.weight_versions == sorted(sample.weight_versions)
+        time.sleep(luck.random() / 100)  # training
+    assert len(seen) == len(set(seen)) == 25 * 6
+    left = [int(prompt["group_id"][1:]) for prompt in scheduler.state_dict()["prompts"]]
+    assert sorted(seen + left) == list(range(source.given))
+    if not over_sample:
+        assert seen == list(range(25 * 6))
+
+
+def test_closing_stops_everything(open_scheduler: Any) -> None:
+    engine = FakeEngine(0, lambda: 60.0)
+    scheduler = open_scheduler([engine], Ledger(2, 0))
+    scheduler.open_step(0, Source())
+    scheduler.close()
+    assert engine.cancelled == 2
+    scheduler.close()
