@@ -8,7 +8,7 @@ which engine is arithmetic, done when it is asked for. So the plan of 16,384 ran
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -85,18 +85,20 @@ class ReshardPlan:
 
     def contents(self, bucket: Bucket, engine_rank: int | None = None) -> list[Transfer]:
         """The copies in a bucket, in the order of tensors; only those to one rank of the engine if that is given."""
-        rows = np.arange(bucket.start, bucket.stop)
-        if engine_rank is not None:
-            rows = rows[self.transfers.engine_rank[rows] == engine_rank]
-        return [self.transfer(row) for row in rows.tolist()]
+        found = self._transfers(slice(bucket.start, bucket.stop))
+        return [transfer for transfer in found if engine_rank is None or transfer.engine_rank == engine_rank]
 
     def transfer(self, row: int) -> Transfer:
         """One row of the template."""
-        t, tensor = self.transfers, int(self.transfers.tensor[row])
+        return self._transfers(slice(row, row + 1))[0]
+
+    def _transfers(self, rows: slice) -> list[Transfer]:
+        t, names, parameters = self.transfers, self.tensors.names, self.tensors.parameters
         columns = (
             t.engine_rank, t.row, t.col, t.rows, t.cols, t.source_row, t.source_col, t.target_row, t.target_col, t.nbytes,
         )  # fmt: skip
-        return Transfer(self.tensors.names[tensor], self.tensors.parameters[tensor], *(int(column[row]) for column in columns))
+        numbers = zip(t.tensor[rows].tolist(), *(column[rows].tolist() for column in columns), strict=True)
+        return [Transfer(names[tensor], parameters[tensor], *rest) for tensor, *rest in numbers]
 
     def slices(self, engine_rank: int) -> dict[str, tuple[int, int, int, int]]:
         """What a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without vocabulary padding."""
@@ -106,6 +108,23 @@ class ReshardPlan:
             box = (int(held.row[at]), int(held.rows[at]), int(held.col[at]), int(held.cols[at]))
             found[self.tensors.names[held.tensor[at]]] = box
         return found
+
+    @property
+    def taken_whole(self) -> list[str]:
+        """The tensors that every rank of an engine is sent whole although it holds no more than a part of them."""
+        found = set()
+        for number, rule in enumerate(self.tensors.rules):
+            for part in range(len(rule.hf_names)):
+                if self.target.takes_whole(rule) and self.target.holds_part(rule, part):
+                    found.add((number, part))
+        where = zip(self.tensors.rule.tolist(), self.tensors.part.tolist(), strict=True)
+        return [self.tensors.names[tensor] for tensor, kind in enumerate(where) if kind in found]
+
+    @cached_property
+    def own_bytes(self) -> int:
+        """Bytes of what all ranks of one engine hold, without vocabulary padding."""
+        held = engine_slices(self.tensors, replace(self.target, whole="none"), self.weight_map.num_experts)
+        return int((held.rows * held.cols * self.tensors.itemsize[held.tensor]).sum())
 
     @cached_property
     def all_slices(self) -> Slices:
@@ -121,10 +140,10 @@ class ReshardPlan:
         """
         for source, replica in self.sources.of_rank(rank):
             first, engines, sent = self.assignment(source, replica)
-            turn = int(self.sources.stage[source])
-            for number in np.flatnonzero(sent.any(axis=1)):
-                to = np.roll(engines[sent[number]], -turn).tolist()
-                yield self._bucket(first + int(number), rank, tuple(to))
+            for number in np.flatnonzero(sent.any(axis=1)).tolist():
+                to = engines[sent[number]].tolist()
+                turn = int(self.sources.stage[source]) % len(to)
+                yield self._bucket(first + number, rank, (*to[turn:], *to[:turn]))
 
     def receives(self, engine: int, engine_rank: int) -> Iterator[Bucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
@@ -191,7 +210,7 @@ class ReshardPlan:
         return np.repeat(np.arange(len(self.bucket_starts) - 1), np.diff(self.bucket_starts))
 
     def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> Bucket:
-        start, stop = self.bucket_starts[number : number + 2].tolist()
+        start, stop = int(self.bucket_starts[number]), int(self.bucket_starts[number + 1])
         return Bucket(number, int(self.bucket_source[number]), rank, engines, start, stop, int(self.bucket_nbytes[number]))
 
 

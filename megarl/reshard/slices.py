@@ -39,7 +39,7 @@ def engine_slices(tensors: TensorTable, target: Target, num_experts: int) -> Sli
             along = low[member], high[member] - low[member]
             box = (*whole, *along) if axis == 1 else (*along, *whole)
             tensor = np.repeat(of_part, len(member))
-            first = target.first_ranks(tensors.expert[tensor], num_experts) if rule.is_expert and target.sliced else 0
+            first = target.first_ranks(rule, tensors.expert[tensor], num_experts)
             found.append(np.stack([tensor, first + np.tile(member, len(of_part)), *(np.tile(c, len(of_part)) for c in box)]))
     columns = np.concatenate(found, axis=1)
     return Slices(*columns[:, np.lexsort((columns[1], columns[0]))])

@@ -8,6 +8,9 @@ distributed/parallel_state.py). Tensors are seen as matrices; those of one axis 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from megarl.config.layout import divisors
 from megarl.errors import LayoutError
@@ -35,15 +38,15 @@ class Target:
     are shared out among `ep` groups of ranks, and an expert is split over the ranks of its group. SGLang's own arguments are
     `--tp-size {tp*dp} --ep-size {ep} --dp-size {dp}`.
 
-    `sliced` is whether each rank is sent its own slices; if not, every rank takes whole tensors and cuts them itself, as
-    SGLang's process-group update does.
+    `whole` are the tensors that every rank is sent whole, to cut them itself: none, those of experts, or all, as SGLang's
+    process-group update does it. Of the others each rank is sent only what it holds.
     """
 
     tp: int = 1
     ep: int = 1
     dp: int = 1
     engines: int = 1
-    sliced: bool = True
+    whole: Literal["none", "experts", "all"] = "none"
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp", "engines"):
@@ -66,21 +69,33 @@ class Target:
         """Ranks that an expert is split over."""
         return self.ranks // self.ep
 
-    def first_ranks(self, expert: Ints, num_experts: int) -> Ints:
-        """The first of the ranks that hold each of these experts; the others follow it."""
+    def takes_whole(self, rule: Rule) -> bool:
+        """Whether every rank is sent all of a rule's tensors and cuts them itself."""
+        return self.ranks > 1 and (self.whole == "all" or (self.whole == "experts" and rule.is_expert))
+
+    def holds_part(self, rule: Rule, part: int) -> bool:
+        """Whether there is a rank that does not hold all of a rule's `part`-th tensor."""
+        length = rule.packing.hf_shapes[part][rule.packing.tp_axis or 0]
+        return (rule.is_expert and self.ep > 1) or self.own_intervals(rule, part)[0] != (0, length)
+
+    def first_ranks(self, rule: Rule, expert: Ints, num_experts: int) -> Ints:
+        """The first of the ranks that are sent a rule's tensors of these experts (any number outside experts)."""
+        if not rule.is_expert or self.takes_whole(rule):
+            return np.zeros_like(expert)
         return expert // (num_experts // self.ep) * self.expert_tp
 
     def intervals(self, rule: Rule, part: int) -> list[Interval]:
         """What each rank is sent of the rule's `part`-th tensor along `rule.packing.tp_axis` (axis 0 if nothing is split).
 
-        One entry per rank of an engine, or, for an expert's tensor, per rank that holds the expert (from
-        `first_ranks` on); if not `sliced`, every rank of the engine is sent all of it. The vocabulary's padding is not sent.
+        One entry per rank of an engine, or, for an expert's tensor that is not taken whole, per rank that holds the expert
+        (from `first_ranks` on). The vocabulary's padding is not sent.
         """
-        whole = (0, rule.packing.hf_shapes[part][rule.packing.tp_axis or 0])
-        return self.own_intervals(rule, part) if self.sliced else [whole] * self.ranks
+        if self.takes_whole(rule):
+            return [(0, rule.packing.hf_shapes[part][rule.packing.tp_axis or 0])] * self.ranks
+        return self.own_intervals(rule, part)
 
     def own_intervals(self, rule: Rule, part: int) -> list[Interval]:
-        """What each rank holds: as `intervals` of an engine that is sliced."""
+        """What each rank holds: as `intervals` where nothing is taken whole."""
         axis = rule.packing.tp_axis
         length = rule.packing.hf_shapes[part][axis or 0]
         if rule.is_expert:

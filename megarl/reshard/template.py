@@ -131,9 +131,8 @@ def _for_all(
         stage = sources.stage_of_layer[layer]
     else:
         stage = np.full_like(tensor, 0 if rule.stage == "first" else sources.layout.pp - 1)
-    first = target.first_ranks(expert, sources.num_experts) if rule.is_expert and target.sliced else 0
     return columns | {
         "tensor": tensor,
         "source": sources.number(rule, stage, expert, slot),
-        "engine_rank": first + member,
+        "engine_rank": target.first_ranks(rule, expert, sources.num_experts) + member,
     }

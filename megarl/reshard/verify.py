@@ -183,7 +183,7 @@ def layouts(plan: ReshardPlan) -> str:
 def stated(layout: Layout | object) -> str:
     """`tp=8,pp=2`: what differs from one rank."""
     defaults = type(layout)()
-    names = [field.name for field in fields(layout) if field.name not in ("engines", "sliced", "sequence_parallel")]  # type: ignore[arg-type]
+    names = [field.name for field in fields(layout) if field.name not in ("engines", "whole", "sequence_parallel")]  # type: ignore[arg-type]
     said = [f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) != getattr(defaults, name)]
     return ",".join(said) or "one rank"
 

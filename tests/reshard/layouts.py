@@ -37,7 +37,8 @@ TARGETS: dict[str, Target] = {
     "tp2 ep2": Target(tp=2, ep=2),
     "tp4 ep2": Target(tp=4, ep=2, engines=2),
     "tp2 dp2 ep4": Target(tp=2, dp=2, ep=4, engines=4),
-    "tp2 whole": Target(tp=2, engines=2, sliced=False),
+    "tp4 ep2, whole experts": Target(tp=4, ep=2, whole="experts"),
+    "tp2 whole": Target(tp=2, engines=2, whole="all"),
 }
 
 
@@ -71,7 +72,7 @@ def target(name: str, family: str) -> Target:
     wanted = TARGETS[name]
     dp = wanted.dp if family in DP_ATTENTION else 1
     ep = wanted.ep if FAMILIES[family].num_experts and wanted.tp * dp % wanted.ep == 0 else 1
-    return Target(wanted.tp, ep, dp, wanted.engines, wanted.sliced)
+    return Target(wanted.tp, ep, dp, wanted.engines, wanted.whole)
 
 
 def weight_map(family: str) -> WeightMap:

@@ -23,7 +23,7 @@ BUCKET_BYTES = 3000  # several buckets per rank, and the embedding in several pi
 def slice_of_rank(name: str, tensor: Tensor, rank: int, to: Target, family: str) -> Tensor:
     """What SGLang's rank holds of a tensor, by the tensor's name; empty if that is nothing. Without vocabulary padding."""
     config, ranks = hf_config(family), to.tp * to.dp
-    if not to.sliced:
+    if to.whole == "all" or (to.whole == "experts" and ".experts." in name):
         return tensor
     if expert := re.search(r"\.experts\.(\d+)\.", name):
         of_group = ranks // to.ep
@@ -54,20 +54,28 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: Target, family: str)
     return tensor  # norms, router, latent down-projections
 
 
-def carried_out(plan: ReshardPlan, shards: list[dict[str, Tensor]]) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """What every rank of every engine holds after the copies of a plan, by (engine, rank); -1 where nothing was written."""
-    held = {
-        (engine, rank): {name: torch.full((box[1], box[3]), -1, dtype=torch.int32) for name, box in plan.slices(rank).items()}
-        for engine in range(plan.target.engines)
-        for rank in range(plan.target.ranks)
-    }
+Held = dict[tuple[int, str], Tensor]
+"""(rank of an engine, tensor) -> its slice as a matrix."""
+
+
+def wanted_by(to: Target, tensors: dict[str, Tensor], family: str) -> Held:
+    """What the ranks of one engine hold."""
+    every = {(rank, name): slice_of_rank(name, tensors[name], rank, to, family) for name in tensors for rank in range(to.ranks)}
+    return {key: part.reshape(len(part), -1) for key, part in every.items() if part.numel()}
+
+
+def carried_out(plan: ReshardPlan, shards: list[dict[str, Tensor]]) -> list[Held]:
+    """What every engine holds after the copies of a plan; -1 where nothing was written."""
+    boxes = {(rank, name): (box[1], box[3]) for rank in range(plan.target.ranks) for name, box in plan.slices(rank).items()}
+    held = [{key: torch.full(shape, -1, dtype=torch.int32) for key, shape in boxes.items()} for _ in range(plan.target.engines)]
+    written = [{key: tensor.numpy() for key, tensor in of_engine.items()} for of_engine in held]  # the same memory
     for rank, own in enumerate(shards):
         for bucket in plan.sends(rank):
             for t in plan.contents(bucket):
-                box = own[t.parameter][t.source_row : t.source_row + t.rows, t.source_col : t.source_col + t.cols]
+                box = own[t.parameter].numpy()[t.source_row : t.source_row + t.rows, t.source_col : t.source_col + t.cols]
                 assert box.shape == (t.rows, t.cols)
                 for engine in bucket.engines:
-                    goal = held[engine, t.engine_rank][t.tensor]
+                    goal = written[engine][t.engine_rank, t.tensor]
                     goal[t.target_row : t.target_row + t.rows, t.target_col : t.target_col + t.cols] = box
     return held
 
@@ -75,23 +83,19 @@ def carried_out(plan: ReshardPlan, shards: list[dict[str, Tensor]]) -> dict[tupl
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_of_an_engine_gets_its_slices_of_the_full_tensors_from_every_layout(family: str) -> None:
     tensors = random_tensors(family)
+    wanted_of = {name: wanted_by(target(name, family), tensors, family) for name in TARGETS}
     for from_name in SOURCES:
         layout = source(from_name, family)
         shards = shards_of_ranks(tensors, family, layout)
-        for to_name in TARGETS:
+        for to_name, wanted in wanted_of.items():
             to = target(to_name, family)
             plan = plan_reshard(hf_config(family), layout, to, itemsize=4, bucket_bytes=BUCKET_BYTES)
             proof = verify(plan)
-            held = carried_out(plan, shards)
-            sizes = 0
-            for (engine, rank), found in held.items():
-                wanted = {name: slice_of_rank(name, tensor, rank, to, family) for name, tensor in tensors.items()}
-                wanted = {name: part.reshape(len(part), -1) for name, part in wanted.items() if part.numel()}
-                assert found.keys() == wanted.keys()
-                wrong = [name for name in wanted if not torch.equal(found[name], wanted[name])]
-                assert wrong == [], f"{from_name} -> {to_name}, engine {engine}, rank {rank}"
-                sizes += sum(part.nbytes for part in wanted.values())
-            assert proof.nbytes == sizes
+            for engine, held in enumerate(carried_out(plan, shards)):
+                assert held.keys() == wanted.keys()
+                wrong = [key for key in wanted if not torch.equal(held[key], wanted[key])]
+                assert wrong == [], f"{from_name} -> {to_name}, engine {engine}"
+            assert proof.nbytes == to.engines * sum(part.nbytes for part in wanted.values())
 
 
 def small_plan(from_name: str = "ep2 etp2", to: Target | None = None, family: str = "deepseek_v3") -> ReshardPlan:
@@ -198,6 +202,19 @@ def test_stages_begin_with_different_engines() -> None:
 def test_engines_are_served_by_the_replicas_next_to_them() -> None:
     plan = plan_reshard(hf_config("llama"), source("ep2 dp4", "llama"), Target(engines=8), itemsize=4)
     assert [{e for bucket in plan.sends(rank) for e in bucket.engines} for rank in range(4)] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
+
+
+def test_what_is_taken_whole_is_recorded_and_makes_the_plan_redundant() -> None:
+    names = small_plan().tensors.names
+    assert small_plan().taken_whole == []
+    assert small_plan(to=Target(whole="all")).taken_whole == []  # a single rank holds everything
+    of_experts = [name for name in names if ".experts." in name]
+    plan = small_plan(to=Target(tp=2, ep=2, whole="experts"))
+    assert plan.taken_whole == of_experts
+    own, experts = plan.own_bytes, sum(int(plan.tensors.nbytes[names.index(name)]) for name in of_experts)
+    assert plan.transfers.nbytes.sum() == own + experts
+    whole = [name for name in names if not re.search(r"norm|mlp\.gate\.|q_a_proj|kv_a_proj", name)]
+    assert small_plan(to=Target(tp=2, whole="all")).taken_whole == whole
 
 
 @pytest.mark.parametrize(
