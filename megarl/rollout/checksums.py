@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megarl.errors import EngineError
+from megarl.rollout.same_model import ModelFacts
 
 VOCAB_PADDING = 64  # SGLang's VocabParallelEmbedding pads the vocabulary to a multiple of this
 CPU_PADDING = 32  # and on a CPU each rank's feed-forward width to a multiple of this
@@ -34,6 +35,9 @@ FUSED = {
 PARTS = {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}
 SPLIT_BY_COLUMN = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 SPLIT_BY_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+
+UNCHECKED = ""
+"""The checksum of a weight that was sent without taking one."""
 
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight")
 # projection of an expert -> (engine suffix, position among the expert's projections in it); w1, w3, w2 are Mixtral's
@@ -51,7 +55,10 @@ EXPERT_PARTS = {"w13_weight": 2, "w2_weight": 1}
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What decides how the engine holds a model's weights. `checks_experts`: whether those of experts are known, too."""
+    """What decides how the engine holds a model's weights. `checks_experts`: whether those of experts are known, too.
+
+    `model` says which model it is, where that is known.
+    """
 
     kv_heads: int
     tied_embeddings: bool
@@ -59,6 +66,7 @@ class EngineLayout:
     tp: int = 1
     num_experts: int = 0
     checks_experts: bool = True
+    model: ModelFacts | None = None
 
     @classmethod
     def of_model(cls, model_path: str | Path, dtype: str, tp: int = 1, device: str = "cpu") -> EngineLayout:
@@ -84,6 +92,7 @@ class EngineLayout:
             tp=tp,
             num_experts=num_experts,
             checks_experts=checks_experts,
+            model=ModelFacts(config, dtype),
         )
 
 
@@ -130,24 +139,33 @@ def is_of_experts(parameter: str) -> bool:
     return parameter.rpartition(".experts.")[2] in EXPERT_PARTS
 
 
-def rank_slice(name: str, weight: torch.Tensor, rank: int, layout: EngineLayout) -> torch.Tensor:
-    """The part of `weight` that tensor-parallel `rank` holds, contiguous, in the engine's dtype."""
-    tp, part = layout.tp, weight
-    if name.endswith(SPLIT_BY_VOCABULARY):
-        padding = -len(weight) % VOCAB_PADDING
-        if padding:
-            part = torch.cat([weight, weight.new_zeros(padding, *weight.shape[1:])])
-        part = part.tensor_split(tp)[rank] if tp > 1 else part
-    elif tp == 1:
-        pass
-    elif ".k_proj." in name or ".v_proj." in name:
+def held_slices(name: str, weight: torch.Tensor, layout: EngineLayout) -> list[torch.Tensor]:
+    """What each tensor-parallel rank holds of `weight`, as views; ranks that hold the same share one object.
+
+    Experts are given to every rank whole: how a rank splits them is left to SGLang.
+    """
+    tp = layout.tp
+    if tp == 1:
+        return [weight]
+    if name.endswith(SPLIT_BY_VOCABULARY):  # the padding behind the last row belongs to no weight
+        rows = (len(weight) + -len(weight) % VOCAB_PADDING) // tp
+        return [weight[rank * rows : (rank + 1) * rows] for rank in range(tp)]
+    if ".k_proj." in name or ".v_proj." in name:
         # fewer kv heads than ranks: neighbouring ranks hold copies of the same head
-        shares = min(tp, layout.kv_heads)
-        part = weight.chunk(shares)[rank * shares // tp]
-    elif name.endswith(SPLIT_BY_COLUMN):
-        part = weight.chunk(tp, dim=1)[rank]
-    elif any(f".{suffix}." in name for suffix in FUSED):
-        part = weight.chunk(tp)[rank]
+        shares = weight.chunk(min(tp, layout.kv_heads))
+        return [shares[rank * len(shares) // tp] for rank in range(tp)]
+    if name.endswith(SPLIT_BY_COLUMN):
+        return list(weight.chunk(tp, dim=1))
+    if any(f".{suffix}." in name for suffix in FUSED):
+        return list(weight.chunk(tp))
+    return [weight] * tp
+
+
+def _as_held(name: str, part: torch.Tensor, rank: int, vocabulary: int, layout: EngineLayout) -> torch.Tensor:
+    """A rank's slice in the engine's dtype, contiguous and with the padding of a vocabulary of `vocabulary` rows."""
+    if name.endswith(SPLIT_BY_VOCABULARY):
+        rows = (vocabulary + -vocabulary % VOCAB_PADDING) // layout.tp
+        part = torch.nn.functional.pad(part, (0, 0, 0, rows - len(part))) if len(part) < rows else part
     return part.detach().to(layout.dtype).contiguous()
 
 
@@ -172,30 +190,36 @@ class SentChecksums:
     """Collects the checksums of the weights that one sender sent in one update.
 
     The weights that the engine fuses (q, k, v of a layer; gate, up of a layer; a layer's experts) must come through one
-    sender, in any buckets and order.
+    sender, in any buckets and order. Without `values` it only says which parameters were sent, complete, and costs no time.
     """
 
-    def __init__(self, layout: EngineLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: EngineLayout, values: bool = True) -> None:
+        self._layout, self._values = layout, values
         self._waiting: dict[str, dict[int, list[torch.Tensor]]] = {}
         self._done: dict[str, str] = {}
 
     def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take in the weights of `bucket`; what must wait for its neighbours is copied."""
-        fresh: set[str] = set()
-        for name, weight in bucket:
-            if name == "lm_head.weight" and self._layout.tied_embeddings:
+        """Take in whole weights; what must wait for its neighbours is copied."""
+        self.add_slices([(name, held_slices(name, weight, self._layout)) for name, weight in bucket])
+
+    def add_slices(self, bucket: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> None:
+        """Take in weights of which the slices of all tensor-parallel ranks are given; copies what must wait."""
+        layout, fresh = self._layout, set[str]()
+        for name, parts in bucket:
+            if name == "lm_head.weight" and layout.tied_embeddings:
                 raise EngineError("lm_head.weight was sent although the model ties it to the embeddings; leave it out")
-            if EXPERT.fullmatch(name) and not self._layout.checks_experts:
+            if EXPERT.fullmatch(name) and not layout.checks_experts:
                 continue
             parameter, position = engine_name(name)
-            slices = [rank_slice(name, weight, rank, self._layout) for rank in range(self._layout.tp)]
+            rows = sum(len(part) for part in parts)
+            slices = [_as_held(name, part, rank, rows, layout) for rank, part in enumerate(parts)] if self._values else []
             self._waiting.setdefault(parameter, {})[position] = slices
             fresh.add(parameter)
-            parts = self._waiting[parameter]
-            if len(parts) == self._part_count(parameter):
-                for rank in range(self._layout.tp):
-                    self._done[f"{parameter}@{rank}"] = _hash([parts[i][rank] for i in sorted(parts)])
+            waiting = self._waiting[parameter]
+            if len(waiting) == self._part_count(parameter):
+                for rank in range(layout.tp):
+                    held = [waiting[i][rank] for i in sorted(waiting)] if self._values else []
+                    self._done[f"{parameter}@{rank}"] = _hash(held) if held else UNCHECKED
                 del self._waiting[parameter]
                 fresh.discard(parameter)
         for parameter in fresh:
@@ -219,12 +243,13 @@ class SentChecksums:
 
 
 def compare(sent: Mapping[str, str], held: Mapping[str, str]) -> None:
-    """Check that the engine holds exactly what was sent, parameter by parameter.
+    """Check that the engine holds exactly what was sent, parameter by parameter; of `UNCHECKED` ones, that they were sent.
 
     Raises:
         EngineError: names the first parameters that differ, were not sent, or are not in the engine.
     """
-    differ = sorted(name for name in sent.keys() & held.keys() if sent[name] != held[name])
+    both = sent.keys() & held.keys()
+    differ = sorted(name for name in both if UNCHECKED not in (sent[name], held[name]) and sent[name] != held[name])
     missing = sorted(held.keys() - sent.keys())
     unknown = sorted(sent.keys() - held.keys())
     problems = [

@@ -21,6 +21,7 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.checksums import compare, sha256_start
 from megarl.rollout.engine import Bucket, FinishReason, Generation, Progress, SamplingParams, check_request
 from megarl.rollout.hub_names import hub_tensors
+from megarl.rollout.weight_state import WeightState
 
 
 @dataclass
@@ -61,10 +62,9 @@ class EmbeddedEngine:
         self._model.requires_grad_(False)
         self._held = hub_tensors(self._model)
         self._seed, self._max_batch_samples = seed, max_batch_samples
-        self._version = initial_version
-        self._updating: int | None = None
+        self._weights = WeightState(initial_version)
         self._sent: dict[str, str] = {}
-        self._asleep = self._paused = self._stopped = False
+        self._paused = self._stopped = False
         self._calls = 0
         self._aborts = 0  # rows begun before the last abort end at their next token
         self._weights_epoch = 0  # caches made in an earlier epoch are stale
@@ -73,7 +73,7 @@ class EmbeddedEngine:
 
     @property
     def weight_version(self) -> int | None:
-        return self._version
+        return self._weights.version
 
     # generation ---------------------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class EmbeddedEngine:
         on_progress: Progress | None = None,
         deadline_s: float = 1800.0,
     ) -> list[list[Generation]]:
-        check_request(prompts, n, keys, self._version)
+        check_request(prompts, n, keys, self.weight_version)
         self._calls += 1
         keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
         rows = [
@@ -138,15 +138,15 @@ class EmbeddedEngine:
                     if epoch != self._weights_epoch:
                         epoch = self._weights_epoch
                         batch.prefill()
-                    assert self._version is not None  # _wait_for_weights saw to it
-                    ended = batch.next_token(self._version)
+                    assert self.weight_version is not None  # _wait_for_weights saw to it
+                    ended = batch.next_token(self.weight_version)
                 if ended and on_progress is not None:
                     done_rows = [row for row in rows if row.finish_reason is not None]
                     on_progress(len(done_rows), sum(len(row.response) for row in done_rows))
 
     def _wait_for_weights(self, deadline: float, cancelled: threading.Event, aborts: int) -> None:
         """Wait while paused or without weights, and let whoever wants to change something have its turn; `_turn` is held."""
-        while self._paused or self._version is None or self._wanting_turn:
+        while self._paused or self.weight_version is None or self._wanting_turn:
             if self._stopped:
                 raise EngineError("the engine was stopped while it was generating")
             if cancelled.is_set() or aborts != self._aborts or time.monotonic() > deadline:
@@ -176,18 +176,14 @@ class EmbeddedEngine:
 
     # weights ------------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, version: int) -> None:
-        if self._updating is not None:
-            raise EngineError(f"the update to version {self._updating} is still open; end it before beginning {version}")
-        if self._asleep:
-            raise EngineError("the engine sleeps; wake it before sending weights")
+    async def begin_update(self, version: int, base: int | None = None) -> None:
         with self._change():
-            self._version, self._updating, self._sent = None, version, {}
+            self._weights.begin(version, base)
+            self._sent = {} if base is None else self._sent  # what is not sent again must still be as it was sent
             self._weights_epoch += 1
 
     async def apply_update(self, bucket: Bucket) -> None:
-        if self._updating is None:
-            raise EngineError("no weight update is open; call begin_update first")
+        self._weights.receive()
         with self._change():
             for name, weight in bucket:
                 held = self._held.get(name)
@@ -199,22 +195,28 @@ class EmbeddedEngine:
                 self._sent[name] = sha256_start([weight.detach().to(held.dtype)])
 
     async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
-        if self._updating != version:
-            raise EngineError(f"end_update({version}) does not end the update that was begun ({self._updating})")
-        self._updating = None
-        compare(
-            {**self._sent, **(checksums or {})},
-            {name: sha256_start([tensor]) for name, tensor in self._held.items()},
-        )
+        self._weights.check(version)
+        try:
+            compare(
+                {**self._sent, **(checksums or {})},
+                {name: sha256_start([tensor]) for name, tensor in self._held.items()},
+            )
+        except EngineError:
+            self._weights.fail()
+            raise
         with self._change():
-            self._version = version
+            self._weights.confirm()
+
+    async def abandon_update(self) -> None:
+        with self._change():
+            self._weights.fail()
 
     async def sleep(self) -> None:
         with self._change():
-            self._version, self._asleep = None, True
+            self._weights.sleep()
 
     async def wake(self) -> None:
-        self._asleep = False
+        self._weights.wake()
 
     async def health(self) -> None:
         if self._stopped:
@@ -222,7 +224,8 @@ class EmbeddedEngine:
 
     async def stop(self) -> None:
         with self._change():
-            self._version, self._stopped = None, True
+            self._weights.lose()
+            self._stopped = True
 
 
 class _Batch:

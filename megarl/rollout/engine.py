@@ -110,8 +110,12 @@ class Engine(Protocol):
         """End every response under way; each is returned as far as it got, with finish reason `abort`."""
         ...
 
-    async def begin_update(self, version: int) -> None:
-        """Stop sampling and make ready to receive the weights of `version`."""
+    async def begin_update(self, version: int, base: int | None = None) -> None:
+        """Stop sampling and make ready to receive the weights of `version`: all, or those that changed since `base`.
+
+        Raises:
+            EngineError: an update is open, the engine sleeps, or `base` is not the version that it has.
+        """
         ...
 
     async def apply_update(self, bucket: Bucket) -> None:
@@ -121,11 +125,16 @@ class Engine(Protocol):
     async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
         """Verify the values now in the engine, drop what was cached under the old weights, and sample again.
 
-        `checksums` are those of other senders of this update; those of `apply_update` are known already.
+        `checksums` are those of other senders of this update; those of `apply_update` are known already. Where a sender took
+        none, only that everything has come is verified.
 
         Raises:
             EngineError: a weight is missing or differs; the engine then refuses to generate until a complete update.
         """
+        ...
+
+    async def abandon_update(self) -> None:
+        """Give up the open update. The weights have no known version until a complete one; sampling stays stopped."""
         ...
 
     async def sleep(self) -> None:

@@ -87,7 +87,7 @@ class ReplayEngine:
     async def abort_all(self) -> None:
         """Nothing is ever under way."""
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, base: int | None = None) -> None:
         self._version = None
 
     async def apply_update(self, bucket: Bucket) -> None:
@@ -95,6 +95,9 @@ class ReplayEngine:
 
     async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
         self._version = version
+
+    async def abandon_update(self) -> None:
+        """As after any failed update, there is no version until the next one."""
 
     async def sleep(self) -> None:
         self._version = None

@@ -9,16 +9,17 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.checksums import EngineLayout, compare, is_of_experts
+from megarl.rollout.checksums import UNCHECKED, EngineLayout, compare, is_of_experts
 from megarl.rollout.engine import Bucket, Generation, Progress, SamplingParams, check_request
 from megarl.rollout.sglang_senders import Endpoint, TensorSender
 from megarl.rollout.sglang_server import ServerOptions, SglangServer
+from megarl.rollout.weight_state import WeightState
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
@@ -36,10 +37,10 @@ class SglangEngine:
     def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
         self.server = server
         self.endpoint = Endpoint(server.url, layout)
-        self._version = initial_version
-        self._paused = self._asleep = False
-        self._updating: int | None = None
+        self._weights = WeightState(initial_version)
+        self._paused = False
         self._session_open = False
+        self._parameters: set[str] = set()
         self._sender = TensorSender(self.endpoint)
         self._rounds: set[_Round] = set()
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
@@ -62,7 +63,7 @@ class SglangEngine:
 
     @property
     def weight_version(self) -> int | None:
-        return self._version
+        return self._weights.version
 
     # generation ---------------------------------------------------------------------------------------------------
 
@@ -76,9 +77,7 @@ class SglangEngine:
         on_progress: Progress | None = None,
         deadline_s: float = 1800.0,
     ) -> list[list[Generation]]:
-        version = check_request(prompts, n, keys, self._version)
-        if self._asleep:
-            raise EngineError("the engine sleeps; wake it and send it weights before generating")
+        version = check_request(prompts, n, keys, self.weight_version)
         ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
         async with self._session(None) as session:
             round_ = _Round(session, _sampling(params), version, on_progress)
@@ -129,7 +128,7 @@ class SglangEngine:
                 await asyncio.wait({posting}, timeout=grace_s)
                 if not posting.done():
                     await self._abort([body["rid"]])
-                if self._paused or self._updating is not None:
+                if self._paused or self.weight_version is None:
                     break
             return posting.result() if posting.done() else None
         finally:
@@ -154,63 +153,81 @@ class SglangEngine:
 
     async def resume(self) -> None:
         self._paused = False
-        if self._updating is None:
+        if self.weight_version is not None:  # else the update that gives it one continues
             await self._control("continue_generation", {})
 
     # weights ------------------------------------------------------------------------------------------------------
 
-    async def begin_update(self, version: int) -> None:
-        if self._updating is not None:
-            raise EngineError(f"the update to version {self._updating} is still open; end it before beginning {version}")
-        if self._asleep:
-            raise EngineError("the engine sleeps; wake it before sending weights")
-        self._version, self._updating = None, version
+    async def begin_update(self, version: int, base: int | None = None) -> None:
+        self._weights.begin(version, base)
         self._sender = TensorSender(self.endpoint)
-        async with self._session(CONTROL_TIMEOUT_S) as session:
-            await self._post(session, "pause_generation", {"mode": "retract"})
-            if self._session_open:  # left by an update that failed
-                await self._post(session, "end_weight_update", {})
-            await self._post(session, "begin_weight_update", {})
-            self._session_open = True
+        with self._failing():
+            async with self._session(CONTROL_TIMEOUT_S) as session:
+                await self._post(session, "pause_generation", {"mode": "retract"})
+                if self._session_open:  # left by an update that failed
+                    await self._post(session, "end_weight_update", {})
+                await self._post(session, "begin_weight_update", {})
+                self._session_open = True
 
     async def apply_update(self, bucket: Bucket) -> None:
-        if self._updating is None:
-            raise EngineError("no weight update is open; call begin_update first")
+        self._weights.receive()
         await asyncio.to_thread(self._sender.send, bucket)
 
     async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
-        if self._updating != version:
-            raise EngineError(f"end_update({version}) does not end the update that was begun ({self._updating})")
-        self._updating = None
-        sent = {**self._sender.checksums(), **(checksums or {})}
-        async with self._session(CONTROL_TIMEOUT_S) as session:
-            await self._post(session, "end_weight_update", {})
-            self._session_open = False
-            answer = await self._post(session, "weights_checker", {"action": "checksum"})
-            held = {
-                f"{name}@{rank['parallelism_info'][0]['tp_rank']}": value
-                for rank in answer["ranks"]
-                for name, value in rank["checksums"].items()
-                if self.endpoint.layout.checks_experts or not is_of_experts(name)
-            }
-            compare(sent, held)
-            await self._post(session, "flush_cache", {})
-            await self._set_server_version(session, version)
-            self._version = version
-            if not self._paused:
-                await self._post(session, "continue_generation", {})
+        self._weights.check(version)
+        with self._failing():
+            sent = {**self._sender.checksums(), **(checksums or {})}
+            async with self._session(CONTROL_TIMEOUT_S) as session:
+                await self._post(session, "end_weight_update", {})
+                self._session_open = False
+                compare(sent, await self._held(session, values=UNCHECKED not in sent.values()))
+                await self._post(session, "flush_cache", {})
+                await self._set_server_version(session, version)
+                self._weights.confirm()
+                if not self._paused:
+                    await self._post(session, "continue_generation", {})
+
+    async def abandon_update(self) -> None:
+        # the server's own session stays open, and sampling paused, until the next update
+        self._weights.fail()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Whatever is raised inside leaves the engine without weights of a known version."""
+        try:
+            yield
+        except BaseException:
+            self._weights.lose()
+            raise
+
+    async def _held(self, session: aiohttp.ClientSession, *, values: bool) -> dict[str, str]:
+        """`<parameter>@<tp rank>` -> checksum of what the server holds, as far as what was sent can say what it must be.
+
+        Without `values` the server is only asked if it has never said which parameters it has.
+        """
+        if not values and self._parameters:
+            return dict.fromkeys(self._parameters, UNCHECKED)
+        answer = await self._post(session, "weights_checker", {"action": "checksum"})
+        held = {
+            f"{name}@{rank['parallelism_info'][0]['tp_rank']}": value
+            for rank in answer["ranks"]
+            for name, value in rank["checksums"].items()
+            if self.endpoint.layout.checks_experts or not is_of_experts(name)
+        }
+        self._parameters = set(held)
+        return held
 
     async def _set_server_version(self, session: aiohttp.ClientSession, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}
         await self._post(session, "update_weight_version", body)
 
     async def sleep(self) -> None:
-        self._version, self._asleep = None, True
+        self._weights.sleep()
         await self._control("release_memory_occupation", {})
 
     async def wake(self) -> None:
+        self._weights.wake()
         await self._control("resume_memory_occupation", {})
-        self._asleep = False
 
     # the process --------------------------------------------------------------------------------------------------
 
@@ -227,7 +244,7 @@ class SglangEngine:
         self.__init__(self.server, self.endpoint.layout)  # type: ignore[misc]
 
     async def stop(self) -> None:
-        self._version = None
+        self._weights.lose()
         await asyncio.to_thread(self.server.stop)
 
     # transport ----------------------------------------------------------------------------------------------------

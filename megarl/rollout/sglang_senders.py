@@ -10,6 +10,7 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 
 from megarl.errors import EngineError
-from megarl.rollout.checksums import EngineLayout, SentChecksums
+from megarl.rollout.checksums import EngineLayout, SentChecksums, held_slices
 from megarl.rollout.engine import Bucket
-from megarl.rollout.payload import LOAD_FORMAT, Staging
+from megarl.rollout.payload import ALIGN_BYTES, WHOLE, Staged, Staging
 
 POLL_S = 0.005
+ALIVE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -32,45 +34,80 @@ class Endpoint:
     layout: EngineLayout
 
 
-class TensorSender:
-    """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine."""
+class _Sender:
+    """What both transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
+    align_bytes = ALIGN_BYTES
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
-        self._staging = Staging()
-        self._checksums = SentChecksums(endpoint.layout)
+        self._staging: Staging | None = None
+        self._checksums = self.new_checksums()
+
+    def slices(self, bucket: Bucket) -> list[tuple[str, Sequence[torch.Tensor]]]:
+        """What `Staging.stage` must be given for this engine."""
+        return [(name, [weight]) for name, weight in bucket]
+
+    def new_checksums(self, values: bool = True) -> SentChecksums:
+        """What takes the checksums of an update to this engine, or to any other of the same layout."""
+        return SentChecksums(self.endpoint.layout, values)
+
+    def deliver(self, staged: Staged) -> None:
+        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
+        raise NotImplementedError
 
     def send(self, bucket: Bucket) -> None:
         """Send `bucket`; returns when the engine has taken it over.
 
         Raises:
-            EngineError: no update is open, or the engine refused the weights.
+            EngineError: no update is open, or the engine refused the weights. A process group is then out of step: close it.
         """
         if not bucket:
             return
-        body = {
-            "serialized_named_tensors": self._staging.pack(bucket, self.endpoint.layout.tp),
-            "load_format": LOAD_FORMAT,
-            "flush_cache": False,  # once, at the end of the update
-        }
+        self._staging = self._staging or Staging(1, self.align_bytes)
         hashing = _Hashing(self._checksums, bucket)
         try:
-            call(self.endpoint.url, "update_weights_from_tensor", body, self.timeout_s)
+            self.deliver(self._staging.stage(self.slices(bucket)))
         finally:
             hashing.join()
         hashing.check()
 
     def checksums(self) -> dict[str, str]:
-        """Checksums of everything sent since the last call; ends this sender's part of the update."""
-        done, self._checksums = self._checksums, SentChecksums(self.endpoint.layout)
+        """Checksums of everything that `send` sent since the last call; ends this sender's part of the update."""
+        done, self._checksums = self._checksums, self.new_checksums()
         return done.result()
 
+    def close(self) -> None:
+        """Give back what the engine and this process hold for the connection."""
 
-class DistributedSender:
+
+class TensorSender(_Sender):
+    """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine, each rank its own slices."""
+
+    def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
+        super().__init__(endpoint, timeout_s)
+
+    def slices(self, bucket: Bucket) -> list[tuple[str, Sequence[torch.Tensor]]]:
+        """The slices of every tensor-parallel rank; see `checksums.held_slices`."""
+        return [(name, held_slices(name, weight, self.endpoint.layout)) for name, weight in bucket]
+
+    def deliver(self, staged: Staged) -> None:
+        """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
+        body = {
+            "serialized_named_tensors": staged.payloads(self.endpoint.layout.tp),
+            "load_format": staged.load_format,
+            "flush_cache": False,  # once, at the end of the update
+        }
+        call(self.endpoint.url, "update_weights_from_tensor", body, self.timeout_s)
+
+
+class DistributedSender(_Sender):
     """Sends weights over a process group of this process (rank 0) and the server's tensor-parallel ranks.
 
     `backend` is `gloo` on CPU and `nccl` on CUDA. Use as a context manager: leaving it destroys the group on both sides.
     """
+
+    align_bytes = 1  # SGLang's receiving side knows no gaps
 
     def __init__(
         self,
@@ -82,9 +119,10 @@ class DistributedSender:
         group_name: str = "megarl_weights",
         timeout_s: float = 300.0,
     ) -> None:
-        self.endpoint, self.timeout_s, self.group_name = endpoint, timeout_s, group_name
-        self._checksums = SentChecksums(endpoint.layout)
+        super().__init__(endpoint, timeout_s)
+        self.group_name = group_name
         world_size = 1 + endpoint.layout.tp
+        check_alive(endpoint.url)  # else the rendezvous would wait for a server that is gone
         joining = _Call(
             endpoint.url,
             "init_weights_update_group",
@@ -102,53 +140,52 @@ class DistributedSender:
         self._group: Any = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
         joining.result()
 
-    def send(self, bucket: Bucket) -> None:
-        """Broadcast `bucket` to the engine's ranks; returns when the engine has loaded it.
-
-        Raises:
-            EngineError: no update is open, or the engine refused the weights. The group is then out of step: close it.
-        """
-        if not bucket:
-            return
+    def deliver(self, staged: Staged) -> None:
+        """Broadcast the staged weights to the engine's ranks; returns when they have loaded them, or raises EngineError."""
+        places = staged.places[0]
         body = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(weight.dtype).removeprefix("torch.") for _, weight in bucket],
-            "shapes": [list(weight.shape) for _, weight in bucket],
+            "names": [place.name for place in places],
+            "dtypes": [str(place.dtype).removeprefix("torch.") for place in places],
+            "shapes": [list(place.shape) for place in places],
             "group_name": self.group_name,
-            "load_format": LOAD_FORMAT,
+            "load_format": WHOLE,
             "flush_cache": False,
         }
-        flat = torch.cat([weight.detach().reshape(-1).view(torch.uint8) for _, weight in bucket])
         loading = _Call(self.endpoint.url, "update_weights_from_distributed", body, self.timeout_s)
-        hashing = _Hashing(self._checksums, bucket)
-        broadcast = torch.distributed.broadcast(flat, src=0, group=self._group, async_op=True)
-        hashing.join()
+        broadcast = torch.distributed.broadcast(staged.buffer, src=0, group=self._group, async_op=True)
         # an engine that refuses, at once or late, never joins the broadcast, which would then wait for its whole timeout
         while not broadcast.is_completed() and not loading.ended_within(POLL_S):
             pass
         loading.raise_if_failed()
-        broadcast.wait()
+        try:
+            broadcast.wait()
+        except RuntimeError as error:
+            raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
-        hashing.check()
-
-    def checksums(self) -> dict[str, str]:
-        """Checksums of everything sent since the last call; ends this sender's part of the update."""
-        done, self._checksums = self._checksums, SentChecksums(self.endpoint.layout)
-        return done.result()
 
     def close(self) -> None:
-        """Destroy the group here and in the engine."""
+        """Destroy the group here and, if it still answers, in the engine."""
         if self._group is not None:
             group, self._group = self._group, None
-            body = {"group_name": self.group_name}
-            call(self.endpoint.url, "destroy_weights_update_group", body, self.timeout_s)
-            torch.distributed.destroy_process_group(group)
+            try:
+                body = {"group_name": self.group_name}
+                call(self.endpoint.url, "destroy_weights_update_group", body, self.timeout_s)
+            finally:
+                torch.distributed.destroy_process_group(group)
 
     def __enter__(self) -> DistributedSender:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def check_alive(url: str) -> None:
+    """Return if a server answers at `url`, else raise EngineError."""
+    try:
+        urllib.request.urlopen(f"{url}/model_info", timeout=ALIVE_S).close()
+    except OSError as error:
+        raise EngineError(f"{url} does not answer: {error}") from error
 
 
 def call(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.errors import EngineError
+from megarl.rollout.payload import SLICED
 from megarl.rollout.process_tree import end_tree
 
 HOST = "127.0.0.1"
@@ -73,6 +74,7 @@ class ServerOptions:
             "sleep_on_idle": True,  # else the scheduler burns a core while training runs
             "max_total_tokens": self.max_total_tokens,
             "max_running_requests": self.max_running_requests,
+            "custom_weight_loader": SLICED if self.tp > 1 else None,
             "log_level": "warning",
         }
         if self.device == "cpu":
@@ -210,7 +212,9 @@ def _claim_port(wanted: int | None) -> int:
     """
     if wanted is not None:
         if not _is_free(wanted):
-            raise EngineError(f"rollout.port is {wanted}, which is in use on {HOST}; choose a free port or leave it out")
+            raise EngineError(
+                f"rollout.engine_args.port is {wanted}, which is in use on {HOST}; choose a free port or leave it out"
+            )
         return wanted
     ceiling = int(EPHEMERAL_PORTS.read_text().split()[0]) if EPHEMERAL_PORTS.exists() else 32768
     return next(port for port in iter(lambda: secrets.choice(range(10_000, max(ceiling, 11_000))), None) if _is_free(port))

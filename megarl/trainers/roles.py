@@ -18,10 +18,12 @@ from megarl.config.supervised import SupervisedConfig
 from megarl.data.batch import Batch
 from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
 from megarl.data.stream import MicroBatch, Unit
+from megarl.errors import EngineError
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.trainers.objectives import combine
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup, WorkerGroup, wait_for
+from megarl.workers.weight_sync import Pushed, merge
 
 POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
 
@@ -170,22 +172,42 @@ class Roles:
         """Write `role` as a Hugging Face model folder, whole or not at all."""
         self._call(self.group_of(role), "export_role", (role, folder), f"export of {role}", self._deadlines.save_s)
 
-    def open_senders(self, targets: Sequence[Any], transport: str, deadline_s: float) -> None:
-        """Connect the policy's ranks to the engines, one stage after the other (each may open a process group)."""
+    def open_senders(self, targets: Sequence[Any] | Mapping[int, Any], transport: str, deadline_s: float) -> None:
+        """Connect the policy's ranks to engines by number, one stage after the other (each may open a process group).
+
+        Engines that were restarted are connected anew, the others are left as they are. One that is not reached, or takes
+        longer than half of `deadline_s`, is an error of the next push.
+        """
         policy = self.groups[POLICY]
         assert isinstance(policy, WorkerGroup), "engines are reached from Ray actors"
+        numbered = dict(targets) if isinstance(targets, Mapping) else dict(enumerate(targets))
         for actor in policy.actors:
-            reference = actor.open_senders.remote(list(targets), transport)
+            reference = actor.open_senders.remote(numbered, transport, deadline_s / 2)
             wait_for([reference], phase="connection to the engines", deadline_s=deadline_s)
 
+    def push(
+        self,
+        deadline_s: float,
+        bases: Mapping[int, int | None] | None = None,
+        version: int | None = None,
+        verify: bool = True,
+    ) -> dict[int, Pushed]:
+        """Send the policy to the engines in `bases` (None: all); by engine the checksums sent, or why it failed.
+
+        `bases[engine]` is the version whose weights the engine has and which only the changes since are sent to, or None.
+        `version` is that of the weights now, for later changes to be told from; without it nothing is remembered. Without
+        `verify` no checksums are taken.
+        """
+        arguments = (POLICY, bases, version, verify)
+        return merge(self.groups[POLICY].call("push_weights", arguments, phase="weight sync", deadline_s=deadline_s))
+
     def push_weights(self, deadline_s: float) -> list[dict[str, str]]:
-        """Send the policy to the engines; per engine the checksum of every tensor sent."""
-        answers = self.groups[POLICY].call("push_weights", (POLICY,), phase="weight sync", deadline_s=deadline_s)
-        merged: list[dict[str, str]] = [{} for _ in max(answers, key=len)]
-        for answer in answers:
-            for engine, checksums in enumerate(answer):
-                merged[engine] |= checksums
-        return merged
+        """`push` to all engines, where none may fail: per engine the checksums."""
+        pushed = self.push(deadline_s)
+        for engine in pushed.values():
+            if engine.error is not None:
+                raise EngineError(engine.error)
+        return [pushed[engine].checksums for engine in sorted(pushed)]
 
     def save(self, folder: str) -> None:
         """Write every role that changes during the run into a folder of its own below `folder`."""

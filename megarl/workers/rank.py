@@ -8,7 +8,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import ray
@@ -27,7 +29,7 @@ class Rank:
 
         torch.set_num_threads(threads)
         self.roles: dict[str, Any] = {}
-        self.senders: list[Any] = []
+        self.pusher: Any = None
 
     def address(self) -> tuple[str, int]:
         """(IP of this node, a port that was free a moment ago), for rank 0 to lead the world's rendezvous."""
@@ -86,20 +88,37 @@ class Rank:
 
         write_role(self.roles[role], folder)
 
-    def open_senders(self, targets: list[Any], transport: str) -> None:
-        """Connect to the engines, where this rank has weights to send: it leads a pipeline stage."""
-        from megarl.workers.weight_sync import open_sender
+    def open_senders(self, targets: Mapping[int, Any], transport: str, timeout_s: float = 300.0) -> None:
+        """Connect to engines by number, or anew to those that were restarted, where this rank has weights to send: it leads
+        a pipeline stage. An engine that cannot be reached is an error of the next push. `timeout_s` is as in `open_sender`.
+
+        Raises:
+            EngineError: an engine serves another model than the policy.
+        """
+        from megarl.models.registry import load_hf_config
+        from megarl.rollout.same_model import ModelFacts, check_same_model
+        from megarl.workers.weight_sync import Pusher, model_of, open_sender
 
         if self.layout.coords(self.rank).tp or self.layout.coords(self.rank).dp or self.layout.coords(self.rank).cp:
             return
+        self.pusher = self.pusher or Pusher()
         backend = self.platform.collective_backend
-        self.senders = [open_sender(target, transport, self.address(), backend) for target in targets]
+        policy = self.roles["policy"].options
+        trainer = ModelFacts(load_hf_config(policy.path), policy.dtype)
+        for engine, target in targets.items():
+            if (serves := model_of(target)) is not None:
+                check_same_model(serves, trainer)
+            self.pusher.connect(engine, partial(open_sender, target, transport, self.address(), backend, timeout_s))
 
-    def push_weights(self, role: str) -> list[dict[str, str]]:
-        """Send this rank's part of the weights to every engine; per engine the checksums by tensor name."""
-        from megarl.workers.weight_sync import push
-
-        return push(self.roles[role].export(), self.senders)
+    def push_weights(
+        self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
+    ) -> dict[int, Any]:
+        """Send this rank's part of the weights to engines: by engine what came of it, a `Pushed`; see `Pusher.push`."""
+        if self.pusher is not None:
+            return self.pusher.push(self.roles[role].export(), bases, version, verify)
+        for _ in self.roles[role].export():  # collective: the ranks of a stage hand their shards to its leading one
+            pass
+        return {}
 
     def save_role(self, role: str, folder: str) -> None:
         """Write the role's distributed checkpoint; collective over the world."""

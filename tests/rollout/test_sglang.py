@@ -121,18 +121,16 @@ def test_a_value_damaged_on_the_way_is_named(
 
     async def scenario() -> None:
         weights = weights_of(load(tiny_path, seed=5))
-        pack = payload.Staging.pack
+        stage = payload.Staging.stage
 
-        def damaging(staging: payload.Staging, bucket: Any, copies: int) -> list[str]:
-            payloads = pack(staging, bucket, copies)
-            names = [name for name, _ in bucket]
-            if "model.layers.1.mlp.up_proj.weight" in names:
-                place = payload._places(bucket)[0][names.index("model.layers.1.mlp.up_proj.weight")]
-                assert staging._buffer is not None
-                staging._buffer[place.start_idx + 8] ^= 1
-            return payloads
+        def damaging(staging: payload.Staging, bucket: Any) -> payload.Staged:
+            staged = stage(staging, bucket)
+            for place in staged.places[0]:
+                if place.name == "model.layers.1.mlp.up_proj.weight":
+                    staged.buffer[place.start + 8] ^= 1
+            return staged
 
-        monkeypatch.setattr(payload.Staging, "pack", damaging)
+        monkeypatch.setattr(payload.Staging, "stage", damaging)
         with pytest.raises(EngineError, match=r"1 differ, 0 missing.*model\.layers\.1\.mlp\.gate_up_proj\.weight@0$"):
             await sync(sglang_engine, weights, 20)
         assert sglang_engine.weight_version is None
@@ -293,7 +291,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind((HOST, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(EngineError, match=f"rollout.port is {port}, which is in use"):
+        with pytest.raises(EngineError, match=f"rollout.engine_args.port is {port}, which is in use"):
             SglangServer(ServerOptions("model", tmp_path / "server.log", port=port)).start()
 
 

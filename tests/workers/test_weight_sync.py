@@ -1,0 +1,267 @@
+"""One rank's pushes: every engine that lives gets every byte, whatever becomes of the others, through two buffers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.errors import EngineError
+from megarl.reshard.delta import base_for
+from megarl.rollout.checksums import EngineLayout, SentChecksums, held_slices
+from megarl.rollout.embedded import EmbeddedEngine
+from megarl.rollout.payload import Place, Staged, Staging
+from megarl.workers import weight_sync
+from megarl.workers.weight_sync import Pushed, Pusher, merge
+from tests.rollout.tiny import TINY, load, save_tiny, weights_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model."""
+    return save_tiny(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the tiny model is many of them."""
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 2**14)
+
+
+class Direct:
+    """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
+
+    align_bytes = 16
+
+    def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
+        self.engine, self.dies_at, self.slow_s, self.taken, self.is_closed = engine, dies_at, slow_s, 0, False
+
+    def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
+        """Whole tensors."""
+        return [(name, [weight]) for name, weight in bucket]
+
+    def new_checksums(self, values: bool) -> SentChecksums | None:
+        """The engine takes them."""
+        return None
+
+    def deliver(self, staged: Staged) -> None:
+        """Half of the last bucket's time passes before the engine reads, so that a buffer filled too early is seen."""
+        time.sleep(self.slow_s)
+        if self.taken == self.dies_at:
+            raise EngineError("engine 1 did not answer: connection reset by peer")
+        self.taken += 1
+        asyncio.run(self.engine.apply_update(staged.tensors()))
+
+    def close(self) -> None:
+        """An engine that is gone does not answer this, either."""
+        self.is_closed = True
+        raise EngineError("engine did not answer")
+
+
+def exported(weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights as the export gives them: each in memory that is used again for the next."""
+    scratch = torch.empty(max(weight.numel() for _, weight in weights))
+    for name, weight in weights:
+        yield name, scratch[: weight.numel()].view(weight.shape).copy_(weight).clone()
+
+
+def test_an_engine_that_dies_in_the_middle_does_not_touch_the_others(folder: Path) -> None:
+    engines = [EmbeddedEngine(folder, initial_version=0) for _ in range(3)]
+    pusher = Pusher()
+    for number, engine in enumerate(engines):
+        sender = Direct(engine, dies_at=3 if number == 1 else None, slow_s=0.01 * number)
+        pusher.connect(number, lambda sender=sender: sender)
+    new = load(folder, seed=1)
+
+    async def begin() -> None:
+        for engine in engines:
+            await engine.begin_update(1)
+
+    asyncio.run(begin())
+    pushed = pusher.push(exported(weights_of(new)))
+    assert pushed[1] == Pushed(error="engine 1 did not answer: connection reset by peer")
+    assert pushed[0] == pushed[2] == Pushed({})
+
+    async def end() -> None:
+        for number in (0, 2):
+            await engines[number].end_update(1)
+            assert engines[number].weight_version == 1
+            for name, weight in weights_of(new):
+                assert torch.equal(engines[number]._held[name], weight), name
+        # some of the new weights are in it, and it knows that it has no version: it cannot answer with the mixture
+        assert engines[1].weight_version is None
+        with pytest.raises(EngineError, match="nobody sent"):
+            await engines[1].end_update(1)
+        assert engines[1].weight_version is None
+
+    asyncio.run(end())
+    dead = pusher.senders[1]
+    again = Direct(EmbeddedEngine(folder))
+    asyncio.run(again.engine.begin_update(1))
+    pusher.connect(1, lambda: again)  # closing the old connection fails, which is nobody's concern
+    assert dead.is_closed  # type: ignore[attr-defined]
+    assert pusher.push(exported(weights_of(new)), {1: None}) == {1: Pushed({})}
+    asyncio.run(again.engine.end_update(1))
+    assert again.engine.weight_version == 1
+
+
+def test_an_engine_that_cannot_be_reached_is_an_error_of_the_push_and_the_export_still_runs_to_its_end(folder: Path) -> None:
+    def refuse() -> Any:
+        raise EngineError("http://127.0.0.1:1 does not answer")
+
+    pusher, left = Pusher(), exported(weights_of(load(folder)))
+    pusher.connect(0, refuse)
+    assert pusher.push(left) == {0: Pushed(error="http://127.0.0.1:1 does not answer")}
+    assert next(left, None) is None  # the export is collective: the other ranks of the stage wait in it
+
+
+class Counting(Direct):
+    """Remembers what it sent."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        super().__init__(engine)
+        self.names: list[str] = []
+
+    def deliver(self, staged: Staged) -> None:
+        """Write down the names."""
+        self.names += [place.name for place in staged.places[0]]
+        super().deliver(staged)
+
+
+async def update(
+    engines: Sequence[EmbeddedEngine], bases: Sequence[int | None], version: int, pusher: Pusher, model: Any
+) -> None:
+    """A whole update of these engines; each builds on its base."""
+    for engine, base in zip(engines, bases, strict=True):
+        await engine.begin_update(version, base)
+    pushed = await asyncio.to_thread(pusher.push, exported(weights_of(model)), dict(enumerate(bases)), version)
+    for engine, one in zip(engines, pushed.values(), strict=True):
+        assert one.error is None
+        await engine.end_update(version, one.checksums)
+
+
+def test_a_delta_update_sends_what_changed_and_leaves_the_same_bytes_as_a_full_one(folder: Path) -> None:
+    """Engine 0 is given changes, engine 1 everything each time; engine 0 is restarted once in between."""
+
+    async def scenario() -> None:
+        model = load(folder)
+        senders = [Counting(EmbeddedEngine(folder)) for _ in range(2)]
+        pusher = Pusher()
+        for number, sender in enumerate(senders):
+            pusher.connect(number, lambda sender=sender: sender)
+        names = [name for name, _ in weights_of(model)]
+        changes: list[list[str]] = [[], ["model.norm.weight"], [], names[2:5], names[:1], [names[3]]]
+        for version, changed in enumerate(changes, start=1):
+            with torch.no_grad():
+                for name in changed:
+                    model.get_parameter(name).view(-1)[-1] += 1e-3
+            if version == 5:  # a new engine: it has no version that an update could build on
+                senders[0] = Counting(EmbeddedEngine(folder))
+                pusher.connect(0, lambda: senders[0])
+            engines = [sender.engine for sender in senders]
+            base = base_for(engines[0].weight_version, version, every=100)
+            await update(engines, [base, None], version, pusher, model)
+            assert sorted(senders[0].names) == sorted(names if version in (1, 5) else changed)
+            assert sorted(senders[1].names) == sorted(names)
+            for sender in senders:
+                sender.names.clear()
+            for name, weight in weights_of(model):
+                assert torch.equal(engines[0]._held[name], weight), (version, name)
+                assert torch.equal(engines[1]._held[name], weight), (version, name)
+
+    asyncio.run(scenario())
+
+
+def test_changes_are_told_from_what_was_sent_last_and_nothing_else(folder: Path) -> None:
+    """An engine that missed an update, so that its base is an older version than the sender's, is given everything."""
+
+    async def scenario() -> None:
+        model, sender = load(folder), Counting(EmbeddedEngine(folder))
+        pusher = Pusher()
+        pusher.connect(0, lambda: sender)
+        await update([sender.engine], [None], 1, pusher, model)
+        with torch.no_grad():
+            model.model.norm.weight += 1
+        pusher.push(exported(weights_of(model)), {}, 2)  # nobody was connected, and nothing was remembered
+        sender.names.clear()
+        await update([sender.engine], [1], 3, pusher, model)
+        assert sender.names == ["model.norm.weight"]
+        other = Counting(EmbeddedEngine(folder))
+        pusher.connect(1, lambda: other)
+        await other.engine.begin_update(4)
+        pusher.push(exported(weights_of(model)), {1: None}, 4)  # engine 0 was left out and has version 3 still
+        sender.names.clear()
+        await update([sender.engine], [3], 5, pusher, model)
+        assert len(sender.names) == len(weights_of(model))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("confirmed", "version", "every", "base"),
+    [(4, 5, 0, None), (4, 5, 10, 4), (9, 10, 10, None), (None, 5, 10, None), (3, 5, 1, None)],
+)
+def test_a_full_update_is_due_at_every_nth_version_and_to_engines_without_one(
+    confirmed: int | None, version: int, every: int, base: int | None
+) -> None:
+    assert base_for(confirmed, version, every) == base
+
+
+def test_at_most_two_buckets_are_staged_and_none_is_overwritten_before_the_engine_has_read_it() -> None:
+    """A reader that compares what it finds with what was staged, long after the next buckets could have come."""
+    weights = [(f"w{number}", torch.full((1000,), float(number))) for number in range(12)]
+    staging, wrong = Staging(), []
+
+    def read(staged: Staged, expected: float, may_read: threading.Event) -> None:
+        may_read.wait(0.02)
+        wrong.extend(name for name, weight in staged.tensors() if not bool((weight == expected).all()))
+
+    with ThreadPoolExecutor(2) as pool:
+        for number, (name, weight) in enumerate(weights):
+            staged = staging.stage([(name, [weight])])
+            staged.readers += [pool.submit(read, staged, float(number), threading.Event()) for _ in range(2)]
+    assert wrong == []
+    assert staging.bytes == 2 * 4000
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 2), (2, 1)])
+def test_every_rank_is_given_its_own_slices_and_every_byte_is_staged_once(tp: int, kv_heads: int) -> None:
+    """Against what SGLang's documentation says of its layers: column, row and vocabulary parallel, kv heads replicated."""
+    layout = EngineLayout(kv_heads=kv_heads, tied_embeddings=True, dtype=torch.float32, tp=tp)
+    weights = {
+        "model.embed_tokens.weight": torch.randn(500, 8),
+        "model.layers.0.self_attn.q_proj.weight": torch.randn(16, 8),
+        "model.layers.0.self_attn.k_proj.weight": torch.randn(4 * kv_heads, 8),
+        "model.layers.0.self_attn.k_proj.bias": torch.randn(4 * kv_heads),
+        "model.layers.0.self_attn.o_proj.weight": torch.randn(8, 16),
+        "model.layers.0.mlp.down_proj.weight": torch.randn(8, 32),
+        "model.layers.0.input_layernorm.weight": torch.randn(8),
+    }
+    staged = Staging().stage([(name, held_slices(name, weight, layout)) for name, weight in weights.items()])
+    for rank in range(tp):
+        given = dict(staged.tensors(rank))
+        head = rank * kv_heads // tp if kv_heads < tp else slice(rank * kv_heads // tp, (rank + 1) * kv_heads // tp)
+        keys = weights["model.layers.0.self_attn.k_proj.weight"].view(kv_heads, 4, 8)[head].reshape(-1, 8)
+        assert torch.equal(given["model.layers.0.self_attn.k_proj.weight"], keys)
+        rows = 512 // tp
+        assert torch.equal(
+            given["model.embed_tokens.weight"], weights["model.embed_tokens.weight"][rank * rows : (rank + 1) * rows]
+        )
+        columns = weights["model.layers.0.mlp.down_proj.weight"][:, rank * 32 // tp : (rank + 1) * 32 // tp]
+        assert torch.equal(given["model.layers.0.mlp.down_proj.weight"], columns)
+        assert torch.equal(given["model.layers.0.input_layernorm.weight"], weights["model.layers.0.input_layernorm.weight"])
+    places: set[Place] = {place for places in staged.places for place in places}
+    assert sum(place.stop - place.start for place in places) == sum(weight.nbytes for weight in weights.values())
+
+
+def test_the_errors_and_checksums_of_all_stages_are_put_together() -> None:
+    merged = merge([{0: Pushed({"a": "1"}), 1: Pushed({"a": "1"})}, {}, {0: Pushed({"b": "2"}), 1: Pushed(error="gone")}])
+    assert merged == {0: Pushed({"a": "1", "b": "2"}), 1: Pushed({"a": "1"}, "gone")}
