@@ -18,12 +18,16 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.convert_cli import add_convert
-from megarl.errors import ConfigError, MegarlError, nearest
+from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
+from megarl.plan_cli import add_plan
 
 USER_ERROR = 2
+STOPPED = 75
+"""EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "config", "doctor",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "config",
+    "doctor",
 )  # fmt: skip
 OBJECTIVES = {
     "sft": ("sft",),
@@ -34,7 +38,10 @@ OBJECTIVES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (0 done, 1 doctor found a problem, 2 the user's mistake, 130 Ctrl-C)."""
+    """Run one command; returns the exit code.
+
+    0 done, 1 doctor found a problem, 2 the user's mistake, 75 stopped by a batch system's signal and saved, 130 Ctrl-C.
+    """
     try:
         arguments = _parse(argv)
         # Also where the shell starts programs with SIGINT ignored, as in the background; a batch system sends SIGTERM.
@@ -43,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
-        return USER_ERROR
+        return STOPPED if isinstance(error, RunStopped) else USER_ERROR
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -93,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _model_commands(commands)
     _serving_and_data_commands(commands)
     add_convert(commands, _Parser)
+    add_plan(commands, _config_arguments, _console)
     config = commands.add_parser(
         "config",
         help="list every config field, or show what CONFIG resolves to",

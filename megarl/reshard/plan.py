@@ -153,7 +153,7 @@ class ReshardPlan:
 
     def sender(self, engine: Ints, bucket: Ints) -> Ints:
         """The rank that sends each of these buckets to these engines."""
-        return self.sources.rank(self.bucket_source[bucket], self._replica(engine, bucket))
+        return self.sources.rank(self.bucket_source[bucket], self.replica(engine, bucket))
 
     def assignment(self, source: int, replica: int) -> tuple[int, Ints, npt.NDArray[np.bool_]]:
         """(first bucket of a source, engines that a replica may serve, `[buckets, engines]` whether it sends it there)."""
@@ -161,9 +161,9 @@ class ReshardPlan:
         replicas, engines = int(self.sources.replicas[source]), self.target.engines
         order = np.argsort(self._place(np.arange(engines), np.array(replicas)))
         some = order[replica * engines // replicas : (replica + 1) * engines // replicas + 1]
-        return first, some, self._replica(some[None, :], np.arange(first, stop)[:, None]) == replica
+        return first, some, self.replica(some[None, :], np.arange(first, stop)[:, None]) == replica
 
-    def _replica(self, engine: Ints, bucket: Ints) -> Ints:
+    def replica(self, engine: Ints, bucket: Ints) -> Ints:
         """Which replica of a bucket's source sends it to an engine.
 
         The source's buckets for all engines, one engine after another, are a line of bytes; each replica has an even part of

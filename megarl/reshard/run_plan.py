@@ -1,0 +1,65 @@
+"""The plan that a run's config implies: which engines its section `rollout` starts, and what they take sliced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.config.yaml_tree import describe_value
+from megarl.errors import ConfigError, LayoutError
+from megarl.models.registry import load_hf_config
+from megarl.reshard.plan import ReshardPlan, plan_reshard
+from megarl.reshard.targets import Target
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
+
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+NOT_PLANNED = (
+    "dp_size", "pp_size", "attn_cp_size", "moe_dp_size", "moe_dense_tp_size", "moe_a2a_backend", "enable_dp_lm_head",
+    "ep_num_redundant_experts", "enable_eplb", "quantization",
+)  # fmt: skip
+"""SGLang's arguments that put weights elsewhere than `targets.py` says."""
+
+
+def plan_of_run(config: Config) -> ReshardPlan:
+    """The plan of a run's weight updates, from its config and the model's `config.json`.
+
+    Raises:
+        ConfigError: the engines take no weights, or have an argument that puts them where no plan knows.
+        LayoutError: the policy's layout or the engines cannot hold the model.
+        ModelError: the model's config.json cannot be read.
+    """
+    hf_config = load_hf_config(config.model.path)
+    return plan_reshard(hf_config, config.policy.layout, target_of_run(config), itemsize=ITEMSIZE[config.model.dtype])
+
+
+def target_of_run(config: Config) -> Target:
+    """The engines of a run. `rollout.tp` counts all ranks of one; `engine_args` may set `ep_size` and `attn_dp_size`.
+
+    Raises:
+        ConfigError, LayoutError: as `plan_of_run`.
+    """
+    rollout = config.rollout
+    if rollout.engine == "replay":
+        raise ConfigError("rollout.engine is 'replay', which takes no weights; it may be 'sglang' or 'embedded'")
+    arguments = dict(rollout.engine_args)
+    if arguments.pop("enable_dp_attention", False):
+        arguments["attn_dp_size"] = arguments.pop("dp_size", 1)
+    for name in NOT_PLANNED:
+        if arguments.get(name) not in (None, False, 0, 1, "none"):
+            raise ConfigError(
+                f"rollout.engine_args.{name} is {describe_value(arguments[name])}, but where the engine's weights lie then is "
+                "not known to reshard plans; leave it out"
+            )
+    ep, dp = (_size(arguments, name) for name in ("ep_size", "attn_dp_size"))
+    if rollout.tp % dp:
+        raise LayoutError(f"rollout.engine_args.attn_dp_size is {dp}, but it must divide rollout.tp={rollout.tp}")
+    whole: Literal["none", "experts", "all"] = "all" if rollout.sync == "process_group" else "experts"
+    return Target(tp=rollout.tp // dp, ep=ep, dp=dp, engines=rollout.engines, whole=whole)
+
+
+def _size(arguments: dict[str, Any], name: str) -> int:
+    size = arguments.get(name, 1)
+    if type(size) is not int or size < 1:
+        raise ConfigError(f"rollout.engine_args.{name} is {describe_value(size)}, but it must be a whole number above 0")
+    return size

@@ -1,0 +1,96 @@
+"""`megarl plan CONFIG --reshard`: from config.json alone, and a sentence for what cannot be."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+
+ROOT = Path(__file__).parents[2]
+MOE = (
+    "model.path=moe", "rollout.engines=16", "rollout.tp=64",
+    "rollout.engine_args={ep_size: 64, dp_size: 8, enable_dp_attention: true}",
+    "policy.layout={tp: 4, pp: 8, dp: 32, ep: 32, sequence_parallel: true, first_stage_layers: 7, last_stage_layers: 6}",
+)  # fmt: skip
+CONFIG = """
+model: {path: dense}
+policy: {layout: {tp: 8, pp: 8, dp: 16}}
+rollout: {engines: 128, tp: 8, prompts_per_step: 256}
+data: {train: {source: reasoning_gym, name: basic_arithmetic}}
+rewards: [{name: reasoning_gym}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(CONFIG)
+    for name, model in (("dense", "llama-3.1-70b"), ("moe", "deepseek-v3")):
+        Path(name).symlink_to(ROOT / "examples" / "models" / model)
+    return tmp_path
+
+
+def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command prints, blanks run together."""
+    assert cli.main(["plan", "c.yaml", "--reshard", *arguments]) == 0
+    return re.sub(" +", " ", capsys.readouterr().out)
+
+
+def test_a_70b_model_from_1024_ranks_to_128_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    out = planned(capsys)
+    for line in (
+        "model dense: 723 tensors, 141.11 GB in bfloat16",
+        "from 1,024 training ranks: tp=8,pp=8,dp=16",
+        "to 128 engines of 8 ranks: tp=8, on the trainer's GPUs",
+        "taken whole none: every rank is sent its own slices",
+        "redundancy 1.000 bytes",
+        "a rank receives 17.64 GB",
+        "peak staging 134.22 MB",
+        "bound by InfiniBand",
+    ):
+        assert line in out
+
+
+def test_a_671b_mixture_and_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("cluster.yaml").write_text("gpus_per_node: 72\nib_gb_per_s: 100\n")
+    out = planned(capsys, "--cluster", "cluster.yaml", "resources.placement=separate", *MOE)
+    assert "16 engines of 64 ranks: tp=8,ep=64,dp=8, on nodes of their own" in out
+    assert "taken whole model.layers.3.mlp.experts.0.gate_proj.weight, " in out
+    assert " at 100 GB/s" in out
+
+
+def test_a_process_group_takes_everything_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    out = planned(capsys, "rollout.sync=process_group")
+    assert "taken whole model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight and 560 more" in out
+    assert "redundancy 7.999 bytes" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["c.yaml"], "megarl plan needs to know what to plan; it may be --reshard"),
+        (["c.yaml", "--reshard", "rollout.tp=6"], "rollout.tp is 6, but the model has 64 attention heads, 8 KV heads"),
+        (["c.yaml", "--reshard", "policy.layout.pp=7"], "policy.layout.pp=7 does not divide the model's 80 layers; pp may be"),
+        (["c.yaml", "--reshard", "rollout.engine_args.ep_size=3"], "target ep is 3, but it must divide the engine's 8 ranks"),
+        (["c.yaml", "--reshard", "rollout.engine_args.ep_size=8"], "the model has no experts; ep may be 1"),
+        (["c.yaml", "--reshard", "rollout.engine_args.ep_size=x"], "ep_size is the text 'x', but it must be a whole number"),
+        (["c.yaml", "--reshard", "rollout.engine_args.pp_size=2"], "rollout.engine_args.pp_size is 2, but where"),
+        (["c.yaml", "--reshard", "rollout.engine_args.attn_dp_size=3"], "attn_dp_size is 3, but it must divide rollout.tp=8"),
+        (["c.yaml", "--reshard", "rollout.engine=replay", "rollout.replay_from=x"], "'replay', which takes no weights"),
+        (["c.yaml", "--reshard", "--cluster", "none.yaml"], "'none.yaml' cannot be read"),
+        (["c.yaml", "--reshard", "model.path=none"], "model.path is 'none', but there is no such folder"),
+        (["c.yaml", "--reshard", "--fast"], "--fast"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("megarl: ")
+    assert output.err.count("\n") == 1
+    assert sentence in output.err
