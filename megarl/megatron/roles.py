@@ -22,7 +22,7 @@ from megarl.megatron.optimizer_state import load_moments, sharded_moments
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.step import LossFunction, forward, forward_backward
-from megarl.megatron.weights import export_weights, load_weights
+from megarl.megatron.weights import Quantiser, export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 
@@ -80,9 +80,9 @@ class Role:
                 for target, source in zip(mine.parameters(), theirs.parameters(), strict=True):
                     target.copy_(source)
 
-    def export(self) -> Iterator[tuple[str, Tensor]]:
+    def export(self, quantiser: Quantiser | None = None) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
-        return export_weights(self.chunks, self.options, self.weight_map)
+        return export_weights(self.chunks, self.options, self.weight_map, quantiser)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer, schedule and random numbers as a megatron-core checkpoint into the new `folder`."""

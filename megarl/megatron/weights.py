@@ -7,9 +7,11 @@ a time to the rank that leads its pipeline stage.
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -91,13 +93,34 @@ def _keep_full_precision(tensor: Any, values: Tensor, trainable: bool) -> None:
         tensor.clear_high_precision_init_val()
 
 
+class Quantiser(Protocol):
+    """Makes of a rank's shard fewer bytes, and tensors beside them, such as scales; see `reshard.quantise`."""
+
+    dtype: torch.dtype
+
+    def applies_to(self, rule: BoundRule) -> bool:
+        """Whether the parameter is one that is quantised."""
+
+    def extras(self, rule: BoundRule) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the float32 tensors that come beside the parameter's own."""
+
+    def __call__(
+        self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Callable[[Tensor], None]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The shard in `dtype` and the whole extras. `exchange` makes a tensor the element-wise largest of all the ranks'."""
+
+
 def export_weights(
-    chunks: Sequence[torch.nn.Module], options: ModelOptions, weight_map: WeightMap
+    chunks: Sequence[torch.nn.Module],
+    options: ModelOptions,
+    weight_map: WeightMap,
+    quantiser: Quantiser | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
     Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
     replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
+    With a `quantiser` the shards are quantised where they lie.
     """
     tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
     expert_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
@@ -116,12 +139,38 @@ def export_weights(
             continue
         if rule.expert is None:
             if of_replica:
-                shards = _gathered(local, tensor_ranks if rule.tp_axis is not None else tensor_ranks[:1], lead)
-                yield from rule.hf_from_shards(shards) if leads else ()
+                ranks = tensor_ranks if rule.tp_axis is not None else tensor_ranks[:1]
+                group = parallel_state.get_tensor_model_parallel_group()
+                yield from _whole(rule, local, ranks, lead, quantiser, group)
         elif of_experts:
+            group = parallel_state.get_expert_tensor_parallel_group()
             for expert_rule, ranks in _experts_in_turn(rule, weight_map, expert_ranks, options):
-                shards = _gathered(local, ranks, lead)
-                yield from expert_rule.hf_from_shards(shards) if leads else ()
+                yield from _whole(expert_rule, local, ranks, lead, quantiser, group)
+
+
+def _whole(
+    rule: BoundRule, local: Tensor, ranks: Sequence[int], lead: int, quantiser: Quantiser | None, group: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """On `lead` the Hugging Face tensors of the shards that `ranks`, those of `group` or its first one, hold."""
+    rank = torch.distributed.get_rank()
+    if quantiser is None or not quantiser.applies_to(rule):
+        shards = _gathered(local, ranks, lead)
+        yield from rule.hf_from_shards(shards) if rank == lead else ()
+        return
+    shapes = quantiser.extras(rule)
+    extras = torch.empty(sum(map(math.prod, shapes.values())), device=local.device)
+    if rank in ranks:
+        exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
+        local, found = quantiser(rule, local, ranks.index(rank), len(ranks), exchange)
+        extras = torch.cat([found[name].flatten() for name in shapes])
+    else:
+        local = torch.empty_like(local, dtype=quantiser.dtype)
+    shards = [shard.view(quantiser.dtype) for shard in _gathered(local.view(torch.uint8), ranks, lead)]
+    of_first = _gathered(extras, ranks[:1], lead)
+    if rank == lead:
+        yield from rule.hf_from_shards(shards)
+        parts = of_first[0].split([math.prod(shape) for shape in shapes.values()])
+        yield from ((name, part.view(shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True))
 
 
 def _experts_in_turn(

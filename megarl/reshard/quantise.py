@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.fp8 import BLOCK, LARGEST, SCALE_SUFFIX
+from megarl.checkpoint.naming import is_linear_weight
 from megarl.models.weight_map import BoundRule
 
 Scales = Literal["float", "power_of_two"]
@@ -34,6 +35,28 @@ class Box:
     def blocks(self) -> tuple[slice, slice]:
         """The blocks that it has a part of."""
         return slice(self.row // BLOCK, _up(self.row + self.rows)), slice(self.col // BLOCK, _up(self.col + self.cols))
+
+
+@dataclass(frozen=True)
+class Fp8Quantiser:
+    """`megatron.weights.Quantiser` for SGLang's FP8 checkpoints: weights of linear layers, but for router and output layer."""
+
+    scales: Scales = "float"
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    def applies_to(self, rule: BoundRule) -> bool:
+        """Whether FP8 checkpoints quantise the parameter."""
+        return is_linear_weight(rule)
+
+    def extras(self, rule: BoundRule) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the scales."""
+        return {name + SCALE_SUFFIX: tuple(map(_up, shape)) for name, shape in rule.hf_shapes.items()}
+
+    def __call__(
+        self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """See `quantise_shard`."""
+        return quantise_shard(rule, shard, tp_rank, tp_size, exchange, self.scales)
 
 
 def raise_to_largest(largest: Tensor, part: Tensor, box: Box) -> None:
