@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megarl.config.schema import DataConfig, SourceConfig
 from megarl.data.sample import Sample
+from megarl.data.tokenize import PromptBuilder
 from megarl.errors import EpisodeError
 from megarl.rollout.episodes import load_episode
 from tests.data.chat_tokenizers import CHATML, FORGETFUL, byte_tokenizer, ids_of
@@ -223,6 +225,7 @@ def test_an_engine_s_error_and_a_cancellation_pass_through() -> None:
         ),
         (Settings(kind="nowhere:f"), CHATML, {}, "nowhere cannot be imported"),
         (Settings(tools=()), CHATML, {}, "rollout.episode.tools is empty"),
+        (Settings(kind="single"), CHATML, {}, "names 1 tool, but rollout.episode.kind = 'single' calls none"),
         (Settings(tools=[f"{HERE}:add", f"{HERE}:add"]), CHATML, {}, "two tools called 'add'"),
         (Settings(tools=[f"{HERE}:ad"]), CHATML, {}, r"no function 'ad' \(did you mean 'add'\?\)"),
         (Settings(tools=[f"{HERE}:undocumented"]), CHATML, {}, "has no schema: .*needs type hints and a docstring"),
@@ -244,6 +247,22 @@ def test_what_cannot_work_is_said_before_the_run(
 ) -> None:
     with pytest.raises(EpisodeError, match=sentence):
         opened(byte_tokenizer(template), settings, **data)
+
+
+def test_prompts_say_which_tools_there_are() -> None:
+    named = "{% for tool in tools or [] %}{{ tool.function.name }}: {{ tool.function.description }}\n{% endfor %}" + CHATML
+    tokenizer = byte_tokenizer(named)
+    _, context = opened(tokenizer, Settings(tools=[f"{HERE}:add", f"{HERE}:slow"]))
+    data = DataConfig(train=SourceConfig(name="chain_sum"))
+    (prompt,) = PromptBuilder(tokenizer, data, context.tool_schemas).build([{"question": "2 + 2?"}], prefix="train")
+    expected = ids_of("add: Add two numbers.\nslow: Wait.\n", *opening("2 + 2?"))
+    assert prompt.prompt_ids == expected
+    (without,) = PromptBuilder(tokenizer, data).build([{"question": "2 + 2?"}], prefix="train")
+    assert without.prompt_ids == ids_of(*opening("2 + 2?"))
+
+
+def opening(question: str) -> list[str]:
+    return ["<|start|>", f"user\n{question}", "<|end|>", "\n", "<|start|>", "assistant\n"]
 
 
 def test_an_episode_may_be_the_user_s_own() -> None:
