@@ -104,7 +104,7 @@ class Ledger:
 
     def start(self, version: int, limit: int) -> list[int]:
         """Put up to `limit` queued tickets in flight under weights of `version`, the first ones first; returns them."""
-        started = []
+        started: list[int] = []
         for place, (number, ticket) in enumerate(self._tickets.items()):
             if len(started) == limit or self._consumed_at(place) - version > self.staleness:
                 break

@@ -51,12 +51,14 @@ class Slot:
     """Set while requests may reach the engine: not during a weight update."""
     requests: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
     failures: int = 0
+    error: Exception | None = None
+    """Why it failed last."""
     restarting: asyncio.Task[None] | None = None
 
     @property
     def load(self) -> int:
         """Groups that the engine works on."""
-        return sum(len(request.prompts) for request in self.requests.values())
+        return sum(request.load for request in self.requests.values())
 
     async def generate(self, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
         """`engine.generate`, once no update keeps requests out."""
@@ -74,6 +76,8 @@ class _Request:
 
     prompts: list[Prompt]
     respond: Respond
+    load: int
+    """As how many groups it counts."""
     tickets: list[int | None] = field(default_factory=list)
     answer: Answer | None = None
     """Who asked for it, where it is no ticket's."""
@@ -188,14 +192,18 @@ class Scheduler:
 
         self._in_loop(stopped())
 
-    def ask(self, prompts: Sequence[Prompt], respond: Respond, groups_per_request: int) -> list[Answer]:
-        """Have `prompts` answered by whatever weights the engines have, before any ticket; `wait` for what it returns."""
+    def ask(self, prompts: Sequence[Prompt], respond: Respond, per_request: int) -> list[Answer]:
+        """Have `prompts` answered by whatever weights the engines have, before any ticket; `wait` for what it returns.
+
+        `per_request`: so many of them are as much work for an engine as `groups_per_request` groups.
+        """
 
         async def asked() -> list[Answer]:
-            starts = range(0, len(prompts), groups_per_request)
+            starts = range(0, len(prompts), per_request)
             answers: list[Answer] = [self._loop.create_future() for _ in starts]
             for start, answer in zip(starts, answers, strict=True):
-                self._asked.append(_Request(list(prompts[start : start + groups_per_request]), respond, answer=answer))
+                part = list(prompts[start : start + per_request])
+                self._asked.append(_Request(part, respond, self.groups_per_request, answer=answer))
             self._dispatch()
             return answers
 
@@ -241,6 +249,16 @@ class Scheduler:
             self._dispatch()
 
         self._in_loop(resumed())
+
+    def empty(self) -> None:
+        """No engine has weights that are of use: each waits for an update."""
+
+        async def emptied() -> None:
+            for slot in self.slots:
+                slot.version = None
+                slot.is_open.clear()
+
+        self._in_loop(emptied())
 
     def fail(self, engine: int, error: Exception) -> None:
         """This engine failed in an update."""
@@ -316,7 +334,7 @@ class Scheduler:
             tickets = self.ledger.start(slot.version, limit)
             if not tickets:
                 return False
-            request = _Request([self._prompts[number] for number in tickets], self.respond, list(tickets))
+            request = _Request([self._prompts[n] for n in tickets], self.respond, len(tickets), list(tickets))
         slot.requests[self._loop.create_task(self._serve(slot, request))] = request
         return True
 
@@ -375,7 +393,7 @@ class Scheduler:
 
     def _take_down(self, slot: Slot, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
-        slot.version = None
+        slot.version, slot.error = None, error
         slot.is_open.clear()
         for task, request in list(slot.requests.items()):
             del slot.requests[task]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
@@ -15,6 +16,8 @@ from megarl.data.sampler import without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import ConfigError
 from megarl.rewards import build_rewards
+from megarl.rollout.engine_args import check_engine_args
+from megarl.rollout.episodes import open_episodes
 from megarl.trainers.processes import check_architectures, open_cluster, open_roles
 from megarl.trainers.roles import POLICY, group_requests
 from megarl.trainers.rollouts import Rollouts
@@ -49,25 +52,34 @@ def answer(
     if not config.rewards:
         raise ConfigError("rewards is empty, but responses are judged by its sources; it may have one of weight 0")
     check_architectures(config)
+    check_engine_args(config.rollout.engine_args)
     folder = CheckpointFolder(config.run_folder).resolve(checkpoint) if checkpoint is not None else None
     tokenizer = load_tokenizer(config.model.path)
-    prompts = [p for part in build_parts(PromptBuilder(tokenizer, config.data), source, prefix=prefix) for p in part]
-    if config.data.eval is not None and source is not config.data.eval:
-        held_out = build_parts(PromptBuilder(tokenizer, config.data), config.data.eval, prefix="eval")
-        prompts = without_held_out(prompts, [prompt for part in held_out for prompt in part])
-    rewards = build_rewards(config.rewards, config.data)
-    rewards.check(prompts)
-    requests = group_requests(config)[:1] if folder is not None else []
-    with tempfile.TemporaryDirectory(prefix="megarl-logs-") as logs, open_cluster(config, requests, logs) as cluster:
-        rollouts = Rollouts(config, cluster, tokenizer)
-        starting = rollouts.begin_start()
+    with ExitStack() as stack:
+        episode = None
+        if config.rollout.episode.kind != "single":
+            episode = open_episodes(config.rollout.episode, config.data, tokenizer, config.rollout.max_new_tokens)
+            stack.callback(episode[1].close)
+        builder = PromptBuilder(tokenizer, config.data, episode[1].tool_schemas if episode is not None else ())
+        prompts = [p for part in build_parts(builder, source, prefix=prefix) for p in part]
+        if config.data.eval is not None and source is not config.data.eval:
+            held_out = build_parts(builder, config.data.eval, prefix="eval")
+            prompts = without_held_out(prompts, [prompt for part in held_out for prompt in part])
+        rewards = build_rewards(config.rewards, config.data)
+        rewards.check(prompts)
+        requests = group_requests(config)[:1] if folder is not None else []
+        logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl-logs-"))
+        cluster = stack.enter_context(open_cluster(config, requests, logs))
+        rollouts = Rollouts(config, cluster, tokenizer, episode)
+        stack.callback(rollouts.close)
+        starting, roles = rollouts.begin_start(), None
         if folder is not None:
             roles = open_roles(config, cluster)
             roles.load(POLICY)
             roles.restore(str(folder.resolve()), [POLICY])
-        rollouts.finish_start(starting)
+        rollouts.finish_start(starting, roles)
         if folder is not None:
-            rollouts.update_weights(roles)
+            rollouts.update_weights()
         samples = rollouts.generate(prompts, greedy=greedy)
         return samples, rewards.score(samples)
 

@@ -1,7 +1,7 @@
 """The reinforcement-learning loop: generate, reward, estimate advantages, update; as the papers write it.
 
-Everything with a flag is behind a verb of `RlRun`. GRPO, PPO and REINFORCE++ are this same loop under different
-names in the config.
+Everything with a flag is behind a verb of `RlRun`. GRPO, PPO and REINFORCE++ are this same loop under different names in the
+config. So are its schedules: where generation does not wait for training, `generate` finds its responses made or under way.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ def train(config: Config) -> dict[str, Any]:
         run.evaluate("before")
         while not run.finished:
             with run.next_step():
-                prompts = run.next_prompts()
                 run.sync_weights()
-                samples = run.generate(prompts)
+                samples = run.generate()
                 rewards = run.score(samples)
                 samples, rewards = run.replace_tied_groups(samples, rewards)
                 batch = run.prepare(samples)  # old and reference log-probs, values

@@ -12,10 +12,12 @@ from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, weights_of
 from megarl.data.prompts import load_rows
-from megarl.data.sample import Prompt, Sample
+from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.rewards import build_rewards
+from megarl.rollout.engine_args import check_engine_args
+from megarl.rollout.episodes import open_episodes
 from megarl.trainers.evaluate import evaluation
 from megarl.trainers.experience import (
     Experience,
@@ -34,6 +36,9 @@ from megarl.trainers.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group
 from megarl.trainers.rollouts import Rollouts
 from megarl.trainers.run import Run
 from megarl.trainers.samples_file import SamplesFile
+
+TRAINING = ("log_probs", "update", "sync")
+"""Phases in which the training ranks work."""
 
 
 class RlRun(Run):
@@ -54,7 +59,12 @@ class RlRun(Run):
         config = self.config
         check_architectures(config)
         self.tokenizer = load_tokenizer(config.model.path)
-        builder = PromptBuilder(self.tokenizer, config.data)
+        check_engine_args(config.rollout.engine_args)
+        self.episode = None
+        if config.rollout.episode.kind != "single":
+            self.episode = open_episodes(config.rollout.episode, config.data, self.tokenizer, config.rollout.max_new_tokens)
+            self._stack.callback(self.episode[1].close)
+        builder = PromptBuilder(self.tokenizer, config.data, self.episode[1].tool_schemas if self.episode is not None else ())
         held_out = config.data.eval
         self.eval_prompts = builder.build(load_rows(held_out), prefix="eval") if held_out is not None else []
         train = build_parts(builder, config.data.train, prefix="train")
@@ -75,7 +85,8 @@ class RlRun(Run):
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", config.run.log_samples, self.step or None)
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
-        self.rollouts = Rollouts(config, cluster, self.tokenizer)
+        self.rollouts = Rollouts(config, cluster, self.tokenizer, self.episode)
+        self._stack.callback(self.rollouts.close)
         starting = self.rollouts.begin_start()
         self.roles = open_roles(config, cluster)
         self.roles.load(POLICY)
@@ -84,14 +95,15 @@ class RlRun(Run):
         ):  # fmt: skip
             if is_used:
                 self.roles.load(role)
-        self.rollouts.finish_start(starting)
+        self.rollouts.finish_start(starting, self.roles)
         self.progress.say(f"{self.roles.describe()}, platform {cluster.platform.name}, engine {config.rollout.engine}")
 
     def state(self) -> dict[str, Any]:
-        """The sampler's position, the engines' version, and what shaping, baselines and controllers remember."""
+        """The sampler's position, the engines' version, the prompts under way, and what shaping and controllers remember."""
         return {
             "sampler": self.sampler.state_dict(),
             "weight_version": self.rollouts.version,
+            "groups": self.rollouts.state(),
             "experience": self.experience.state_dict(),
             "ptx": self.ptx.state_dict() if self.ptx is not None else None,
         }
@@ -103,28 +115,27 @@ class RlRun(Run):
         if self.ptx is not None and state["ptx"] is not None:
             self.ptx.load_state_dict(state["ptx"])
         if not self.was_finished:
-            self.rollouts.resume_after(state["weight_version"])
+            self.rollouts.resume_after(state["weight_version"], state.get("groups"))
 
     def gates(self) -> dict[str, float | None]:
         """Policy against reference at the first step, trainer against engine."""
         return self.parity.figures()
 
-    def next_prompts(self) -> list[Prompt]:
-        """The next prompts in the sampler's order."""
-        return self.sampler.next(self.config.rollout.prompts_per_step)
-
     def sync_weights(self) -> None:
-        """Give the engines the policy's weights, unless they have them already."""
+        """Give the engines the policy's weights, unless they have them already; what is under way there continues."""
         if self.rollouts.stale:
+            with self.phases("generate"):
+                self.rollouts.finish_step_ahead(self.sampler.next)
             with self.phases("sync"):
-                self.rollouts.update_weights(self.roles)
+                self.rollouts.update_weights()
 
-    def generate(self, prompts: Sequence[Prompt]) -> list[Sample]:
-        """A group of responses to every prompt."""
+    def generate(self, groups: int | None = None) -> list[Sample]:
+        """A group of responses to each of the next prompts in the sampler's order (None: a step's)."""
         with self.phases("generate"):
+            batch = self.rollouts.next_batch(self.sampler.next, groups)
             if self.config.algorithm.advantage == "remax":
-                self._greedy += self.rollouts.generate(prompts, greedy=True)
-            return self.rollouts.generate(prompts)
+                self._greedy += self.rollouts.generate(batch.prompts, greedy=True)
+            return [sample for group in batch.samples for sample in group]
 
     def score(self, samples: list[Sample]) -> list[float]:
         """One reward per sample: the weighted sum of all sources, the reward model among them."""
@@ -144,7 +155,7 @@ class RlRun(Run):
         spent = 0
         while spent < rounds and sum(not is_tied(group) for group in groups) < wanted:
             missing = wanted - sum(not is_tied(group) for group in groups)
-            more = self.generate(self.sampler.next(missing))
+            more = self.generate(missing)
             groups += group_rewards(more, self.score(more))
             spent += 1
         chosen = sorted(groups, key=is_tied)[:wanted]
@@ -155,6 +166,7 @@ class RlRun(Run):
     def prepare(self, samples: Sequence[Sample]) -> Batch:
         """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
         config, batch = self.config, Batch(samples)
+        self.metrics |= self.rollouts.figures()
         with self.phases("log_probs"):
             if self.experience.needs_old_log_probs:
                 self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy"])
@@ -225,19 +237,20 @@ class RlRun(Run):
         for name in {name for update in self._updates for name in update}:
             values = [update[name] for update in self._updates if name in update]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
-        samples, tokens = batch.samples, batch.response_tokens
+        samples, tokens, takes_turns = batch.samples, batch.response_tokens, self.config.rollout.schedule.mode == "sync"
         all_tokens = sum(sample.total_length for sample in samples)
         metrics |= {
             "response/tokens_mean": tokens / len(samples),
             "response/truncated": sum(sample.truncated for sample in samples) / len(samples),
             "rollout/samples": len(samples),
-            "rollout/weight_version": self.rollouts.sampled_version,
             "reward/failures": sum(self.rewards.failures.values()),
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,
-            "speed/generated_tokens_per_s": tokens / times.phase_s["generate"],
+            "speed/generated_tokens_per_s": tokens / (times.phase_s["generate"] if takes_turns else times.wall_s),
+            "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
         }
-        self.parity.see(self.step, metrics, self._updates[0], synced=self.rollouts.sampled_version > 0)
+        if not self.metrics["staleness/max"]:  # else trainer and engine are meant to differ
+            self.parity.see(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
         self.log(metrics)
         self.samples_file.write(self.step, samples)
 

@@ -1,0 +1,79 @@
+"""Giving engines the policy's weights: one update of several engines, of which any may fail without stopping the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.config import Config
+from megarl.errors import EngineError, MegarlError
+from megarl.reshard.delta import base_for
+from megarl.rollout.scheduler import Scheduler
+from megarl.trainers.roles import Roles
+from megarl.workers.group import wait_for
+
+
+class WeightUpdates:
+    """The policy's connections to the engines, and which version each engine has confirmed."""
+
+    def __init__(self, config: Config, scheduler: Scheduler, engines: Sequence[Any], roles: Roles) -> None:
+        """`engines` are Ray's handles, by the scheduler's numbers."""
+        self.rollout, self.scheduler, self.engines, self.roles = config.rollout, scheduler, engines, roles
+        self._connected: set[int] = set()
+        self._confirmed: dict[int, int] = {}
+
+    def give(self, engines: Sequence[int], version: int) -> None:
+        """Send the policy, as `version`, to these engines; the scheduler sees to those that fail on the way.
+
+        Responses under way stay in the engines, which do not sample meanwhile, and continue under the new weights.
+
+        Raises:
+            EngineError: an engine is well, and yet its weights are not those that were sent.
+        """
+        scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
+        failed = self._connect([engine for engine in engines if engine not in self._connected])
+        bases = {
+            engine: base_for(self._confirmed.pop(engine, None), version, self.rollout.delta_every)
+            for engine in engines
+            if engine not in failed
+        }
+        scheduler.hold(list(bases))
+        failed |= _errors(scheduler.call("begin_update", {e: (version, base) for e, base in bases.items()}, deadline_s))
+        going = {engine: base for engine, base in bases.items() if engine not in failed}
+        if going:
+            pushed = self.roles.push(deadline_s, going, version)
+            failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
+            ends = {engine: (version, pushed[engine].checksums) for engine in going if engine not in failed}
+            refused = _errors(scheduler.call("end_update", ends, deadline_s))
+            health = _errors(scheduler.call("health", dict.fromkeys(refused, ()), 10.0))
+            for engine, error in refused.items():
+                if engine not in health:
+                    raise error
+            failed |= refused
+        for engine, error in failed.items():
+            self._connected.discard(engine)
+            scheduler.call("abandon_update", {engine: ()}, 10.0)  # so that the engine, if it is well, can take another
+            scheduler.fail(engine, error)
+        complete = [engine for engine in going if engine not in failed]
+        self._confirmed |= dict.fromkeys(complete, version)
+        scheduler.resume(complete, version)
+
+    def _connect(self, engines: Sequence[int]) -> dict[int, Exception]:
+        """Connect the policy's ranks to engines that are new or came back; by engine why it was not reached."""
+        targets: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        deadline_s = self.rollout.deadlines.update_s
+        for engine in engines:
+            try:
+                endpoint = wait_for([self.engines[engine].endpoint.remote()], phase="sync", deadline_s=deadline_s)[0]
+                targets[engine] = endpoint or self.engines[engine]
+            except MegarlError as error:
+                failed[engine] = error
+        if targets:
+            self.roles.open_senders(targets, self.rollout.sync, deadline_s)
+            self._connected |= targets.keys()
+        return failed
+
+
+def _errors(answers: dict[int, Any]) -> dict[int, Exception]:
+    return {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}
