@@ -16,6 +16,7 @@ import numpy as np
 from megarl.config.yaml_tree import describe_value, read_yaml
 from megarl.errors import ConfigError, nearest
 from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.targets import EVERY_RANK
 from megarl.reshard.tensors import Ints
 
 LINKS = ("same GPU", "NVLink", "InfiniBand")
@@ -117,13 +118,13 @@ def cost_of(plan: ReshardPlan, cluster: Cluster, *, colocated: bool) -> Cost:
     if cluster.host_gb_per_s is not None:
         links.append(_link("main memory", out[1] + out[2], into[1] + into[2], cluster.host_gb_per_s))
     of_ranks = out.sum(axis=0)[:world]
-    to_ranks = np.bincount(plan.transfers.engine_rank, weights=plan.transfers.nbytes, minlength=ranks)
+    received = plan.received_bytes
     return Cost(
         links=tuple(links),
-        redundancy=float(plan.transfers.nbytes.sum() / plan.own_bytes),
+        redundancy=float(received.sum() / plan.own_bytes),
         peak_staging_bytes=STAGED_BUCKETS * int(plan.bucket_nbytes.max()),
         sent=(int(of_ranks.min()), int(of_ranks.max())),
-        received=(int(to_ranks.min()), int(to_ranks.max())),
+        received=(int(received.min()), int(received.max())),
     )
 
 
@@ -143,13 +144,15 @@ class _Loads:
 
 def _links(plan: ReshardPlan) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
     """(training rank, engine, rank of the engine, bytes) of every bucket's part for every rank, some engines at a time."""
-    ranks = plan.target.ranks
-    keys, at = np.unique(plan.bucket_of * ranks + plan.transfers.engine_rank, return_inverse=True)
-    nbytes = _summed(at, plan.transfers.nbytes, len(keys))
-    bucket, engine_rank = np.divmod(keys, ranks)
-    for engines in np.array_split(np.arange(plan.target.engines), -(-plan.target.engines * len(keys) // _BATCH)):
-        engine = np.repeat(engines, len(keys))
-        several = len(engines)
+    columns = plan.target.ranks - EVERY_RANK
+    shape = len(plan.bucket_source), columns
+    index = plan.bucket_of * columns + plan.transfers.engine_rank - EVERY_RANK
+    parts = _summed(index, plan.transfers.nbytes, shape[0] * shape[1]).reshape(shape)
+    parts = parts[:, -EVERY_RANK:] + parts[:, :1]
+    bucket, engine_rank = np.nonzero(parts)
+    nbytes = parts[bucket, engine_rank]
+    for engines in np.array_split(np.arange(plan.target.engines), -(-plan.target.engines * len(bucket) // _BATCH)):
+        engine, several = np.repeat(engines, len(bucket)), len(engines)
         sender = plan.sender(engine, np.tile(bucket, several))
         yield sender, engine, np.tile(engine_rank, several), np.tile(nbytes, several)
 

@@ -21,7 +21,7 @@ from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
 from megarl.reshard.slices import Slices, engine_slices
 from megarl.reshard.sources import Sources
-from megarl.reshard.targets import Target, check_target
+from megarl.reshard.targets import EVERY_RANK, Target, check_target
 from megarl.reshard.template import Transfers, engine_transfers
 from megarl.reshard.tensors import Ints, TensorTable
 
@@ -34,7 +34,8 @@ class Transfer:
     """One copy: `source[source_row:+rows, source_col:+cols]` to `target[target_row:+rows, target_col:+cols]`.
 
     `source` is this rank's shard of `parameter` and `target` what `engine_rank` holds of `tensor`, as matrices (a tensor of
-    one axis has one column). `row, col` is where the box lies in the whole Hugging Face tensor.
+    one axis has one column). `row, col` is where the box lies in the whole Hugging Face tensor. `engine_rank` is -1
+    (`EVERY_RANK`) of what all ranks of the engine take alike.
     """
 
     tensor: str
@@ -86,7 +87,7 @@ class ReshardPlan:
     def contents(self, bucket: Bucket, engine_rank: int | None = None) -> list[Transfer]:
         """The copies in a bucket, in the order of tensors; only those to one rank of the engine if that is given."""
         found = self._transfers(slice(bucket.start, bucket.stop))
-        return [transfer for transfer in found if engine_rank is None or transfer.engine_rank == engine_rank]
+        return [each for each in found if engine_rank is None or each.engine_rank in (engine_rank, EVERY_RANK)]
 
     def transfer(self, row: int) -> Transfer:
         """One row of the template."""
@@ -104,7 +105,7 @@ class ReshardPlan:
         """What a rank of an engine receives: name -> (row, rows, col, cols) of the whole tensor, without vocabulary padding."""
         held = self.all_slices
         found = {}
-        for at in np.flatnonzero(held.engine_rank == engine_rank).tolist():
+        for at in np.flatnonzero(_is_for(held.engine_rank, engine_rank)).tolist():
             box = (int(held.row[at]), int(held.rows[at]), int(held.col[at]), int(held.cols[at]))
             found[self.tensors.names[held.tensor[at]]] = box
         return found
@@ -119,6 +120,13 @@ class ReshardPlan:
                     found.add((number, part))
         where = zip(self.tensors.rule.tolist(), self.tensors.part.tolist(), strict=True)
         return [self.tensors.names[tensor] for tensor, kind in enumerate(where) if kind in found]
+
+    @cached_property
+    def received_bytes(self) -> Ints:
+        """Bytes that each rank of an engine receives."""
+        of_each, ranks = self.transfers.nbytes, self.target.ranks
+        by_rank = np.bincount(self.transfers.engine_rank - EVERY_RANK, weights=of_each, minlength=ranks - EVERY_RANK)
+        return (by_rank[-EVERY_RANK:] + by_rank[0]).astype(np.int64)
 
     @cached_property
     def own_bytes(self) -> int:
@@ -147,7 +155,7 @@ class ReshardPlan:
 
     def receives(self, engine: int, engine_rank: int) -> Iterator[Bucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
-        has = np.unique(self.bucket_of[self.transfers.engine_rank == engine_rank])
+        has = np.unique(self.bucket_of[_is_for(self.transfers.engine_rank, engine_rank)])
         for bucket, rank in zip(has.tolist(), self.sender(np.array(engine), has).tolist(), strict=True):
             yield self._bucket(bucket, rank, (engine,))
 
@@ -212,6 +220,10 @@ class ReshardPlan:
     def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> Bucket:
         start, stop = int(self.bucket_starts[number]), int(self.bucket_starts[number + 1])
         return Bucket(number, int(self.bucket_source[number]), rank, engines, start, stop, int(self.bucket_nbytes[number]))
+
+
+def _is_for(ranks: Ints, engine_rank: int) -> npt.NDArray[np.bool_]:
+    return (ranks == engine_rank) | (ranks == EVERY_RANK)
 
 
 def plan_reshard(

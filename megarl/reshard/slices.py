@@ -12,7 +12,10 @@ from megarl.reshard.tensors import Ints, TensorTable
 
 @dataclass(frozen=True)
 class Slices:
-    """Columns with one entry per tensor and rank that holds some of it: the box `row, col, rows, cols` of the whole tensor."""
+    """Columns with one entry per tensor and rank that is sent some of it: the box `row, col, rows, cols` of the whole tensor.
+
+    `engine_rank` is `EVERY_RANK` of a tensor that all ranks take whole.
+    """
 
     tensor: Ints
     engine_rank: Ints

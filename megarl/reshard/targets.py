@@ -25,6 +25,8 @@ VOCAB_PADDING = 64
 DP_ATTENTION = ("qwen3", "qwen3_moe", "deepseek_v3")
 """Families whose attention SGLang can replicate inside an engine."""
 
+EVERY_RANK = -1
+"""In place of a rank of an engine: what is taken whole is sent to all of them alike."""
 Interval = tuple[int, int]
 """`start, stop` along the axis that is split."""
 
@@ -80,18 +82,20 @@ class Target:
 
     def first_ranks(self, rule: Rule, expert: Ints, num_experts: int) -> Ints:
         """The first of the ranks that are sent a rule's tensors of these experts (any number outside experts)."""
-        if not rule.is_expert or self.takes_whole(rule):
+        if self.takes_whole(rule):
+            return np.full_like(expert, EVERY_RANK)
+        if not rule.is_expert:
             return np.zeros_like(expert)
         return expert // (num_experts // self.ep) * self.expert_tp
 
     def intervals(self, rule: Rule, part: int) -> list[Interval]:
         """What each rank is sent of the rule's `part`-th tensor along `rule.packing.tp_axis` (axis 0 if nothing is split).
 
-        One entry per rank of an engine, or, for an expert's tensor that is not taken whole, per rank that holds the expert
-        (from `first_ranks` on). The vocabulary's padding is not sent.
+        One entry per rank of an engine, or, for an expert's tensor, per rank that holds the expert (from `first_ranks` on);
+        only one if every rank takes it whole. The vocabulary's padding is not sent.
         """
         if self.takes_whole(rule):
-            return [(0, rule.packing.hf_shapes[part][rule.packing.tp_axis or 0])] * self.ranks
+            return [(0, rule.packing.hf_shapes[part][rule.packing.tp_axis or 0])]
         return self.own_intervals(rule, part)
 
     def own_intervals(self, rule: Rule, part: int) -> list[Interval]:

@@ -23,6 +23,7 @@ class Transfers:
 
     `row, col, rows, cols` is the box in the whole tensor; it begins at `source_row, source_col` of the source's shard (the
     Megatron parameter, as a matrix) and at `target_row, target_col` of what the engine's rank holds of this tensor.
+    `engine_rank` may be `EVERY_RANK`.
     """
 
     tensor: Ints

@@ -16,6 +16,7 @@ from megarl.config.layout import Layout
 from megarl.errors import LayoutError
 from megarl.reshard.plan import ReshardPlan
 from megarl.reshard.sources import shard_runs
+from megarl.reshard.targets import EVERY_RANK
 from megarl.reshard.tensors import Ints
 
 
@@ -40,14 +41,14 @@ def verify(plan: ReshardPlan) -> Proof:
     _check_owners(plan)
     _check_buckets(plan)
     sends = _check_assignment(plan)
-    return Proof(len(plan.transfers), len(plan.all_slices), int(plan.transfers.nbytes.sum()) * plan.target.engines, sends)
+    return Proof(len(plan.transfers), len(plan.all_slices), int(plan.received_bytes.sum()) * plan.target.engines, sends)
 
 
 def _slice_of_transfers(plan: ReshardPlan) -> Ints:
     """For each transfer the slice that it fills, once it is sure that it lies in it, where the transfer says."""
     t, held, ranks = plan.transfers, plan.all_slices, plan.target.ranks
-    keys = held.tensor * ranks + held.engine_rank
-    wanted = t.tensor * ranks + t.engine_rank
+    keys = held.tensor * (ranks + 1) + held.engine_rank - EVERY_RANK
+    wanted = t.tensor * (ranks + 1) + t.engine_rank - EVERY_RANK
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     _none(plan, keys[at] != wanted, "is sent to a rank that holds nothing of it")
     inside = (
@@ -87,10 +88,10 @@ def _check_coverage(plan: ReshardPlan, at: Ints) -> None:
     short = np.flatnonzero(sent != held.rows * held.cols)
     if len(short):
         one = int(short[0])
+        name, to = plan.tensors.names[held.tensor[one]], _to(int(held.engine_rank[one]))
         raise LayoutError(
-            f"the reshard plan leaves a part of tensor '{plan.tensors.names[held.tensor[one]]}' for rank "
-            f"{held.engine_rank[one]} of every engine unsent: {sent[one]} of {held.rows[one] * held.cols[one]} elements come "
-            f"({layouts(plan)})"
+            f"the reshard plan leaves a part of tensor '{name}' for {to} unsent: {sent[one]} of "
+            f"{held.rows[one] * held.cols[one]} elements come ({layouts(plan)})"
         )
 
 
@@ -197,8 +198,12 @@ def _fail(plan: ReshardPlan, row: int, what: str) -> NoReturn:
     transfer = plan.transfer(row)
     raise LayoutError(
         f"the reshard plan is wrong: tensor '{transfer.tensor}', rows {transfer.row} to {transfer.row + transfer.rows}, from "
-        f"rank {_rank(plan, row)} to rank {transfer.engine_rank} of every engine, {what} ({layouts(plan)})"
+        f"rank {_rank(plan, row)} to {_to(transfer.engine_rank)}, {what} ({layouts(plan)})"
     )
+
+
+def _to(engine_rank: int) -> str:
+    return "every rank of every engine" if engine_rank == EVERY_RANK else f"rank {engine_rank} of every engine"
 
 
 def _rank(plan: ReshardPlan, row: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megarl.errors import ConfigError
 from megarl.reshard.cost import Cluster, cost_of
 from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EVERY_RANK, Target
 from tests.reshard.layouts import hf_config, source
 
 CLUSTER = Cluster(gpus_per_node=3, copy_gb_per_s=8.0, nvlink_gb_per_s=4.0, ib_gb_per_s=1.0, host_gb_per_s=0.5)
@@ -26,18 +27,20 @@ def counted(
         for bucket in plan.sends(rank):
             packed[rank] += bucket.nbytes
             for engine in bucket.engines:
-                for transfer in plan.contents(bucket):
-                    gpu = (first_gpu + engine * plan.target.ranks + transfer.engine_rank) % gpus
+                for transfer, to in product(plan.contents(bucket), range(plan.target.ranks)):
+                    if transfer.engine_rank not in (to, EVERY_RANK):
+                        continue
+                    gpu = (first_gpu + engine * plan.target.ranks + to) % gpus
                     link = "same GPU" if gpu == rank else "NVLink" if gpu // 3 == rank // 3 else "InfiniBand"
                     out[link][rank] += transfer.nbytes
                     into[link][gpu] += transfer.nbytes
     return out, into, packed
 
 
-@pytest.mark.parametrize(("colocated", "engines"), [(True, 2), (True, 5), (False, 3)])
-def test_bytes_by_link_are_those_of_every_transfer(colocated: bool, engines: int) -> None:
+@pytest.mark.parametrize(("colocated", "engines", "whole"), [(True, 2, "none"), (True, 5, "experts"), (False, 3, "none")])
+def test_bytes_by_link_are_those_of_every_transfer(colocated: bool, engines: int, whole: str) -> None:
     layout = source("ep4 tp2", "deepseek_v3")  # 16 ranks
-    plan = plan_reshard(hf_config("deepseek_v3"), layout, Target(tp=4, ep=2, engines=engines), itemsize=4, bucket_bytes=3000)
+    plan = plan_reshard(hf_config("deepseek_v3"), layout, Target(4, 2, 1, engines, whole), itemsize=4, bucket_bytes=3000)
     cost = cost_of(plan, CLUSTER, colocated=colocated)
     out, into, packed = counted(plan, *((0, 16) if colocated else (18, 18 + 4 * engines)))
     found = {link.name: (link.nbytes, link.busiest_out, link.busiest_in) for link in cost.links}
@@ -46,10 +49,11 @@ def test_bytes_by_link_are_those_of_every_transfer(colocated: bool, engines: int
     assert found["packing"] == (packed.total(), max(packed.values()), 0)
     across = [sum((of[link] for link in ("NVLink", "InfiniBand")), Counter[int]()) for of in (out, into)]
     assert found["main memory"] == (across[0].total(), max(across[0].values()), max(across[1].values()))
-    assert sum(found[name][0] for name in out) == engines * plan.own_bytes
+    assert sum(found[name][0] for name in out) == engines * plan.received_bytes.sum()
     of_rank = sum(out.values(), Counter[int]())
     assert cost.sent == (min(of_rank[rank] for rank in range(16)), max(of_rank.values()))
-    assert cost.redundancy == 1.0
+    assert cost.redundancy == plan.received_bytes.sum() / plan.own_bytes
+    assert (cost.redundancy == 1) is (whole == "none")
     assert cost.peak_staging_bytes <= 2 * 3000
 
 

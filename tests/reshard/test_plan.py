@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megarl.errors import LayoutError
-from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.plan import ReshardPlan, Transfer, plan_reshard
+from megarl.reshard.targets import EVERY_RANK, Target
 from megarl.reshard.verify import verify
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.reshard.layouts import SOURCES, TARGETS, hf_config, random_tensors, shards_of_ranks, source, target
@@ -64,6 +66,11 @@ def wanted_by(to: Target, tensors: dict[str, Tensor], family: str) -> Held:
     return {key: part.reshape(len(part), -1) for key, part in every.items() if part.numel()}
 
 
+def ranks_of(plan: ReshardPlan, transfer: Transfer) -> Sequence[int]:
+    """Which ranks of an engine take a transfer."""
+    return range(plan.target.ranks) if transfer.engine_rank == EVERY_RANK else [transfer.engine_rank]
+
+
 def carried_out(plan: ReshardPlan, shards: list[dict[str, Tensor]]) -> list[Held]:
     """What every engine holds after the copies of a plan; -1 where nothing was written."""
     boxes = {(rank, name): (box[1], box[3]) for rank in range(plan.target.ranks) for name, box in plan.slices(rank).items()}
@@ -74,8 +81,8 @@ def carried_out(plan: ReshardPlan, shards: list[dict[str, Tensor]]) -> list[Held
             for t in plan.contents(bucket):
                 box = own[t.parameter].numpy()[t.source_row : t.source_row + t.rows, t.source_col : t.source_col + t.cols]
                 assert box.shape == (t.rows, t.cols)
-                for engine in bucket.engines:
-                    goal = written[engine][t.engine_rank, t.tensor]
+                for engine, to in product(bucket.engines, ranks_of(plan, t)):
+                    goal = written[engine][to, t.tensor]
                     goal[t.target_row : t.target_row + t.rows, t.target_col : t.target_col + t.cols] = box
     return held
 
@@ -212,9 +219,11 @@ def test_what_is_taken_whole_is_recorded_and_makes_the_plan_redundant() -> None:
     plan = small_plan(to=Target(tp=2, ep=2, whole="experts"))
     assert plan.taken_whole == of_experts
     own, experts = plan.own_bytes, sum(int(plan.tensors.nbytes[names.index(name)]) for name in of_experts)
-    assert plan.transfers.nbytes.sum() == own + experts
+    assert plan.received_bytes.sum() == own + experts
     whole = [name for name in names if not re.search(r"norm|mlp\.gate\.|q_a_proj|kv_a_proj", name)]
-    assert small_plan(to=Target(tp=2, whole="all")).taken_whole == whole
+    plan = small_plan(to=Target(tp=2, whole="all"))
+    assert plan.taken_whole == whole
+    assert plan.received_bytes.tolist() == [plan.tensors.nbytes.sum()] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.reshard.slices import engine_slices
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EVERY_RANK, Target
 from megarl.reshard.tensors import TensorTable
 from megarl.rollout.checksums import EngineLayout, held_slices
 from tests.reshard.layouts import hf_config, weight_map
@@ -19,11 +19,12 @@ def test_a_rank_is_sent_the_box_of_each_tensor_that_the_plan_names(family: str, 
     tensors = TensorTable.of(rules, 4)
     planned = engine_slices(tensors, Target(tp=tp, whole="experts"), rules.num_experts)
     boxes = {
-        (tensors.names[tensor], rank): (row, rows, col, cols)
+        (tensors.names[tensor], to): (row, rows, col, cols)
         for tensor, rank, row, rows, col, cols in zip(
             *(getattr(planned, column).tolist() for column in ("tensor", "engine_rank", "row", "rows", "col", "cols")),
             strict=True,
         )
+        for to in (range(tp) if rank == EVERY_RANK else [rank])
     }
     layout = EngineLayout(
         kv_heads=config["num_key_value_heads"], tied_embeddings=config["tie_word_embeddings"], dtype=torch.float32, tp=tp
