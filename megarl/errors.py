@@ -45,6 +45,10 @@ class CheckpointError(MegarlError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
 
+class RunStopped(MegarlError):
+    """A run saved and left, because a signal asked it to; not a failure, and it can be continued (exit code 75)."""
+
+
 class WorkerError(MegarlError):
     """A worker process raised or died; the message carries the worker's own traceback."""
 

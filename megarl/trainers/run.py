@@ -17,9 +17,10 @@ from rich.console import Console
 
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write_state
 from megarl.config import Config, SupervisedConfig, save_resolved
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError, RunStopped
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
 from megarl.trainers.roles import POLICY, Roles
+from megarl.trainers.stop import StopRequest
 
 
 class Run(ABC):
@@ -41,6 +42,7 @@ class Run(ABC):
         self.was_finished = False
         self._settings = config
         self._stack = ExitStack()
+        self._stop = StopRequest()
 
     @abstractmethod
     def read_inputs(self) -> None:
@@ -79,6 +81,7 @@ class Run(ABC):
 
     def _open(self) -> None:
         config = self._settings
+        self._stack.enter_context(self._stop)
         self.read_inputs()
         resume_from = self.checkpoints.resolve(config.run.resume)
         state = read_state(resume_from) if resume_from is not None else None
@@ -137,11 +140,21 @@ class Run(ABC):
             self.progress.step_done(self.step, self.metrics)
 
     def save_if_due(self) -> None:
-        """Save at `run.save_every` and after the last step."""
+        """Save at `run.save_every`, after the last step, and when the batch system has warned, which ends the run here.
+
+        Raises:
+            RunStopped: after a warning, with everything saved.
+        """
         every = self._settings.run.save_every
-        if self.finished or (every and self.step % every == 0):
+        warned = self.roles.groups[POLICY].agree(self._stop.received is not None)
+        if self.finished or warned or (every and self.step % every == 0):
             with self.phases("save"):
                 self._save()
+        if warned and not self.finished:
+            raise RunStopped(
+                f"stopped by {self._stop.received or 'a signal to another rank'} after step {self.step} of "
+                f"{self._settings.run.steps}; run.resume=auto continues from {self.checkpoints.all()[-1]}"
+            )
 
     def evaluate_if_due(self) -> None:
         """Evaluate at `run.eval_every` and after the last step."""

@@ -37,6 +37,10 @@ class RankGroup(Protocol):
         """For every rank its data-parallel replica's value, as an argument of `call` and `submit`."""
         ...
 
+    def agree(self, flag: bool) -> bool:
+        """Whether `flag` is true in any process that drives this group."""
+        ...
+
 
 class WorkerGroup:
     """The Ray actors of one layout, in rank order."""
@@ -83,6 +87,10 @@ class WorkerGroup:
         """For every rank a reference to its data-parallel replica's value, each put once into the object store."""
         references = [ray.put(value) for value in replicas]
         return [references[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+
+    def agree(self, flag: bool) -> bool:
+        """`flag`: there is one driver."""
+        return flag
 
     def dump_stacks(self) -> None:
         """Ask every rank for its Python stacks, even one that is stuck in a call; gives up after a few seconds."""

@@ -77,6 +77,14 @@ class SpmdGroup:
         """For every rank its data-parallel replica's value."""
         return [replicas[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
+    def agree(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank; every rank must ask."""
+        import torch
+
+        flags: list[bool | None] = [None] * self.layout.world_size
+        torch.distributed.all_gather_object(flags, flag)
+        return any(flags)
+
     def leave(self) -> None:
         """Leave torch.distributed's world."""
         import torch
