@@ -54,6 +54,8 @@ class Slot:
     error: Exception | None = None
     """Why it failed last."""
     restarting: asyncio.Task[None] | None = None
+    fell_behind: bool = False
+    """It failed since the update began that is under way, and so cannot have what that update gave it."""
 
     @property
     def load(self) -> int:
@@ -236,16 +238,18 @@ class Scheduler:
         async def held() -> None:
             for number in engines:
                 self.slots[number].is_open.clear()
+                self.slots[number].fell_behind = False
 
         self._in_loop(held())
 
     def resume(self, engines: Sequence[int], version: int) -> None:
-        """These engines have the weights of `version`."""
+        """These engines have the weights of `version`, unless they failed since."""
 
         async def resumed() -> None:
-            for number in engines:
-                self.slots[number].version = version
-                self.slots[number].is_open.set()
+            for slot in (self.slots[number] for number in engines):
+                if not slot.fell_behind:
+                    slot.version = version
+                    slot.is_open.set()
             self._dispatch()
 
         self._in_loop(resumed())
@@ -291,7 +295,15 @@ class Scheduler:
     # in the loop --------------------------------------------------------------------------------------------------
 
     def _in_loop(self, work: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(deadline_s)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineError(
+                f"the loop that drives the engines did not answer within {deadline_s:.0f} s; an episode of your own may hold "
+                "it up between two awaits"
+            ) from None
 
     async def _until(self, done: Callable[[], bool], deadline_s: float) -> bool:
         ends_at = self._loop.time() + deadline_s
@@ -393,7 +405,7 @@ class Scheduler:
 
     def _take_down(self, slot: Slot, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
-        slot.version, slot.error = None, error
+        slot.version, slot.error, slot.fell_behind = None, error, True
         slot.is_open.clear()
         for task, request in list(slot.requests.items()):
             del slot.requests[task]

@@ -18,7 +18,6 @@ from megarl.config.supervised import SupervisedConfig
 from megarl.data.batch import Batch
 from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
 from megarl.data.stream import MicroBatch, Unit
-from megarl.errors import EngineError
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.trainers.objectives import combine
 from megarl.workers.cluster import GroupRequest
@@ -200,14 +199,6 @@ class Roles:
         """
         arguments = (POLICY, bases, version, verify)
         return merge(self.groups[POLICY].call("push_weights", arguments, phase="weight sync", deadline_s=deadline_s))
-
-    def push_weights(self, deadline_s: float) -> list[dict[str, str]]:
-        """`push` to all engines, where none may fail: per engine the checksums."""
-        pushed = self.push(deadline_s)
-        for engine in pushed.values():
-            if engine.error is not None:
-                raise EngineError(engine.error)
-        return [pushed[engine].checksums for engine in sorted(pushed)]
 
     def save(self, folder: str) -> None:
         """Write every role that changes during the run into a folder of its own below `folder`."""

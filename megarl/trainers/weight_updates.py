@@ -31,17 +31,22 @@ class WeightUpdates:
             EngineError: an engine is well, and yet its weights are not those that were sent.
         """
         scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
+        for engine in engines:
+            if scheduler.slots[engine].version is None:  # it may be another process than before
+                self._forget(engine)
         failed = self._connect([engine for engine in engines if engine not in self._connected])
         bases = {
-            engine: base_for(self._confirmed.pop(engine, None), version, self.rollout.delta_every)
+            engine: base_for(self._confirmed.get(engine), version, self.rollout.delta_every)
             for engine in engines
             if engine not in failed
         }
+        known = bases.keys() & self._confirmed.keys()
+        verify = version % self.rollout.verify_every == 0 or known != bases.keys()  # always what an engine gets first
         scheduler.hold(list(bases))
         failed |= _errors(scheduler.call("begin_update", {e: (version, base) for e, base in bases.items()}, deadline_s))
         going = {engine: base for engine, base in bases.items() if engine not in failed}
         if going:
-            pushed = self.roles.push(deadline_s, going, version)
+            pushed = self.roles.push(deadline_s, going, version, verify)
             failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
             ends = {engine: (version, pushed[engine].checksums) for engine in going if engine not in failed}
             refused = _errors(scheduler.call("end_update", ends, deadline_s))
@@ -51,12 +56,16 @@ class WeightUpdates:
                     raise error
             failed |= refused
         for engine, error in failed.items():
-            self._connected.discard(engine)
+            self._forget(engine)
             scheduler.call("abandon_update", {engine: ()}, 10.0)  # so that the engine, if it is well, can take another
             scheduler.fail(engine, error)
         complete = [engine for engine in going if engine not in failed]
         self._confirmed |= dict.fromkeys(complete, version)
         scheduler.resume(complete, version)
+
+    def _forget(self, engine: int) -> None:
+        self._connected.discard(engine)
+        self._confirmed.pop(engine, None)
 
     def _connect(self, engines: Sequence[int]) -> dict[int, Exception]:
         """Connect the policy's ranks to engines that are new or came back; by engine why it was not reached."""

@@ -118,6 +118,7 @@ def finish(scheduler: Scheduler, engines: Sequence[FakeEngine], version: int = 0
 
 
 def give(scheduler: Scheduler, engines: Sequence[FakeEngine], numbers: Sequence[int], version: int) -> None:
+    scheduler.hold(numbers)
     for number in numbers:
         engines[number].version = version
     scheduler.resume(numbers, version)
@@ -161,6 +162,22 @@ def test_an_engine_that_dies_loses_nothing_and_rejoins_with_weights(open_schedul
     assert len(engines[0].answered) >= 1
 
 
+def test_an_engine_that_failed_during_an_update_does_not_serve_after_it(open_scheduler: Any) -> None:
+    engine = FakeEngine(0, lambda: 0.2)
+    scheduler = open_scheduler([engine], Ledger(1, 1))
+    scheduler.open_step(0, Source())
+    while not engine.now.total():
+        time.sleep(0.001)
+    scheduler.hold([0])
+    engine.is_dead = True
+    while engine.restarts == 0:
+        time.sleep(0.001)
+    scheduler.resume([0], 1)
+    assert scheduler.serving == []
+    give(scheduler, [engine], scheduler.without_weights, 1)
+    assert scheduler.serving == [0]
+
+
 def test_no_engine_left_means_waiting_for_the_one_that_is_started_anew(open_scheduler: Any) -> None:
     engine = FakeEngine(0)
     scheduler = open_scheduler([engine], Ledger(2, 0))
@@ -186,6 +203,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(open_scheduler: Any) -
         for _ in range(10):
             engine.is_dead = True
             assert not scheduler.wait(10.0)
+            scheduler.hold([0])
             engine.is_dead = True
             scheduler.resume([0], 0)
 
