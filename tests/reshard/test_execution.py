@@ -1,0 +1,113 @@
+"""Real training ranks push their weights; every rank of an engine is handed exactly the boxes that the plan says it holds.
+
+The bytes are those of the checkpoint that the ranks loaded, read as whole tensors from its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megarl.config.layout import Layout
+from megarl.models.registry import load_hf_config
+from megarl.reshard.plan import plan_reshard
+from megarl.reshard.targets import Target
+from tests.families import build_folder
+from tests.world import World
+
+TPS = (1, 2, 4)
+
+
+def received(rank: int, world_size: int, folder: str, layout: Layout) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """What this rank hands to each rank of engines of every size in `TPS`: (tp, engine rank) -> name -> slice."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.roles import Role
+    from megarl.models.hf_folder import HFFolder
+    from megarl.rollout.checksums import EngineLayout, SentChecksums, held_slices
+    from megarl.rollout.payload import Staged
+    from megarl.workers import weight_sync
+
+    found: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    class Collecting:
+        """An engine's side of the transport: reads each rank's places of the shared buffer, as its payload names them."""
+
+        align_bytes = 16
+
+        def __init__(self, layout: EngineLayout) -> None:
+            self.layout = layout
+
+        def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
+            return [(name, held_slices(name, weight, self.layout)) for name, weight in bucket]
+
+        def new_checksums(self, values: bool) -> SentChecksums | None:
+            return None
+
+        def deliver(self, staged: Staged) -> None:
+            for engine_rank in range(self.layout.tp):
+                of_rank = found.setdefault((self.layout.tp, engine_rank), {})
+                for name, part in staged.tensors(engine_rank):
+                    assert name not in of_rank, f"{name} was sent twice"
+                    of_rank[name] = part.clone()
+
+        def close(self) -> None:
+            return None
+
+    weight_sync.BUCKET_BYTES = 2**13
+    initialize_layout(layout, seed=1)
+    role = Role(ModelOptions(folder, layout))
+    config = HFFolder(folder).config
+    tied, kv_heads = bool(config.get("tie_word_embeddings")), config["num_key_value_heads"]
+    for tp in TPS:
+        pusher = weight_sync.Pusher()
+        at = layout.coords(rank)
+        if not (at.tp or at.dp or at.cp):
+            engine = EngineLayout(kv_heads=kv_heads, tied_embeddings=tied, dtype=torch.float32, tp=tp)
+            pusher.connect(0, lambda engine=engine: Collecting(engine))  # type: ignore[misc]
+        assert all(pushed.error is None for pushed in pusher.push(role.export()).values())
+    return found
+
+
+def merged(answers: Sequence[dict[tuple[int, int], dict[str, Tensor]]]) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """What all training ranks together handed over; nothing may come from two of them."""
+    together: dict[tuple[int, int], dict[str, Tensor]] = {}
+    for answer in answers:
+        for place, tensors in answer.items():
+            assert not together.setdefault(place, {}).keys() & tensors.keys()
+            together[place] |= tensors
+    return together
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", Layout()),
+        ("llama", Layout(pp=4)),
+        ("qwen2", Layout(tp=2, pp=2)),
+        ("qwen3", Layout(tp=2, pp=2, vpp=2)),
+        ("mistral", Layout(dp=2, pp=2, first_stage_layers=3)),
+        ("mixtral", Layout(dp=4, ep=2)),
+        ("qwen3_moe", Layout(tp=2, dp=2, ep=2, etp=2)),
+    ],
+)
+def test_every_rank_of_an_engine_is_handed_the_bytes_of_its_boxes(
+    world: World, tmp_path: Path, family: str, layout: Layout
+) -> None:
+    build_folder(family, tmp_path / "model")
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+    together = merged(world.call(received, str(tmp_path / "model"), layout, size=layout.world_size))
+    for tp in TPS:
+        plan = plan_reshard(load_hf_config(tmp_path / "model"), layout, Target(tp=tp, whole="experts"))
+        for engine_rank in range(tp):
+            handed = {name: part for name, part in together[tp, engine_rank].items() if part.numel()}
+            boxes = plan.slices(engine_rank)
+            assert handed.keys() == boxes.keys()
+            for name, (row, rows, col, cols) in boxes.items():
+                tensor = whole[name].reshape(len(whole[name]), -1)[row : row + rows, col : col + cols]
+                assert torch.equal(handed[name].reshape(rows, cols), tensor), (tp, engine_rank, name)
