@@ -46,7 +46,8 @@ class WeightUpdates:
         failed |= _errors(scheduler.call("begin_update", {e: (version, base) for e, base in bases.items()}, deadline_s))
         going = {engine: base for engine, base in bases.items() if engine not in failed}
         if going:
-            pushed = self.roles.push(deadline_s, going, version, verify)
+            remembered = version if self.rollout.delta_every else None
+            pushed = self.roles.push(deadline_s, going, remembered, verify)
             failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
             ends = {engine: (version, pushed[engine].checksums) for engine in going if engine not in failed}
             refused = _errors(scheduler.call("end_update", ends, deadline_s))
