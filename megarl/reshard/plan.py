@@ -166,10 +166,14 @@ class ReshardPlan:
     def assignment(self, source: int, replica: int) -> tuple[int, Ints, npt.NDArray[np.bool_]]:
         """(first bucket of a source, engines that a replica may serve, `[buckets, engines]` whether it sends it there)."""
         first, stop = self.buckets_of(source)
-        replicas, engines = int(self.sources.replicas[source]), self.target.engines
-        order = np.argsort(self._place(np.arange(engines), np.array(replicas)))
-        some = order[replica * engines // replicas : (replica + 1) * engines // replicas + 1]
+        low, high = self.window(source, np.array(replica))
+        some = self.engine_order[int(self.sources.replicas[source])][low:high]
         return first, some, self.replica(some[None, :], np.arange(first, stop)[:, None]) == replica
+
+    def window(self, source: int, replica: Ints) -> tuple[Ints, Ints]:
+        """The places on the line (see `replica`) of the engines that replicas of a source serve: from, and to before."""
+        replicas, engines = self.sources.replicas[source], self.target.engines
+        return replica * engines // replicas, np.minimum((replica + 1) * engines // replicas + 1, engines)
 
     def replica(self, engine: Ints, bucket: Ints) -> Ints:
         """Which replica of a bucket's source sends it to an engine.
@@ -186,6 +190,14 @@ class ReshardPlan:
         of_each, left = self.target.engines // replicas, self.target.engines % replicas
         residue = engine % replicas
         return residue * of_each + np.minimum(residue, left) + engine // replicas
+
+    @cached_property
+    def engine_order(self) -> dict[int, Ints]:
+        """The engines as they stand on the line, by the number of replicas that a source has."""
+        engines = np.arange(self.target.engines)
+        return {
+            replicas: np.argsort(self._place(engines, np.array(replicas))) for replicas in set(self.sources.replicas.tolist())
+        }
 
     @cached_property
     def _middle(self) -> npt.NDArray[np.float64]:

@@ -165,14 +165,22 @@ def _check_buckets(plan: ReshardPlan) -> None:
 
 
 def _check_assignment(plan: ReshardPlan) -> int:
-    """Every bucket reaches every engine from exactly one replica; how many sends there are."""
+    """Every bucket reaches every engine from exactly one replica, which looks for it there; how many sends there are."""
     total = 0
     for source in np.unique(plan.bucket_source).tolist():
         first, stop = plan.buckets_of(source)
-        sent = sum(int(plan.assignment(source, replica)[2].sum()) for replica in range(plan.sources.replicas[source]))
-        if sent != (stop - first) * plan.target.engines:
-            _fail(plan, int(plan.bucket_starts[first]), f"reaches engines {sent} times instead of once each")
-        total += sent
+        replicas = int(plan.sources.replicas[source])
+        order = plan.engine_order[replicas]
+        if not np.array_equal(np.sort(order), np.arange(plan.target.engines)):
+            _fail(plan, int(plan.bucket_starts[first]), "does not reach every engine once")
+        replica = plan.replica(order[None, :], np.arange(first, stop)[:, None])
+        low, high = plan.window(source, replica)
+        place = np.arange(len(order))
+        missed = (replica < 0) | (replica >= replicas) | (place < low) | (place >= high)
+        if missed.any():
+            bucket, at = np.argwhere(missed)[0]
+            _fail(plan, int(plan.bucket_starts[first + bucket]), f"is sent to engine {order[at]} by no replica")
+        total += replica.size
     return total
 
 

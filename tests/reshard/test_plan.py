@@ -249,3 +249,11 @@ def test_sizes_that_no_engine_has_are_refused() -> None:
         Target(engines=0)
     with pytest.raises(LayoutError, match=r"bucket_bytes is 100, but one row of 'model.embed_tokens.weight' has 128 bytes"):
         plan_reshard(hf_config("llama"), source("one rank", "llama"), Target(), itemsize=4, bucket_bytes=100)
+
+
+def test_a_bucket_that_no_replica_sends_to_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan("cp2 dp3", Target(tp=2, engines=7), "llama")
+    window = ReshardPlan.window
+    monkeypatch.setattr(ReshardPlan, "window", lambda *at: (window(*at)[0], window(*at)[1] - 1))
+    with pytest.raises(LayoutError, match=r"is sent to engine \d by no replica"):
+        verify(plan)
