@@ -25,9 +25,16 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
     Returns the number of rows written.
 
     Raises:
-        ConfigError: `out` exists, or no row came about, such as no response that was right.
+        ConfigError: `out` exists, rows to train on are asked of episodes of several turns, or no row came about, such as no
+            response that was right.
         MegarlError: anything else the user can mend, as one sentence.
     """
+    kind = config.rollout.episode.kind
+    if form != "samples" and kind != "single":
+        raise ConfigError(
+            f"--as is '{form}', but rollout.episode.kind is '{kind}', whose responses hold what tools and environments said; "
+            "it may be 'samples'"
+        )
     path = Path(out)
     if path.exists():
         raise ConfigError(f"--out is '{out}', which exists already; name a new file")
@@ -46,6 +53,7 @@ def _all(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) ->
         yield {
             "prompt": sample.row[prompt_key],
             "response": sample.response_text,
+            "turns": sample.turns,
             "reward": score,
             "rewards": sample.rewards,
             "finish_reason": sample.finish_reason,
