@@ -11,7 +11,7 @@ from megarl.rollout.engine_args import check_engine_args, server_arguments
 
 def test_a_misspelt_argument_is_refused_with_the_nearest_one() -> None:
     check_engine_args(["mem_fraction_static", "max_running_requests", "port"])
-    with pytest.raises(ConfigError, match="has mem_fraction_statc, .* did you mean 'mem_fraction_static'"):
+    with pytest.raises(ConfigError, match=r"has mem_fraction_statc, .*did you mean 'mem_fraction_static'"):
         check_engine_args(["mem_fraction_statc"])
 
 
