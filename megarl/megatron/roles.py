@@ -5,7 +5,7 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,9 @@ class Role:
                 for target, source in zip(mine.parameters(), theirs.parameters(), strict=True):
                     target.copy_(source)
 
-    def export(self, quantiser: Quantiser | None = None) -> Iterator[tuple[str, Tensor]]:
+    def export(self, quantiser: Quantiser | None = None, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
-        return export_weights(self.chunks, self.options, self.weight_map, quantiser)
+        return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas)
 
     def save(self, folder: str) -> None:
         """Write model, optimizer, schedule and random numbers as a megatron-core checkpoint into the new `folder`."""

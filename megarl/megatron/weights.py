@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -115,19 +115,23 @@ def export_weights(
     options: ModelOptions,
     weight_map: WeightMap,
     quantiser: Quantiser | None = None,
+    replicas: Collection[int] = (0,),
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
     Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
     replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
-    With a `quantiser` the shards are quantised where they lie.
+    With a `quantiser` the shards are quantised where they lie. Of a model without experts each data-parallel replica in
+    `replicas` exports everything, on a leading rank of its own and independently of the others.
     """
+    assert weight_map.num_experts == 0 or tuple(replicas) == (0,), "the replicas of a stage share its experts"
     tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
     expert_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_expert_tensor_and_model_parallel_group())
-    of_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    at = options.layout.coords(torch.distributed.get_rank())
+    of_replica = at.cp == 0 and at.dp in replicas
     of_experts = parallel_state.get_expert_data_parallel_rank() == 0
-    lead = options.layout.rank(pp=parallel_state.get_pipeline_model_parallel_rank())
-    leads = torch.distributed.get_rank() == lead
+    lead = options.layout.rank(pp=at.pp, dp=0 if weight_map.num_experts else at.dp)
+    leads = of_replica and torch.distributed.get_rank() == lead
     for name, tensor in global_tensors(chunks):
         local = tensor.detach().contiguous()
         if _is_value_head(name, options):

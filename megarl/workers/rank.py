@@ -30,6 +30,7 @@ class Rank:
         torch.set_num_threads(threads)
         self.roles: dict[str, Any] = {}
         self.pusher: Any = None
+        self.engines: set[int] = set()
 
     def address(self) -> tuple[str, int]:
         """(IP of this node, a port that was free a moment ago), for rank 0 to lead the world's rendezvous."""
@@ -89,8 +90,11 @@ class Rank:
         write_role(self.roles[role], folder)
 
     def open_senders(self, targets: Mapping[int, Any], transport: str, timeout_s: float = 300.0) -> None:
-        """Connect to engines by number, or anew to those that were restarted, where this rank has weights to send: it leads
-        a pipeline stage. An engine that cannot be reached is an error of the next push. `timeout_s` is as in `open_sender`.
+        """Connect to engines by number, or anew to those that were restarted, where this rank has weights to send them.
+
+        Each stage's replicas share the engines evenly, and the leading rank of a replica's stage sends; replicas of a model
+        with experts hold no more than a part of them each, so there it is the first replica alone. An engine that cannot be
+        reached is an error of the next push. `timeout_s` is as in `open_sender`.
 
         Raises:
             EngineError: an engine serves another model than the policy.
@@ -99,13 +103,16 @@ class Rank:
         from megarl.rollout.same_model import ModelFacts, check_same_model
         from megarl.workers.weight_sync import Pusher, model_of, open_sender
 
-        if self.layout.coords(self.rank).tp or self.layout.coords(self.rank).dp or self.layout.coords(self.rank).cp:
+        at, replicas = self.layout.coords(self.rank), 1 if self.roles["policy"].weight_map.num_experts else self.layout.dp
+        mine = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
+        self.engines |= mine.keys()
+        if at.tp:
             return
         self.pusher = self.pusher or Pusher()
         backend = self.platform.collective_backend
         policy = self.roles["policy"].options
         trainer = ModelFacts(load_hf_config(policy.path), policy.dtype)
-        for engine, target in targets.items():
+        for engine, target in mine.items():
             if (serves := model_of(target)) is not None:
                 check_same_model(serves, trainer)
             self.pusher.connect(engine, partial(open_sender, target, transport, self.address(), backend, timeout_s))
@@ -114,9 +121,15 @@ class Rank:
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
     ) -> dict[int, Any]:
         """Send this rank's part of the weights to engines: by engine what came of it, a `Pushed`; see `Pusher.push`."""
+        bases = dict.fromkeys(self.engines) if bases is None else bases
+        mine = {engine: bases[engine] for engine in self.engines & bases.keys()}
+        policy = self.roles[role]
+        if not mine and not policy.weight_map.num_experts:
+            return {}
+        tensors = policy.export(replicas=(0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,))
         if self.pusher is not None:
-            return self.pusher.push(self.roles[role].export(), bases, version, verify)
-        for _ in self.roles[role].export():  # collective: the ranks of a stage hand their shards to its leading one
+            return self.pusher.push(tensors, mine, version, verify)
+        for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one
             pass
         return {}
 

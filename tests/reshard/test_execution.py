@@ -111,3 +111,24 @@ def test_every_rank_of_an_engine_is_handed_the_bytes_of_its_boxes(
             for name, (row, rows, col, cols) in boxes.items():
                 tensor = whole[name].reshape(len(whole[name]), -1)[row : row + rows, col : col + cols]
                 assert torch.equal(handed[name].reshape(rows, cols), tensor), (tp, engine_rank, name)
+
+
+def exported_by_replicas(rank: int, world_size: int, folder: str, layout: Layout) -> list[dict[str, Tensor]]:
+    """What this rank exports when both replicas do, when the second does, and when none does."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.roles import Role
+
+    initialize_layout(layout, seed=1)
+    role = Role(ModelOptions(folder, layout))
+    return [{name: value.clone() for name, value in role.export(replicas=given)} for given in ((0, 1), (1,), ())]
+
+
+def test_each_replica_can_export_everything_on_its_own(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    whole = load_file(tmp_path / "model" / "model.safetensors")
+    answers = world.call(exported_by_replicas, str(tmp_path / "model"), Layout(tp=2, dp=2), size=4)
+    for way, leading in enumerate(({0, 2}, {2}, set())):
+        for rank, answer in enumerate(answers):
+            assert answer[way].keys() == (whole.keys() if rank in leading else set())
+            assert all(torch.equal(tensor, whole[name]) for name, tensor in answer[way].items())

@@ -178,8 +178,8 @@ def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path
 
 async def holds_what_was_sent(engine: SglangEngine, model: Any) -> None:
     """The engine's log-probs are those of `model`."""
-    groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2)
-    assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
+    groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
+    assert largest_difference(model, PROMPTS, groups) < 1e-5
 
 
 @pytest.mark.slow
