@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import ray
 
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+
+ACTOR_POLL_S = 0.5
 
 
 class EngineCalls:
@@ -29,8 +32,19 @@ class EngineCalls:
         return await self._answer(self.actor.call.remote(method, *arguments, **keywords), method, deadline_s + 5)
 
     async def restart(self, deadline_s: float) -> None:
-        """Start the engine anew, without weights; raises as `call` does."""
-        await self._answer(self.actor.restart.remote(), "restart", deadline_s)
+        """Start the engine anew, without weights: in its process or, if that is gone, in the one that Ray makes instead.
+
+        Raises as `call` does.
+        """
+        ends_at = time.monotonic() + deadline_s
+        while True:
+            try:
+                await self._answer(self.actor.restart.remote(), "restart", ends_at - time.monotonic())
+                return
+            except WorkerError as error:
+                if not isinstance(error.__cause__, ray.exceptions.ActorUnavailableError) or time.monotonic() > ends_at:
+                    raise
+            await asyncio.sleep(ACTOR_POLL_S)
 
     async def endpoint(self, deadline_s: float) -> Any:
         """Where senders reach the engine; None: through its actor."""
