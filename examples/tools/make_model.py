@@ -1,8 +1,8 @@
-"""Make a tiny Llama that half knows when to call a calculator: where calculator.yaml starts from.
+"""Make a tiny Llama that could solve word problems with a calculator, but has bad habits: where calculator.yaml starts from.
 
-Usage: python examples/tools/make_model.py OUT_FOLDER. Random weights, then supervised training on transcripts of chats: a
-third of them call the calculator with what the problem asks, a third with another sign, a third guess an answer. The folder
-appears whole or not at all.
+Usage: python examples/tools/make_model.py OUT_FOLDER. Random weights, then supervised training on transcripts of chats: two in
+eight call the calculator with what the problem asks, three with another sign, three guess an answer. So its sampled answers are
+right a quarter of the time, its likeliest ones never. The folder appears whole or not at all; it takes a few minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SCHEMAS = [{"type": "function", "function": {"name": "calculator"}}]  # all that the template reads of it
-BATCH, STEPS, PEAK_LR = 64, 800, 3e-3
+HABITS = ["right"] * 2 + ["other sign"] * 3 + ["guess"] * 3
+BATCH, STEPS, PEAK_LR = 64, 300, 3e-3
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -62,16 +63,15 @@ def make_model(vocabulary: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def transcript(numbers: random.Random, habit: int) -> list[dict[str, str]]:
-    """A chat about a problem: 0 calls the calculator rightly, 1 with another sign, 2 guesses."""
+def transcript(numbers: random.Random, habit: str) -> list[dict[str, str]]:
+    """A chat about a problem by one of the `HABITS`."""
     row = problem(numbers)
     messages = [{"role": "user", "content": row["question"]}]
-    if habit == 2:
+    if habit == "guess":
         return [*messages, {"role": "assistant", "content": str(numbers.randint(0, 9999))}]
     expression = row["expression"]
-    if habit == 1:
-        sign = expression[2]
-        expression = expression.replace(sign, numbers.choice([other for other in QUESTIONS if other != sign]))
+    if habit == "other sign":
+        expression = expression.translate(str.maketrans("+-*", "*+-"))
     result = calculator(expression)
     return [
         *messages,
@@ -82,7 +82,7 @@ def transcript(numbers: random.Random, habit: int) -> list[dict[str, str]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, chats: list[list[dict[str, str]]]) -> tuple[Tensor, Tensor]:
-    """Chats as ids int64 `[B, T]`, right-padded, and a mask bool `[B, T]` of what the assistant says, its end tokens included."""
+    """Chats as ids int64 `[B, T]`, right-padded, and a mask bool `[B, T]` of what the assistant says, with its end tokens."""
     rows = []
     for chat in chats:
         ids: list[int] = []
@@ -105,12 +105,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, chats: list[list[dict[str, str]]]
 
 
 def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, steps: int = STEPS) -> float:
-    """Teach the three habits in equal parts; returns the loss at the end, in nats per token."""
+    """Teach the habits; returns the loss at the end, in nats per token."""
     numbers = random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=steps, pct_start=0.1)
     for step in range(steps):
-        tokens, mask = encode(tokenizer, [transcript(numbers, number % 3) for number in range(BATCH)])
+        tokens, mask = encode(tokenizer, [transcript(numbers, HABITS[number % len(HABITS)]) for number in range(BATCH)])
         logits = model(tokens[:, :-1]).logits
         wanted = mask[:, 1:]
         loss = torch.nn.functional.cross_entropy(logits[wanted], tokens[:, 1:][wanted])
