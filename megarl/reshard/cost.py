@@ -143,14 +143,13 @@ class _Loads:
 
 
 def _links(plan: ReshardPlan) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
-    """(training rank, engine, rank of the engine, bytes) of every bucket's part for every rank, some engines at a time."""
-    columns = plan.target.ranks - EVERY_RANK
-    shape = len(plan.bucket_source), columns
-    index = plan.bucket_of * columns + plan.transfers.engine_rank - EVERY_RANK
-    parts = _summed(index, plan.transfers.nbytes, shape[0] * shape[1]).reshape(shape)
-    parts = parts[:, -EVERY_RANK:] + parts[:, :1]
-    bucket, engine_rank = np.nonzero(parts)
-    nbytes = parts[bucket, engine_rank]
+    """(training rank, engine, rank of the engine, bytes) of every bucket for every rank, some engines at a time."""
+    engine_rank = plan.bucket_engine_rank
+    copies = np.where(engine_rank == EVERY_RANK, plan.target.ranks, 1)
+    bucket = np.repeat(np.arange(len(copies)), copies)
+    nth = np.arange(len(bucket)) - np.repeat(np.cumsum(copies) - copies, copies)
+    engine_rank = np.where(engine_rank == EVERY_RANK, 0, engine_rank)[bucket] + nth
+    nbytes = plan.bucket_nbytes[bucket]
     for engines in np.array_split(np.arange(plan.target.engines), -(-plan.target.engines * len(bucket) // _BATCH)):
         engine, several = np.repeat(engines, len(bucket)), len(engines)
         sender = plan.sender(engine, np.tile(bucket, several))

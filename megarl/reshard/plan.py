@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -54,15 +55,16 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Transfers `start:stop` of the template, staged once by `rank` and sent to `engines`, in this order.
+    """Transfers `start:stop` of the template, staged once by `rank` and sent to one rank of `engines`, in this order.
 
-    `number` is the same for all replicas of `source`; an engine takes every number once.
+    `number` is the same for all replicas of `source`; an engine takes every number once. `engine_rank` may be `EVERY_RANK`.
     """
 
     number: int
     source: int
     rank: int
     engines: tuple[int, ...]
+    engine_rank: int
     start: int
     stop: int
     nbytes: int
@@ -84,10 +86,9 @@ class ReshardPlan:
 
     # what is moved ------------------------------------------------------------------------------------------------
 
-    def contents(self, bucket: Bucket, engine_rank: int | None = None) -> list[Transfer]:
-        """The copies in a bucket, in the order of tensors; only those to one rank of the engine if that is given."""
-        found = self._transfers(slice(bucket.start, bucket.stop))
-        return [each for each in found if engine_rank is None or each.engine_rank in (engine_rank, EVERY_RANK)]
+    def contents(self, bucket: Bucket) -> list[Transfer]:
+        """The copies in a bucket, in the order of tensors."""
+        return self._transfers(slice(bucket.start, bucket.stop))
 
     def transfer(self, row: int) -> Transfer:
         """One row of the template."""
@@ -144,18 +145,22 @@ class ReshardPlan:
     def sends(self, rank: int) -> Iterator[Bucket]:
         """The buckets that a training rank stages, in order, each with the engines that it sends it to.
 
-        The stages begin with different engines, so that an engine is not sent to by all of them at once.
+        The stages begin at different ranks of different engines, so that no link waits for another: sent one after another, to
+        ranks that take one at a time, buckets arrive nearly as soon as the busiest link allows (`tests/reshard/test_order.py`).
         """
         for source, replica in self.sources.of_rank(rank):
             first, engines, sent = self.assignment(source, replica)
-            for number in np.flatnonzero(sent.any(axis=1)).tolist():
+            stage, slot = int(self.sources.stage[source]), int(self.sources.slot[source])
+            numbers = np.flatnonzero(sent.any(axis=1)).tolist()
+            turn = stage * len(numbers) // self.layout.pp
+            for number in (*numbers[turn:], *numbers[:turn]):
                 to = engines[sent[number]].tolist()
-                turn = int(self.sources.stage[source]) % len(to)
+                turn = (stage + slot * self.layout.pp) % len(to)
                 yield self._bucket(first + number, rank, (*to[turn:], *to[:turn]))
 
     def receives(self, engine: int, engine_rank: int) -> Iterator[Bucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
-        has = np.unique(self.bucket_of[_is_for(self.transfers.engine_rank, engine_rank)])
+        has = np.flatnonzero(_is_for(self.bucket_engine_rank, engine_rank))
         for bucket, rank in zip(has.tolist(), self.sender(np.array(engine), has).tolist(), strict=True):
             yield self._bucket(bucket, rank, (engine,))
 
@@ -220,18 +225,19 @@ class ReshardPlan:
         return self.transfers.source[self.bucket_starts[:-1]]
 
     @cached_property
+    def bucket_engine_rank(self) -> Ints:
+        """The rank of an engine that each bucket is for; may be `EVERY_RANK`."""
+        return self.transfers.engine_rank[self.bucket_starts[:-1]]
+
+    @cached_property
     def bucket_nbytes(self) -> Ints:
         """The bytes of each bucket."""
         return np.add.reduceat(self.transfers.nbytes, self.bucket_starts[:-1])
 
-    @cached_property
-    def bucket_of(self) -> Ints:
-        """The bucket of each transfer."""
-        return np.repeat(np.arange(len(self.bucket_starts) - 1), np.diff(self.bucket_starts))
-
     def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> Bucket:
-        start, stop = int(self.bucket_starts[number]), int(self.bucket_starts[number + 1])
-        return Bucket(number, int(self.bucket_source[number]), rank, engines, start, stop, int(self.bucket_nbytes[number]))
+        columns = (self.bucket_starts, self.bucket_starts[1:], self.bucket_nbytes)
+        place = (int(self.bucket_source[number]), rank, engines, int(self.bucket_engine_rank[number]))
+        return Bucket(number, *place, *(int(column[number]) for column in columns))
 
 
 def _is_for(ranks: Ints, engine_rank: int) -> npt.NDArray[np.bool_]:
@@ -277,11 +283,12 @@ def plan_of_map(
 
 
 def _bucket_starts(transfers: Transfers, bucket_bytes: int) -> Ints:
-    """Where buckets begin: as many transfers of one source, in order, as `bucket_bytes` hold."""
+    """Where buckets begin: as many transfers from one source to one rank, in order, as `bucket_bytes` hold."""
     ends = np.cumsum(transfers.nbytes)
-    of_source = np.searchsorted(transfers.source, np.arange(transfers.source[-1] + 2))
+    new = (np.diff(transfers.source) != 0) | (np.diff(transfers.engine_rank) != 0)
+    bounds = [0, *(np.flatnonzero(new) + 1).tolist(), len(transfers)]
     starts = []
-    for at, stop in zip(of_source[:-1].tolist(), of_source[1:].tolist(), strict=True):
+    for at, stop in pairwise(bounds):
         while at < stop:
             starts.append(at)
             before = ends[at - 1] if at else 0

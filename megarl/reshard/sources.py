@@ -40,6 +40,11 @@ class Sources:
         return self._per_source(lambda slots: np.repeat(np.arange(self.layout.pp), slots))
 
     @cached_property
+    def slot(self) -> Ints:
+        """The place of each source within its stage."""
+        return self._per_source(lambda slots: np.tile(np.arange(slots), self.layout.pp))
+
+    @cached_property
     def replicas(self) -> Ints:
         """How many ranks hold what a source holds."""
         return self._per_source(lambda slots: np.full(self.layout.pp * slots, self._ranks_of_stage // slots))
@@ -65,13 +70,13 @@ class Sources:
         return self._first_rank[source] + self._ranks_of_stage // self.replicas[source] * replica
 
     def of_rank(self, rank: int) -> list[tuple[int, int]]:
-        """(source, replica) of what a rank holds: of the dense layers, and of the experts if there are any."""
+        """(source, replica) of what a rank holds: of the experts if there are any, and of the dense layers."""
         stage, within = divmod(rank, self._ranks_of_stage)
         replica, slot = divmod(within, self.layout.tp)
         found = [(stage * self.layout.tp + slot, replica)]
         if self.num_experts:
             replica, slot = divmod(within, self._expert_slots)
-            found.append((self.num_dense + stage * self._expert_slots + slot, replica))
+            found.insert(0, (self.num_dense + stage * self._expert_slots + slot, replica))
         return found
 
     @property
@@ -84,8 +89,7 @@ class Sources:
 
     @cached_property
     def _first_rank(self) -> Ints:
-        slots = self._per_source(lambda slots: np.tile(np.arange(slots), self.layout.pp))
-        return self.stage * self._ranks_of_stage + slots
+        return self.stage * self._ranks_of_stage + self.slot
 
     def _per_source(self, of_slots: Callable[[int], Ints]) -> Ints:
         kinds = (self.layout.tp, self._expert_slots) if self.num_experts else (self.layout.tp,)

@@ -48,7 +48,7 @@ class Transfers:
 
 
 def engine_transfers(tensors: TensorTable, sources: Sources, target: Target, padded_vocab: int, bucket_bytes: int) -> Transfers:
-    """All transfers of one engine, sorted by source, tensor, row and rank of the engine; none larger than `bucket_bytes`.
+    """All transfers of one engine, sorted by source, rank of the engine, tensor and row; none larger than `bucket_bytes`.
 
     `padded_vocab` is the vocabulary as the training ranks hold it.
 
@@ -67,7 +67,7 @@ def engine_transfers(tensors: TensorTable, sources: Sources, target: Target, pad
                 found.append(_for_all(boxes, of_part, rule, tensors, sources, target))
     columns = {name: np.concatenate([each[name] for each in found]) for name in found[0]}
     columns["nbytes"] = columns["rows"] * columns["cols"] * tensors.itemsize[columns["tensor"]]
-    order = np.lexsort([columns[name] for name in ("engine_rank", "col", "row", "tensor", "source")])
+    order = np.lexsort([columns[name] for name in ("col", "row", "tensor", "engine_rank", "source")])
     return Transfers(**{name: column[order] for name, column in columns.items()})
 
 
@@ -125,9 +125,9 @@ def _for_all(
     slot, member = columns.pop("slot"), columns.pop("member")
     layer, expert = tensors.layer[tensor], tensors.expert[tensor]
     if rule.packing.tp_axis is None:
-        # held by all slots: a rank of the engine is served by its own where there are as many, else by each in turn
+        # held by all slots: a rank is served by those that have the rest of what it holds, by each of them in turn
         slots = sources.layout.tp
-        slot = (member + (0 if target.ranks % slots == 0 else tensor)) % slots
+        slot = (member * slots + tensor % slots) // (1 if target.takes_whole(rule) else target.ranks)
     if rule.stage == "layer":
         stage = sources.stage_of_layer[layer]
     else:

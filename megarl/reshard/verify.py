@@ -155,10 +155,13 @@ def _places(plan: ReshardPlan) -> Ints:
 
 
 def _check_buckets(plan: ReshardPlan) -> None:
-    """Buckets are what they may be: runs of transfers of one source, at most `bucket_bytes` each, with none left out."""
+    """Buckets are runs of transfers from one source to one rank, at most `bucket_bytes` each, with none left out."""
     starts, t = plan.bucket_starts, plan.transfers
-    one_source = np.array_equal(plan.bucket_source[plan.bucket_of], t.source)
-    if starts[0] != 0 or starts[-1] != len(t) or (np.diff(starts) < 1).any() or not one_source:
+    bucket_of = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+    one_link = np.array_equal(plan.bucket_source[bucket_of], t.source) and np.array_equal(
+        plan.bucket_engine_rank[bucket_of], t.engine_rank
+    )
+    if starts[0] != 0 or starts[-1] != len(t) or (np.diff(starts) < 1).any() or not one_link:
         raise LayoutError(f"the buckets of the reshard plan are not its transfers, each once ({layouts(plan)})")
     if plan.bucket_nbytes.max() > plan.bucket_bytes:
         _fail(plan, int(starts[np.argmax(plan.bucket_nbytes)]), f"is in a bucket of more than {plan.bucket_bytes} bytes")

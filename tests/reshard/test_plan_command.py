@@ -11,7 +11,7 @@ from megarl import cli
 
 ROOT = Path(__file__).parents[2]
 MOE = (
-    "model.path=moe", "rollout.engines=16", "rollout.tp=64",
+    "model.path=moe", "rollout.tp=64",
     "rollout.engine_args={ep_size: 64, dp_size: 8, enable_dp_attention: true}",
     "policy.layout={tp: 4, pp: 8, dp: 32, ep: 32, sequence_parallel: true, first_stage_layers: 7, last_stage_layers: 6}",
 )  # fmt: skip
@@ -56,8 +56,8 @@ def test_a_70b_model_from_1024_ranks_to_128_engines(capsys: pytest.CaptureFixtur
 
 def test_a_671b_mixture_and_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     Path("cluster.yaml").write_text("gpus_per_node: 72\nib_gb_per_s: 100\n")
-    out = planned(capsys, "--cluster", "cluster.yaml", "resources.placement=separate", *MOE)
-    assert "16 engines of 64 ranks: tp=8,ep=64,dp=8, on nodes of their own" in out
+    out = planned(capsys, "--cluster", "cluster.yaml", "resources.placement=separate", *MOE, "rollout.engines=2")
+    assert "2 engines of 64 ranks: tp=8,ep=64,dp=8, on nodes of their own" in out
     assert "taken whole model.layers.3.mlp.experts.0.gate_proj.weight, " in out
     assert " at 100 GB/s" in out
 
