@@ -38,6 +38,7 @@ class _Sender:
     """What both transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
 
     align_bytes = ALIGN_BYTES
+    in_flight = 1
 
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
@@ -53,8 +54,11 @@ class _Sender:
         return SentChecksums(self.endpoint.layout, values)
 
     def deliver(self, staged: Staged) -> None:
-        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
+        """Send what has been staged; returns when its buffer may be filled again, or raises EngineError."""
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Return when the engine has taken over everything that was delivered, or raise EngineError."""
 
     def send(self, bucket: Bucket) -> None:
         """Send `bucket`; returns when the engine has taken it over.
@@ -68,6 +72,7 @@ class _Sender:
         hashing = _Hashing(self._checksums, bucket)
         try:
             self.deliver(self._staging.stage(self.slices(bucket)))
+            self.finish()
         finally:
             hashing.join()
         hashing.check()
@@ -83,6 +88,8 @@ class _Sender:
 
 class TensorSender(_Sender):
     """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine, each rank its own slices."""
+
+    in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
         super().__init__(endpoint, timeout_s)
@@ -136,12 +143,16 @@ class DistributedSender(_Sender):
             },
             timeout_s,
         )
+        self._loading: _Call | None = None
         init_method = f"tcp://{master_address}:{master_port}"
         self._group: Any = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
         joining.result()
 
     def deliver(self, staged: Staged) -> None:
-        """Broadcast the staged weights to the engine's ranks; returns when they have loaded them, or raises EngineError."""
+        """Broadcast the staged weights to the engine's ranks; returns when they have left, or raises EngineError.
+
+        The engine may still be loading them then: it hears of the next ones meanwhile.
+        """
         places = staged.places[0]
         body = {
             "names": [place.name for place in places],
@@ -151,6 +162,7 @@ class DistributedSender(_Sender):
             "load_format": WHOLE,
             "flush_cache": False,
         }
+        before, self._loading = self._loading, None
         loading = _Call(self.endpoint.url, "update_weights_from_distributed", body, self.timeout_s)
         broadcast = torch.distributed.broadcast(staged.buffer, src=0, group=self._group, async_op=True)
         # an engine that refuses, at once or late, never joins the broadcast, which would then wait for its whole timeout
@@ -161,7 +173,15 @@ class DistributedSender(_Sender):
             broadcast.wait()
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
-        loading.result()
+        if before is not None:
+            before.result()
+        self._loading = loading
+
+    def finish(self) -> None:
+        """Return when the engine has loaded the last weights, or raise EngineError."""
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.result()
 
     def close(self) -> None:
         """Destroy the group here and, if it still answers, in the engine."""

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -41,6 +42,8 @@ class Sender(Protocol):
     """What pushes one rank's tensors into one engine."""
 
     align_bytes: int
+    in_flight: int
+    """How many buckets it may be given at a time, each in a thread of its own."""
 
     def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
         """What `Staging.stage` must be given for this engine; the same for all engines of a run."""
@@ -49,7 +52,10 @@ class Sender(Protocol):
         """What takes the checksums of an update, or without `values` only sees that it is complete; None: the engine does."""
 
     def deliver(self, staged: Staged) -> None:
-        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
+        """Send what has been staged; returns when its buffer may be filled again, or raises EngineError."""
+
+    def finish(self) -> None:
+        """Return when the engine has taken over everything that was delivered, or raise EngineError."""
 
     def close(self) -> None:
         """Give back what is held for the connection; raises EngineError if the engine does not answer."""
@@ -59,6 +65,7 @@ class ActorSender:
     """Sends through the engine's actor; the engine itself takes the checksums."""
 
     align_bytes = ALIGN_BYTES
+    in_flight = 1
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -77,6 +84,9 @@ class ActorSender:
             ray.get(self.actor.call.remote("apply_update", [(name, tensor.clone()) for name, tensor in staged.tensors()]))
         except ray.exceptions.RayError as error:
             raise EngineError(f"the engine's actor did not take the weights: {error}") from error
+
+    def finish(self) -> None:
+        """Nothing is under way any more."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -216,30 +226,31 @@ class Pusher:
 
 
 class _Lane:
-    """One engine's share of a push: its buckets in order, in a thread of its own; after its first failure, nothing more."""
+    """One engine's share of a push, in threads of its own; after its first failure, nothing more is delivered."""
 
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
         self.error: str | None = None
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="push")
-        self._last: Future[None] | None = None
+        self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push")
+        self._all: list[Future[None]] = []
 
     def submit(self, staged: Staged) -> Future[None]:
         """Deliver `staged` after what was submitted before."""
-        self._last = self.pool.submit(self._deliver, staged)
-        return self._last
+        self._all.append(self.pool.submit(self._unless_failed, partial(self.sender.deliver, staged)))
+        return self._all[-1]
 
-    def _deliver(self, staged: Staged) -> None:
+    def _unless_failed(self, action: Callable[[], None]) -> None:
         if self.error is None:
             try:
-                self.sender.deliver(staged)
+                action()
             except EngineError as error:
-                self.error = str(error)
+                self.error = self.error or str(error)
 
     def result(self, checksums: dict[str, str]) -> Pushed:
         """Wait for the engine, and say what came of it."""
-        if self._last is not None:
-            self._last.result()
+        for future in self._all:
+            future.result()
+        self._unless_failed(self.sender.finish)
         return Pushed(checksums) if self.error is None else Pushed(error=self.error)
 
 

@@ -39,6 +39,7 @@ def received(rank: int, world_size: int, folder: str, layout: Layout) -> dict[tu
         """An engine's side of the transport: reads each rank's places of the shared buffer, as its payload names them."""
 
         align_bytes = 16
+        in_flight = 1
 
         def __init__(self, layout: EngineLayout) -> None:
             self.layout = layout
@@ -55,6 +56,9 @@ def received(rank: int, world_size: int, folder: str, layout: Layout) -> dict[tu
                 for name, part in staged.tensors(engine_rank):
                     assert name not in of_rank, f"{name} was sent twice"
                     of_rank[name] = part.clone()
+
+        def finish(self) -> None:
+            return None
 
         def close(self) -> None:
             return None

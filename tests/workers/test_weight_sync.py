@@ -40,6 +40,7 @@ class Direct:
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
     align_bytes = 16
+    in_flight = 1
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
         self.engine, self.dies_at, self.slow_s, self.taken, self.is_closed = engine, dies_at, slow_s, 0, False
@@ -59,6 +60,9 @@ class Direct:
             raise EngineError("engine 1 did not answer: connection reset by peer")
         self.taken += 1
         asyncio.run(self.engine.apply_update(staged.tensors()))
+
+    def finish(self) -> None:
+        """Nothing is under way."""
 
     def close(self) -> None:
         """An engine that is gone does not answer this, either."""

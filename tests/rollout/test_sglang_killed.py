@@ -1,0 +1,94 @@
+"""Two SGLang engines take an update over process groups; one of them is killed in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megarl.errors import EngineError
+from megarl.rollout.engine import SamplingParams
+from megarl.rollout.payload import Staged
+from megarl.rollout.sglang_engine import SglangEngine
+from megarl.rollout.sglang_server import HOST, ServerOptions
+from megarl.workers import weight_sync
+from megarl.workers.weight_sync import Pusher, open_sender
+from tests.rollout.tiny import PROMPTS, largest_difference, load, weights_of
+
+SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
+
+
+def connect(pusher: Pusher, number: int, engine: SglangEngine) -> None:
+    """A process group with this engine alone."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        address = (HOST, int(probe.getsockname()[1]))
+    pusher.connect(number, partial(open_sender, engine.endpoint, "process_group", address, "gloo", 60.0))
+
+
+@pytest.mark.slow
+def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_whole_one(
+    sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 2**15)
+    options = ServerOptions(
+        str(tiny_path), tmp_path / "server.log", threads=1, max_total_tokens=1024, max_running_requests=8, start_timeout_s=240
+    )
+
+    async def agrees(engine: SglangEngine, model: Any, version: int) -> None:
+        groups = await engine.generate(PROMPTS, SAMPLING, n=2)
+        assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
+        assert {v for group in groups for one in group for v in one.weight_versions} == {version}
+
+    async def update(engines: dict[int, SglangEngine], pusher: Pusher, model: Any, version: int) -> dict[int, Any]:
+        for engine in engines.values():
+            await engine.begin_update(version)
+        return await asyncio.to_thread(pusher.push, iter(weights_of(model)), dict.fromkeys(engines))
+
+    async def scenario() -> None:
+        victim = await SglangEngine.start(options, initial_version=0)
+        engines, pusher = {0: sglang_engine, 1: victim}, Pusher()
+        try:
+            for number, engine in engines.items():
+                await asyncio.to_thread(connect, pusher, number, engine)
+            assert pusher.unreachable == {}
+            delivered: list[int] = []
+            deliver = pusher.senders[1].deliver
+
+            def dying(staged: Staged) -> None:
+                if len(delivered) == 3:
+                    assert victim.server.pid is not None
+                    psutil.Process(victim.server.pid).kill()
+                delivered.append(len(staged.places[0]))
+                deliver(staged)
+
+            monkeypatch.setattr(pusher.senders[1], "deliver", dying)
+            new = load(tiny_path, seed=8)
+            pushed = await update(engines, pusher, new, 31)
+            assert len(delivered) == 4  # it failed at once, and was sent nothing more
+            assert victim.endpoint.url in pushed[1].error
+            assert pushed[0].error is None
+            await sglang_engine.end_update(31, pushed[0].checksums)
+            await agrees(sglang_engine, new, 31)
+            with pytest.raises(EngineError):
+                await victim.end_update(31, pushed[0].checksums)
+            for brings_back in (None, victim.restart):
+                if brings_back is not None:
+                    await brings_back()
+                assert victim.weight_version is None
+                with pytest.raises(EngineError, match="no weights of a known version"):
+                    await victim.generate(PROMPTS, SAMPLING)
+            await asyncio.to_thread(connect, pusher, 1, victim)
+            again = await update({1: victim}, pusher, new, 31)
+            await victim.end_update(31, again[1].checksums)
+            await agrees(victim, new, 31)
+            pusher.disconnect(0)
+        finally:
+            await victim.stop()
+
+    asyncio.run(scenario())
