@@ -152,8 +152,8 @@ class ReshardPlan:
             first, engines, sent = self.assignment(source, replica)
             stage, slot = int(self.sources.stage[source]), int(self.sources.slot[source])
             numbers = np.flatnonzero(sent.any(axis=1)).tolist()
-            turn = stage * len(numbers) // self.layout.pp
-            for number in (*numbers[turn:], *numbers[:turn]):
+            begin = stage * len(numbers) // self.layout.pp
+            for number in (*numbers[begin:], *numbers[:begin]):
                 to = engines[sent[number]].tolist()
                 turn = (stage + slot * self.layout.pp) % len(to)
                 yield self._bucket(first + number, rank, (*to[turn:], *to[:turn]))

@@ -6,7 +6,7 @@ Made a rule at a time: a rule's tensors are shared alike in every layer and by e
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,10 +41,6 @@ class Transfers:
 
     def __len__(self) -> int:
         return len(self.tensor)
-
-    def at(self, index: Ints | slice) -> Transfers:
-        """The transfers at these places."""
-        return Transfers(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
 def engine_transfers(tensors: TensorTable, sources: Sources, target: Target, padded_vocab: int, bucket_bytes: int) -> Transfers:

@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.errors import LayoutError
 from megarl.reshard.plan import ReshardPlan, Transfer, plan_reshard
 from megarl.reshard.targets import EVERY_RANK, Target
+from megarl.reshard.template import Transfers
 from megarl.reshard.verify import verify
 from tests.families import FAMILIES, VOCAB_SIZE
 from tests.reshard.layouts import SOURCES, TARGETS, hf_config, random_tensors, shards_of_ranks, source, target
@@ -160,7 +161,8 @@ def test_a_plan_that_sends_a_byte_twice_or_not_at_all_is_refused() -> None:
     row = row_of(plan, DENSE)
     keep = np.arange(len(plan.transfers))
     for index, what in ((np.insert(keep, row, row), "is sent twice"), (np.delete(keep, row), "unsent: 0 of ")):
-        other = replace(plan, transfers=plan.transfers.at(index), bucket_starts=np.minimum(plan.bucket_starts, len(index)))
+        transfers = Transfers(**{name: column[index] for name, column in vars(plan.transfers).items()})
+        other = replace(plan, transfers=transfers, bucket_starts=np.minimum(plan.bucket_starts, len(index)))
         with pytest.raises(LayoutError, match=what):
             verify(other)
 
