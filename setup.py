@@ -29,6 +29,7 @@ REQUIRES = [
     "math-verify==0.9.0",  # verdicts are part of the reward
     "aiohttp>=3.10",  # client of the rollout servers, client and server of rewards
     "jsonschema>=4.18",  # reward json_object
+    "einops>=0.8",  # megatron-core's hierarchical data-parallel groups, which does not ask for it
     "xxhash>=3",  # checksums of converted tensors, at the speed of memory
     "tensorboard>=2.18",
 ]
@@ -39,7 +40,6 @@ SGLANG = [
     "apache-tvm-ffi==0.1.11",  # the ABI that xgrammar 0.2.7 is built for
     "cffi",
     "dill",
-    "einops",
     "fastapi",
     "ipython",
     "jsonschema",
