@@ -2,9 +2,8 @@
 
     make tiny-model && python benchmarks/async_rollouts.py --out benchmarks/results/async_rollouts.json
 
-Every run is one of examples/tiny/grpo*.yaml with another seed. Two passes over a step's samples make training the slower side
-(`--epochs`), so that a trainer that never waits shows. Figures of time leave out the first two steps. Prints the table of
-docs/rollouts.md.
+Every run is one of examples/tiny/grpo*.yaml with another seed, and one core for each side. Generation is the faster side there.
+Figures of time leave out the first two steps. Prints the table of docs/rollouts.md.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def main() -> None:
     parser.add_argument("--out")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=1, help="passes over a step's samples: more make training slower")
     parser.add_argument("--modes", nargs="*", default=list(EXAMPLES))
     options = parser.parse_args()
     overrides = [f"run.steps={options.steps}", f"algorithm.epochs={options.epochs}", "policy.threads_per_rank=1"]

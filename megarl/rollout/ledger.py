@@ -6,16 +6,20 @@ thread and no engine here; whoever drives it says what happened and is told what
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+State = Literal["queued", "in_flight", "finished"]
 
 
 @dataclass
 class _Ticket:
     """One unconsumed group. `version` is that of the weights it was started under, `order` counts finished tickets."""
 
-    state: Literal["queued", "in_flight", "finished"] = "queued"
+    state: State = "queued"
     version: int = -1
     order: int = -1
     passed_over: bool = False
@@ -61,15 +65,18 @@ class Ledger:
         """Those of them in which it would have become too old."""
         self._made = 0
         self._finished = 0
-        self._tickets: dict[int, _Ticket] = {}  # unconsumed, by number, which is also their order
+        self._tickets: dict[int, _Ticket] = {}  # unconsumed, by number
+        self._places: list[int] = []  # their numbers, ascending: a ticket's index is its place
+        self._queued: list[int] = []  # those of them in this state, ascending
+        self._counts: Counter[str] = Counter()
 
     # the trainer's side -------------------------------------------------------------------------------------------
 
     def add(self, count: int) -> list[int]:
         """Queue `count` new tickets behind all others; returns their numbers."""
         numbers = list(range(self._made, self._made + count))
-        self._tickets |= {number: _Ticket() for number in numbers}
         self._made += count
+        self._enter({number: _Ticket() for number in numbers})
         return numbers
 
     @property
@@ -97,6 +104,8 @@ class Ledger:
         for number in self._window():
             self._tickets[number].passed_over = True
         staleness = [self.version - self._tickets.pop(number).version for number in batch]
+        self._places = sorted(self._tickets)
+        self._counts["finished"] -= len(batch)
         self.due = 0
         return Taken(batch, staleness, self._drop_older_than(self.version + 1 - self.staleness))
 
@@ -105,12 +114,14 @@ class Ledger:
     def start(self, version: int, limit: int) -> list[int]:
         """Put up to `limit` queued tickets in flight under weights of `version`, the first ones first; returns them."""
         started: list[int] = []
-        for place, (number, ticket) in enumerate(self._tickets.items()):
-            if len(started) == limit or self._consumed_at(place) - version > self.staleness:
+        while self._queued and len(started) < limit:
+            number = self._queued[0]
+            if self._consumed_at(bisect_left(self._places, number)) - version > self.staleness:
                 break
-            if ticket.state == "queued":
-                ticket.state, ticket.version = "in_flight", version
-                started.append(number)
+            del self._queued[0]
+            self._put(number, "in_flight")
+            self._tickets[number].version = version
+            started.append(number)
         return started
 
     def finish(self, number: int) -> None:
@@ -118,7 +129,8 @@ class Ledger:
         ticket = self._tickets[number]
         if ticket.state != "in_flight":
             raise ValueError(f"ticket {number} is {ticket.state}, and cannot finish")
-        ticket.state, ticket.order = "finished", self._finished
+        self._put(number, "finished")
+        ticket.order = self._finished
         self._finished += 1
 
     def put_back(self, numbers: Iterable[int]) -> None:
@@ -130,24 +142,25 @@ class Ledger:
 
     # figures and checkpoints --------------------------------------------------------------------------------------
 
-    def count(self, state: Literal["queued", "in_flight", "finished"]) -> int:
+    def count(self, state: State) -> int:
         """Unconsumed tickets in `state`."""
-        return sum(ticket.state == state for ticket in self._tickets.values())
+        return self._counts[state]
 
     @property
     def unconsumed(self) -> list[int]:
         """Numbers of all tickets that were not consumed, in order."""
-        return list(self._tickets)
+        return list(self._places)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep, JSON-able: whatever was started will have to be started again."""
-        tickets = [[number, ticket.passed_over] for number, ticket in self._tickets.items()]
+        tickets = [[number, self._tickets[number].passed_over] for number in self._places]
         return {"made": self._made, "version": self.version, "tickets": tickets}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer: every unconsumed ticket is queued."""
         self._made, self.version, self.due = state["made"], state["version"], 0
-        self._tickets = {number: _Ticket(passed_over=passed_over) for number, passed_over in state["tickets"]}
+        self._tickets, self._places, self._queued, self._counts = {}, [], [], Counter()
+        self._enter({number: _Ticket(passed_over=passed_over) for number, passed_over in state["tickets"]})
 
     # the rule -----------------------------------------------------------------------------------------------------
 
@@ -159,14 +172,16 @@ class Ledger:
 
     def _window(self) -> list[int]:
         """The tickets that the batch that is due is chosen from."""
-        return list(self._tickets)[: self.due + self.over_sample] if self.due else []
+        return self._places[: self.due + self.over_sample] if self.due else []
 
     def _batch(self) -> list[int] | None:
         """Of the window: those passed over before, then the first that finished; None while too few have."""
+        if not 0 < self.due <= self._counts["finished"]:
+            return None
         window = self._window()
         owed = [number for number in window if self._tickets[number].passed_over][: self.due]
         finished = [number for number in window if self._tickets[number].state == "finished"]
-        if not self.due or len(finished) < self.due or not set(owed) <= set(finished):
+        if len(finished) < self.due or not set(owed) <= set(finished):
             return None
         others = sorted(set(finished) - set(owed), key=lambda number: self._tickets[number].order)
         return sorted([*owed, *others[: self.due - len(owed)]])
@@ -178,7 +193,23 @@ class Ledger:
         self.aborted += len(old)
         return old
 
+    def _enter(self, tickets: dict[int, _Ticket]) -> None:
+        """Take in queued tickets with higher numbers than all others."""
+        self._tickets |= tickets
+        self._places += tickets
+        self._queued += tickets
+        self._counts["queued"] += len(tickets)
+
     def _queue(self, number: int) -> None:
+        """Back to its old place, as if it had not been started."""
         ticket = self._tickets[number]
-        ticket.state, ticket.version, ticket.order = "queued", -1, -1
+        self._put(number, "queued")
+        insort(self._queued, number)
+        ticket.version, ticket.order = -1, -1
         self.requeued += 1
+
+    def _put(self, number: int, state: State) -> None:
+        ticket = self._tickets[number]
+        self._counts[ticket.state] -= 1
+        self._counts[state] += 1
+        ticket.state = state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -331,9 +331,8 @@ class Scheduler:
     def _dispatch(self) -> None:
         """Start whatever may start now, the least-loaded engine first."""
         while self._error is None:
-            free = [slot for slot in self.slots if slot.version is not None and slot.is_open.is_set()]
-            free = sorted((slot for slot in free if slot.load < self.groups_per_engine), key=lambda s: (s.load, s.number))
-            if not any(self._start_on(slot) for slot in free):
+            free = [slot for slot in self.slots if slot.is_open.is_set() and slot.load < self.groups_per_engine]
+            if not any(self._start_on(slot) for slot in _in_turn(free)):
                 break
         self._changed.set()
 
@@ -467,3 +466,12 @@ class Scheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _in_turn(free: Sequence[Slot]) -> Iterator[Slot]:
+    """Least-loaded first; after one for whose weights there was nothing to start, only those with newer ones."""
+    newest = -1
+    for slot in sorted(free, key=lambda slot: (slot.load, slot.number)):
+        if slot.version is not None and slot.version > newest:
+            yield slot
+            newest = slot.version
