@@ -48,6 +48,7 @@ class Script:
     sampled: int = 0
 
     async def __call__(self, ids: list[int], max_new_tokens: int) -> Generation:
+        assert max_new_tokens >= 1
         turn, reason = self.turns[min(len(self.asked), len(self.turns) - 1)]
         self.asked.append((list(ids), max_new_tokens))
         if len(turn) > max_new_tokens:

@@ -68,6 +68,17 @@ def test_rewards_count_as_far_as_the_episode_came() -> None:
     assert (aborted.rewards, aborted.finish_reason) == ({"environment": 0.5}, "abort")
 
 
+def test_the_budget_holds_for_all_turns_together() -> None:
+    """For every budget: never more tokens than it, a sampled token at the end, and the same tokens as with more budget."""
+    whole = run("Counting").response_ids
+    for budget in range(1, len(whole) + 2):
+        sample = run("Counting", max_new_tokens=budget)
+        assert len(sample.response_ids) <= budget
+        assert sample.response_ids == whole[: len(sample.response_ids)]
+        assert sample.sampled_mask[-1] == 1
+        assert sample.finish_reason == ("stop" if budget >= len(whole) else "length")
+
+
 def test_the_reward_environment_is_what_the_environment_gave() -> None:
     rewards = build_rewards([RewardConfig(name="environment", weight=2.0)], DataConfig(train=SourceConfig(name="chain_sum")))
     samples = [run("Counting"), run("Counting", max_turns=1)]
