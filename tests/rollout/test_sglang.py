@@ -20,11 +20,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.errors import EngineError
 from megarl.rollout import payload, sglang_senders
+from megarl.rollout.checksums import UNCHECKED
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_senders import DistributedSender, TensorSender
 from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer
+from megarl.workers.weight_sync import Pusher
 from tests.rollout.tiny import (
     PROMPTS,
     TINY,
@@ -180,6 +182,27 @@ async def holds_what_was_sent(engine: SglangEngine, model: Any) -> None:
     """The engine's log-probs are those of `model`."""
     groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
     assert largest_difference(model, PROMPTS, groups) < 1e-5
+
+
+def test_an_update_whose_values_are_not_compared_must_still_be_complete(sglang_engine: SglangEngine, tiny_path: Path) -> None:
+    async def scenario() -> None:
+        new, pusher = load(tiny_path, seed=7), Pusher()
+        pusher.connect(0, lambda: TensorSender(sglang_engine.endpoint))
+
+        async def update(version: int, weights: Weights) -> None:
+            await sglang_engine.begin_update(version)
+            pushed = await asyncio.to_thread(pusher.push, iter(weights), None, None, False)
+            assert set(pushed[0].checksums.values()) == {UNCHECKED}
+            await sglang_engine.end_update(version, pushed[0].checksums)
+
+        await update(51, weights_of(new))
+        await holds_what_was_sent(sglang_engine, new)
+        with pytest.raises(EngineError, match=r"0 differ, 1 missing.*nobody sent model\.norm\.weight"):
+            await update(52, [pair for pair in weights_of(new) if pair[0] != "model.norm.weight"])
+        assert sglang_engine.weight_version is None
+        await update(53, weights_of(new))
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow
