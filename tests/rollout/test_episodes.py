@@ -225,7 +225,6 @@ def test_an_engine_s_error_and_a_cancellation_pass_through() -> None:
         ),
         (Settings(kind="nowhere:f"), CHATML, {}, "nowhere cannot be imported"),
         (Settings(tools=()), CHATML, {}, "rollout.episode.tools is empty"),
-        (Settings(kind="single"), CHATML, {}, "names 1 tool, but rollout.episode.kind = 'single' calls none"),
         (Settings(tools=[f"{HERE}:add", f"{HERE}:add"]), CHATML, {}, "two tools called 'add'"),
         (Settings(tools=[f"{HERE}:ad"]), CHATML, {}, r"no function 'ad' \(did you mean 'add'\?\)"),
         (Settings(tools=[f"{HERE}:undocumented"]), CHATML, {}, "has no schema: .*needs type hints and a docstring"),

@@ -52,11 +52,6 @@ def open_episodes(
         system_prompt=data.system_prompt,
     )
     if kind == "single":
-        if settings.tools:
-            raise EpisodeError(
-                f"rollout.episode.tools names {len(settings.tools)} tool{'s' * (len(settings.tools) > 1)}, but "
-                "rollout.episode.kind = 'single' calls none; it may be 'tools'"
-            )
         return episode, context
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
