@@ -17,8 +17,8 @@ from megarl.rollout.engine import Generation
 
 Message = dict[str, str]
 
-_TURN = "\ue000the turn\ue001"
-"""Stands for what the policy said; nothing that a template writes by itself."""
+_TURN, _TOLD = "\ue000the turn\ue001", "megarl-told"
+"""Stand for what the policy said and was told; nothing that a template writes by itself."""
 
 CHARACTERS_PER_TOKEN = 32
 """What is longer than so many characters per allowed token is cut before it is tokenised."""
@@ -44,7 +44,7 @@ class TurnTemplate:
         self._special_texts = sorted((token for token in special_tokens(tokenizer) if len(token) > 1), key=len, reverse=True)
         end = self._ids(self._after_turn([], ask=False))
         self._ends_turns = bool(end) and end[0] in self._special_ids
-        if "\ue002" not in self._after_turn([{"role": told_as, "name": "tool", "content": "\ue002"}], ask=True):
+        if _TOLD not in self._after_turn([{"role": told_as, "name": "tool", "content": _TOLD}], ask=True):
             raise EpisodeError(
                 f"the tokenizer's chat template leaves out messages of role '{told_as}', which rollout.episode.kind needs; "
                 "use a model whose template writes them"
