@@ -205,6 +205,44 @@ def test_an_update_whose_values_are_not_compared_must_still_be_complete(sglang_e
     asyncio.run(scenario())
 
 
+def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
+    sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison at the end is of every tensor, whether it was sent or not."""
+
+    async def scenario() -> None:
+        model, pusher, sent = load(tiny_path, seed=9), Pusher(), list[str]()
+        pusher.connect(0, lambda: TensorSender(sglang_engine.endpoint))
+        deliver = TensorSender.deliver
+
+        def watched(sender: TensorSender, staged: payload.Staged) -> None:
+            sent.extend(place.name for place in staged.places[0])
+            deliver(sender, staged)
+
+        monkeypatch.setattr(TensorSender, "deliver", watched)
+
+        async def update(version: int, base: int | None) -> None:
+            sent.clear()
+            await sglang_engine.begin_update(version, base)
+            pushed = await asyncio.to_thread(pusher.push, iter(weights_of(model)), {0: base}, version)
+            assert len(pushed[0].checksums) > 10
+            await sglang_engine.end_update(version, pushed[0].checksums)
+            await holds_what_was_sent(sglang_engine, model)
+
+        await update(61, None)
+        changed = ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
+        with torch.no_grad():
+            for name in changed:
+                model.get_parameter(name).mul_(1.25)
+        await update(62, 61)
+        assert sent == changed
+        with pytest.raises(EngineError, match="builds on 61, but the engine has version 62; send all weights"):
+            await sglang_engine.begin_update(63, 61)
+        assert sglang_engine.weight_version == 62
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.slow
 def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_path: Path) -> None:
     """Both transports into an engine with tp 2: each rank's parameters are checked against what its share must be."""
