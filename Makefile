@@ -2,6 +2,7 @@
 #   make venv        .venv with megarl installed, able to run everything on a CPU
 #   make model       models/SmolLM2-135M-Instruct, a real model as a Hugging Face folder
 #   make tiny-model  models/tiny-arithmetic, where the examples in examples/tiny/ start from
+#   make tiny-calculator  models/tiny-calculator, where examples/tools/calculator.yaml starts from
 #   make quickstart  trains that model with GRPO and prints its accuracy before and after
 #   make test        linters, types, import contracts and tests; lists what was skipped and why
 #   make test-py312  the tests on Python 3.12 with megatron-core 0.19, in an environment of its own, .venv-py312
@@ -24,7 +25,7 @@ QUICKSTART ?= examples/quickstart.yaml
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model quickstart test test-py312 test-py312-reduced lint clean help
+.PHONY: venv model tiny-model tiny-calculator quickstart test test-py312 test-py312-reduced lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -66,6 +67,11 @@ tiny-model: models/tiny-arithmetic/config.json
 
 models/tiny-arithmetic/config.json: | $(VENV)/.installed
 	$(BIN)/python tools/model/tiny.py models/tiny-arithmetic
+
+tiny-calculator: models/tiny-calculator/config.json
+
+models/tiny-calculator/config.json: | $(VENV)/.installed
+	$(BIN)/python examples/tools/make_model.py models/tiny-calculator
 
 quickstart: venv model
 	$(BIN)/megarl train $(QUICKSTART)

@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engine import Generation, SamplingParams
+from megarl.rollout.engine_slot import Respond, Slot
 from megarl.rollout.episodes import Episode, EpisodeContext
-from megarl.rollout.scheduler import Respond, Slot
 
 
 def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> Respond:

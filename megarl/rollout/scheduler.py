@@ -9,81 +9,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
+from megarl.rollout.engine_slot import Answer, EngineClient, Request, Respond, Slot
 from megarl.rollout.ledger import Ledger
 
 T = TypeVar("T")
 FAILURES = (
     3  # of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence
 )
-
-
-class EngineClient(Protocol):
-    """One engine, wherever it runs. Cancelling a call stops the engine's work on it."""
-
-    async def call(self, method: str, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
-        """`engine.method(*arguments, **keywords)`; raises what the engine raised, or WorkerError if its process is gone."""
-        ...
-
-    async def restart(self, deadline_s: float) -> None:
-        """Start the engine anew, without weights."""
-        ...
-
-
-Respond = Callable[["Slot", Sequence[Prompt]], Awaitable[list[list[Sample]]]]
-"""Answers prompts on one engine: a group of samples for each."""
-Answer = asyncio.Future[list[list[Sample]]]
-
-
-@dataclass
-class Slot:
-    """One engine as the scheduler sees it. It serves while `version` is that of its weights (None: of no known version)."""
-
-    number: int
-    client: EngineClient
-    version: int | None = None
-    is_open: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while requests may reach the engine: not during a weight update."""
-    requests: dict[asyncio.Task[None], _Request] = field(default_factory=dict)
-    failures: int = 0
-    error: Exception | None = None
-    """Why it failed last."""
-    restarting: asyncio.Task[None] | None = None
-    fell_behind: bool = False
-    """It failed since the update began that is under way, and so cannot have what that update gave it."""
-
-    @property
-    def load(self) -> int:
-        """Groups that the engine works on."""
-        return sum(request.load for request in self.requests.values())
-
-    async def generate(self, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
-        """`engine.generate`, once no update keeps requests out."""
-        try:
-            async with asyncio.timeout(deadline_s):  # unlike wait_for in Python 3.11 it never swallows a cancellation
-                await self.is_open.wait()
-        except TimeoutError:
-            raise DeadlineError(f"engine {self.number} was not open for requests again within {deadline_s:.0f} s") from None
-        return await self.client.call("generate", *arguments, deadline_s=deadline_s, **keywords)
-
-
-@dataclass(eq=False)
-class _Request:
-    """Prompts that go to one engine together, and whose tickets they are (None: no longer wanted)."""
-
-    prompts: list[Prompt]
-    respond: Respond
-    load: int
-    """As how many groups it counts."""
-    tickets: list[int | None] = field(default_factory=list)
-    answer: Answer | None = None
-    """Who asked for it, where it is no ticket's."""
-    failures: int = 0
 
 
 @dataclass(frozen=True)
@@ -121,7 +59,7 @@ class Scheduler:
         self.restart_deadline_s = restart_deadline_s
         self._prompts: dict[int, Prompt] = {}
         self._groups: dict[int, list[Sample]] = {}
-        self._asked: deque[_Request] = deque()
+        self._asked: deque[Request] = deque()
         self._retried: dict[int, int] = {}  # failures by ticket, on engines that were well
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -205,7 +143,7 @@ class Scheduler:
             answers: list[Answer] = [self._loop.create_future() for _ in starts]
             for start, answer in zip(starts, answers, strict=True):
                 part = list(prompts[start : start + per_request])
-                self._asked.append(_Request(part, respond, self.groups_per_request, answer=answer))
+                self._asked.append(Request(part, respond, self.groups_per_request, answer=answer))
             self._dispatch()
             return answers
 
@@ -236,9 +174,11 @@ class Scheduler:
         """Keep new requests from these engines; what is under way there stays. `resume` or `fail` must follow."""
 
         async def held() -> None:
-            for number in engines:
-                self.slots[number].is_open.clear()
-                self.slots[number].fell_behind = False
+            for slot in (self.slots[number] for number in engines):
+                if slot.version is not None:
+                    slot.failures = 0  # it has kept well since the last update
+                slot.is_open.clear()
+                slot.fell_behind = False
 
         self._in_loop(held())
 
@@ -345,11 +285,11 @@ class Scheduler:
             tickets = self.ledger.start(slot.version, limit)
             if not tickets:
                 return False
-            request = _Request([self._prompts[n] for n in tickets], self.respond, len(tickets), list(tickets))
+            request = Request([self._prompts[n] for n in tickets], self.respond, len(tickets), list(tickets))
         slot.requests[self._loop.create_task(self._serve(slot, request))] = request
         return True
 
-    async def _serve(self, slot: Slot, request: _Request) -> None:
+    async def _serve(self, slot: Slot, request: Request) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -367,7 +307,7 @@ class Scheduler:
             slot.requests.pop(task, None)
             self._dispatch()
 
-    def _keep(self, request: _Request, groups: list[list[Sample]]) -> None:
+    def _keep(self, request: Request, groups: list[list[Sample]]) -> None:
         if request.answer is not None:
             if not request.answer.done():
                 request.answer.set_result(groups)
@@ -377,7 +317,7 @@ class Scheduler:
                 self._groups[number] = group
                 self.ledger.finish(number)
 
-    async def _retry(self, slot: Slot, request: _Request, error: Exception) -> None:
+    async def _retry(self, slot: Slot, request: Request, error: Exception) -> None:
         """A request came to nothing: it is queued again, and its engine looked at."""
         self._queue_again(request)
         if slot.version is None:
@@ -396,7 +336,7 @@ class Scheduler:
         self._retried[number] = self._retried.get(number, 0) + 1
         return self._retried[number]
 
-    def _queue_again(self, request: _Request) -> None:
+    def _queue_again(self, request: Request) -> None:
         if request.answer is not None:
             self._asked.appendleft(request)
         else:
@@ -404,13 +344,13 @@ class Scheduler:
 
     def _take_down(self, slot: Slot, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
+        slot.failures += not slot.fell_behind  # one death may be noticed by several requests and an update
         slot.version, slot.error, slot.fell_behind = None, error, True
         slot.is_open.clear()
         for task, request in list(slot.requests.items()):
             del slot.requests[task]
             task.cancel()
             self._queue_again(request)
-        slot.failures += 1
         if slot.failures > FAILURES:
             self._give_up(EngineError(f"engine {slot.number} failed {slot.failures} times in a row, at last with: {error}"))
         elif slot.restarting is None:

@@ -12,10 +12,11 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.rollout.checksums import check_model
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engine_slot import Answer, Respond
 from megarl.rollout.episodes import Episode, EpisodeContext
 from megarl.rollout.ledger import Ledger
 from megarl.rollout.respond import episodes, single_turns
-from megarl.rollout.scheduler import Answer, Groups, Respond, Scheduler
+from megarl.rollout.scheduler import Groups, Scheduler
 from megarl.trainers.roles import Roles
 from megarl.trainers.weight_updates import WeightUpdates
 from megarl.workers.cluster import Cluster

@@ -14,7 +14,7 @@ ACTOR_POLL_S = 0.5
 
 
 class EngineCalls:
-    """One engine actor as the rollout scheduler calls it (`rollout.scheduler.EngineClient`)."""
+    """One engine actor as the rollout scheduler calls it (`rollout.engine_slot.EngineClient`)."""
 
     def __init__(self, actor: Any, number: int) -> None:
         self.actor, self.number = actor, number

@@ -26,14 +26,11 @@ from megarl.trainers.rollouts import Rollouts
 pytestmark = pytest.mark.usefixtures("local_ray")
 STEPS, PROMPTS, SAMPLES = 5, 4, 4
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "sync": {"mode": "sync"},
     "one_step": {"mode": "one_step"},
-    "async": {"mode": "async"},
-    "async 2": {"mode": "async", "staleness": 2},
+    "async": {"mode": "async", "staleness": 2},
     "sync, over-sampled": {"mode": "sync", "over_sample": 2},
-    "async, over-sampled": {"mode": "async", "over_sample": 2},
 }
-STALENESS = {"sync": 0, "one_step": 1, "async": 1, "async 2": 2, "sync, over-sampled": 0, "async, over-sampled": 1}
+STALENESS = {"one_step": 1, "async": 2, "sync, over-sampled": 0}
 
 
 @pytest.fixture
@@ -86,8 +83,14 @@ def drawn(config: Config, count: int) -> list[str]:
 def test_every_schedule_trains_on_the_sampler_s_prompts_within_its_staleness(
     name: str, tiny_config: Callable[..., Config], settings: dict[str, Any]
 ) -> None:
-    config = tiny_config(**settings, **{"rollout.schedule": SCHEDULES[name]})
+    settings = {**settings, "rollout.schedule": SCHEDULES[name], "run.resume": "auto"}
+    if name == "async":  # stopped and resumed: nothing is repeated or dropped
+        first = tiny_config(**{**settings, "run.steps": 2})
+        train(first)
+        assert len(under_way(first)) >= PROMPTS
+    config = tiny_config(**settings)
     metrics, samples = run(config)
+    assert [row["step"] for row in metrics] == list(range(1, STEPS + 1))
     for row in metrics:
         version = row["step"] - 1
         of_step = [sample for sample in samples if sample["step"] == row["step"]]
@@ -97,29 +100,17 @@ def test_every_schedule_trains_on_the_sampler_s_prompts_within_its_staleness(
             versions = sample["weight_versions"]
             assert versions == sorted(versions)
             assert version - STALENESS[name] <= versions[0] <= versions[-1] <= version
-            if name in ("sync", "one_step"):
+            if name != "async":
                 assert set(versions) == {max(0, version - STALENESS[name])}
     trained, left = groups(samples), under_way(config)
     assert sorted(trained + left) == sorted(drawn(config, len(trained + left)))
-    if SCHEDULES[name].get("over_sample"):
-        assert sum(row["rollout/requeued"] for row in metrics) >= sum(row["rollout/aborted"] for row in metrics)
+    aborted = [row["rollout/aborted"] for row in metrics]
+    if "over_sample" in SCHEDULES[name]:
+        assert all(aborted)
     else:
         assert trained == drawn(config, len(trained))
-        assert sum(row["rollout/aborted"] for row in metrics) == 0
-    assert sum(row["staleness/mean"] for row in metrics) > 0 or STALENESS[name] == 0
-
-
-@pytest.mark.parametrize("name", ["one_step", "async 2"])
-def test_a_run_that_is_resumed_repeats_and_drops_no_prompt(
-    name: str, tiny_config: Callable[..., Config], settings: dict[str, Any]
-) -> None:
-    schedule = {"rollout.schedule": SCHEDULES[name], "run.resume": "auto"}
-    config = tiny_config(**{**settings, **schedule, "run.steps": 2})
-    train(config)
-    assert len(under_way(config)) >= PROMPTS
-    config = tiny_config(**{**settings, **schedule, "run.steps": STEPS})
-    _, samples = run(config)
-    assert groups(samples) == drawn(config, STEPS * PROMPTS)
+        assert not any(aborted)
+        assert sum(row["staleness/mean"] for row in metrics) > 0
 
 
 def test_tied_groups_are_replaced_while_generation_goes_on(
@@ -129,7 +120,7 @@ def test_tied_groups_are_replaced_while_generation_goes_on(
     more = {"rewards": [{"name": f"{tmp_path / 'same.py'}:reward"}], "rollout.resample_rounds": 2, "run.steps": 3}
     metrics, samples = run(tiny_config(**{**settings, **more, "rollout.schedule": SCHEDULES["async"]}))
     assert [row["rollout/discarded_groups"] for row in metrics] == [8, 8, 8]
-    assert all(row["staleness/max"] <= 1 and not row["rollout/aborted"] for row in metrics)
+    assert all(row["staleness/max"] <= 2 and not row["rollout/aborted"] for row in metrics)
     assert len(groups(samples)) == 3 * PROMPTS
 
 
@@ -178,15 +169,13 @@ def check_everything_is_accounted_for(config: Config, killer: Killer, *, stalene
     assert len(groups(samples)) == STEPS * PROMPTS
 
 
-@pytest.mark.parametrize("name", ["sync", "async"])
 def test_engines_killed_while_they_generate_and_in_an_update_lose_nothing(
-    name: str, tiny_config: Callable[..., Config], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tiny_config: Callable[..., Config], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killer = Killer(monkeypatch, lambda engine: ray.kill(engine, no_restart=False), at_step=2)
-    more = {"rollout.engines": 2, "rollout.max_new_tokens": 40, "rollout.schedule": SCHEDULES[name]}
-    config = tiny_config(**{**settings, **more})
+    config = tiny_config(**{**settings, "rollout.engines": 2, "rollout.max_new_tokens": 40})
     train(config)
-    check_everything_is_accounted_for(config, killer, staleness=STALENESS[name])
+    check_everything_is_accounted_for(config, killer, staleness=0)
 
 
 @pytest.mark.slow
@@ -201,6 +190,8 @@ def test_sglang_servers_killed_while_they_generate_and_in_an_update_lose_nothing
 
     killer = Killer(monkeypatch, kill_server, at_step=2)
     more = {"rollout.engine": "sglang", "rollout.engines": 2, "rollout.max_new_tokens": 40, "rollout.threads": 1}
+    # by process group, which must be made anew for an engine that comes back
+    more |= {"rollout.sync": "process_group", "resources.placement": "separate"}
     config = tiny_config(**{**settings, **more, "rollout.schedule": SCHEDULES["async"]})
     train(config)
-    check_everything_is_accounted_for(config, killer, staleness=1)
+    check_everything_is_accounted_for(config, killer, staleness=2)

@@ -299,8 +299,9 @@ def test_a_checkpoint_holds_every_prompt_that_was_not_consumed(open_scheduler: A
 
 @pytest.mark.parametrize(("staleness", "over_sample", "seed"), [(0, 0, 1), (1, 0, 2), (2, 0, 3), (1, 2, 4), (0, 3, 5)])
 def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old(
-    open_scheduler: Any, staleness: int, over_sample: int, seed: int
+    open_scheduler: Any, staleness: int, over_sample: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("megarl.rollout.scheduler.FAILURES", 1000)  # these engines fail all the time
     luck = random.Random(seed)
     engines = [FakeEngine(number, lambda: luck.random() ** 3 / 30) for number in range(3)]
     ledger = Ledger(6, staleness, over_sample)
