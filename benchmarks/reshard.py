@@ -54,21 +54,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def chunks(weights: Weights) -> list[Tensor]:
-    """The weights as flat byte tensors of about a bucket each."""
-    found: list[list[Tensor]] = [[]]
-    size = 0
-    for _, weight in weights:
-        if size + weight.nbytes > BUCKET_BYTES and found[-1]:
-            found.append([])
-            size = 0
-        found[-1].append(weight.reshape(-1).view(torch.uint8))
-        size += weight.nbytes
-    return [torch.cat(parts) for parts in found]
+def loaded(folder: Path, dtype: torch.dtype) -> tuple[Weights, Tensor]:
+    """The model's weights, and the one block of bytes in which they lie."""
+    source = HFFolder(folder)
+    sizes = {name: torch.Size(source.get_slice(name).get_shape()) for name in source.names}
+    flat = torch.empty(sum(shape.numel() for shape in sizes.values()), dtype=dtype)
+    weights, start = [], 0
+    for name, shape in sizes.items():
+        weights.append((name, flat[start : start + shape.numel()].view(shape)))
+        weights[-1][1].copy_(source.get_slice(name)[:])
+        start += shape.numel()
+    return weights, flat.view(torch.uint8)
 
 
 def read_from_shared_memory(shared: Tensor, sizes: list[int], pipe: Any) -> None:
-    """The other side of `through_shared_memory`: copies what it is told has come to memory of its own."""
+    """The other side of `SharedMemory`: copies what it is told has come to memory of its own."""
     torch.set_num_threads(1)
     mine = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     while (number := pipe.recv()) is not None:
@@ -79,8 +79,8 @@ def read_from_shared_memory(shared: Tensor, sizes: list[int], pipe: Any) -> None
 class SharedMemory:
     """All bytes from this process into another's memory, through one shared buffer; `once` is what is timed."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._source = chunks(weights)
+    def __init__(self, flat: Tensor) -> None:
+        self._source = flat.split(BUCKET_BYTES)
         self._shared = torch.zeros(max(map(len, self._source)), dtype=torch.uint8)
         with sharing_by_file():
             self._shared.share_memory_()
@@ -122,8 +122,8 @@ def receive_broadcasts(port: int, sizes: list[int], pipe: Any) -> None:
 class Gloo:
     """A plain broadcast of all bytes, bucket by bucket, from this process to another; `once` is what is timed."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._source, port = chunks(weights), free_port()
+    def __init__(self, flat: Tensor) -> None:
+        self._source, port = flat.split(BUCKET_BYTES), free_port()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         sizes = [len(chunk) for chunk in self._source]
@@ -196,9 +196,8 @@ async def updates(engine: SglangEngine, weights: Weights, transport: str, plain:
 
 def measure(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
     """All figures of one model."""
-    source = HFFolder(folder)
-    weights = [(name, source.get_slice(name)[:].to(getattr(torch, dtype))) for name in source.names]
-    figures: dict[str, Any] = {"dtype": dtype, "bytes": sum(weight.nbytes for _, weight in weights), "tensors": len(weights)}
+    weights, flat = loaded(folder, getattr(torch, dtype))
+    figures: dict[str, Any] = {"dtype": dtype, "bytes": flat.nbytes, "tensors": len(weights)}
 
     async def run() -> None:
         with tempfile.TemporaryDirectory() as logs:
@@ -208,7 +207,7 @@ def measure(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
             engine = await SglangEngine.start(options)
             try:
                 for transport, plain_transfer in (("tensors", SharedMemory), ("process_group", Gloo)):
-                    plain = plain_transfer(weights)
+                    plain = plain_transfer(flat)
                     try:
                         figures[transport] = await updates(engine, weights, transport, plain, repeats)
                     finally:
