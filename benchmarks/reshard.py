@@ -5,8 +5,8 @@
 Colocated updates (shared memory) are compared with two processes that hand the same bytes through shared memory, bucket by
 bucket: one copies them in, the other copies them out, neither while the other does. Disaggregated updates (a process group)
 are compared with a plain Gloo broadcast of the same bytes. An update is what a run does: begin, every bucket, end; with the
-comparison of every tensor's checksum, and without it. Plain transfers and updates take turns. Engine and readers have one
-thread each, the sender all cores.
+comparison of every tensor's checksum, and without it. Plain transfers and updates take turns. The readers have one
+thread each, engine and sender all cores, as in a run.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def measure(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
     async def run() -> None:
         with tempfile.TemporaryDirectory() as logs:
             options = ServerOptions(
-                str(folder), Path(logs) / "server.log", dtype=dtype, threads=1, max_total_tokens=1024, max_running_requests=4
+                str(folder), Path(logs) / "server.log", dtype=dtype, max_total_tokens=1024, max_running_requests=4
             )
             engine = await SglangEngine.start(options)
             try:
