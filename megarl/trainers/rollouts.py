@@ -25,6 +25,7 @@ from megarl.workers.group import wait_for
 
 EMBEDDED_BATCH = 64  # responses that the embedded engine computes at once
 CALLS_PER_ENGINE = 512  # under way at once, at most
+GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
 NextPrompts = Callable[[int], list[Prompt]]
 
 
@@ -71,7 +72,7 @@ class Rollouts:
             self._respond(greedy=False),
             groups_per_request=at_once,
             groups_per_engine=at_most,
-            restart_deadline_s=rollout.deadlines.start_s,
+            restart_deadline_s=rollout.deadlines.start_s + GRACE_S,
         )
 
     def begin_start(self) -> list[Any]:
@@ -80,7 +81,7 @@ class Rollouts:
 
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
         """Wait until the engines answer; `roles` hold the policy that they will be given."""
-        wait_for(starting, phase="engine start", deadline_s=self.config.rollout.deadlines.start_s)
+        wait_for(starting, phase="engine start", deadline_s=self.config.rollout.deadlines.start_s + GRACE_S)
         self.scheduler.resume(range(len(self.engines)), self.version)
         if roles is not None:
             self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles)
