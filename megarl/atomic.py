@@ -1,8 +1,12 @@
-"""Files that appear whole or not at all: written beside their place, then renamed into it."""
+"""Files and folders that appear whole or not at all: written beside their place, then renamed into it."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -16,3 +20,25 @@ def write_text_atomically(path: str | Path, text: str) -> None:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `path` (new, or an empty folder) if the block succeeds and vanishes if it raises.
+
+    It gets the mode that the user's umask gives to new folders; temporary ones are private.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield part
+        probe = part / ".mode"
+        probe.touch()
+        mode = probe.stat().st_mode & 0o777
+        probe.unlink()
+        part.chmod(mode | (mode & 0o444) >> 2)
+        part.replace(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

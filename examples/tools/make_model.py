@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -20,6 +18,8 @@ from calculator import NAMES, QUESTIONS, THINGS, calculator, problem
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from megarl.atomic import whole_folder
 
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
 BEGIN, END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
@@ -131,16 +131,9 @@ def make(out: Path) -> float:
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))
     loss = warm_up(model, tokenizer)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        part.chmod(0o755)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return loss
 
 

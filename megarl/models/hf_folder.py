@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.atomic import whole_folder
 from megarl.errors import ModelError, nearest
 from megarl.models.registry import load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
@@ -181,18 +181,12 @@ def write_hf_folder(
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    with whole_folder(target) as staging:
         (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _write_shards(staging, tensors, max_shard_bytes)
         if extra_files_from is not None:
             copy_companions(Path(extra_files_from), staging)
         _open_to_others(staging)
-        staging.replace(target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:
@@ -242,9 +236,8 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _open_to_others(folder: Path) -> None:
-    """Give folder and files the modes that the user's umask gives to new ones (temporary folders are private)."""
+    """Give the files the mode that the user's umask gives to new ones; safetensors writes private ones."""
     file_mode = (folder / "config.json").stat().st_mode & 0o777
     for file in folder.iterdir():
         if file.is_file():
             os.chmod(file, file_mode)
-    folder.chmod(file_mode | (file_mode & 0o444) >> 2)

@@ -11,6 +11,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engine import Generation, SamplingParams
 from megarl.rollout.engine_slot import Respond, Slot
 from megarl.rollout.episodes import Episode, EpisodeContext
+from megarl.rollout.episodes.single import single_sample
 
 
 def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> Respond:
@@ -21,7 +22,7 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
             [prompt.prompt_ids for prompt in prompts], params, n=n, keys=[_key(p) for p in prompts], deadline_s=deadline_s
         )
         return [
-            [_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
+            [single_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
             for prompt, group in zip(prompts, answers, strict=True)
         ]
 
@@ -57,20 +58,3 @@ def episodes(episode: Episode, context: EpisodeContext, params: SamplingParams, 
 
 def _key(prompt: Prompt) -> str:
     return prompt.group_id or prompt.row_id
-
-
-def _sample(prompt: Prompt, number: int, generation: Generation, tokenizer: Any) -> Sample:
-    return Sample(
-        sample_id=f"{_key(prompt)}/{number}",
-        group_id=_key(prompt),
-        row_id=prompt.row_id,
-        prompt_ids=prompt.prompt_ids,
-        response_ids=generation.response_ids,
-        sampled_mask=[1] * len(generation.response_ids),
-        rollout_log_probs=generation.log_probs,
-        weight_versions=generation.weight_versions,
-        finish_reason=generation.finish_reason,
-        prompt_text=prompt.prompt_text,
-        response_text=tokenizer.decode(generation.response_ids, skip_special_tokens=True),
-        row=prompt.row,
-    )

@@ -12,7 +12,7 @@ from megarl.config.layout import Layout
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
 from megarl.reshard.targets import DP_ATTENTION, Target
-from tests.families import FAMILIES, VOCAB_SIZE
+from tests.families import FAMILIES, SIZES, VOCAB_SIZE
 
 # of 4 layers; etp is tp where ep is 1, as training needs it
 SOURCES: dict[str, dict[str, int]] = {
@@ -45,18 +45,7 @@ TARGETS: dict[str, Target] = {
 def hf_config(family: str) -> dict[str, Any]:
     """What config.json of the family's tiny model says of its weights."""
     entry = FAMILIES[family]
-    sizes = {
-        "architectures": [f"{entry.class_prefix}ForCausalLM"],
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": False,
-    }
-    return sizes | entry.settings
+    return SIZES | {"architectures": [f"{entry.class_prefix}ForCausalLM"]} | entry.settings
 
 
 def source(name: str, family: str) -> Layout:

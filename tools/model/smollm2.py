@@ -6,10 +6,10 @@ Usage: python tools/model/smollm2.py OUT_FOLDER. The folder appears whole or not
 from __future__ import annotations
 
 import importlib.util
-import shutil
 import sys
-import tempfile
 from pathlib import Path
+
+from megarl.atomic import whole_folder
 
 
 def packaged_gguf() -> Path:
@@ -36,16 +36,9 @@ def convert(gguf: Path, out: Path) -> None:
     for mark in ("is_quantized", "hf_quantizer", "quantization_method"):
         if mark in vars(model):
             delattr(model, mark)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        part.chmod(0o755)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def main() -> None:

@@ -7,9 +7,7 @@ or not at all; it takes under a minute.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from megarl.atomic import whole_folder
 
 TOKENS = ["<pad>", "<eos>", "<unk>", "Calculate", "+", ".", *"0123456789"]
 PAD, EOS = 0, 1
@@ -109,16 +109,9 @@ def make(out: Path, *, untrained: bool) -> float:
     torch.manual_seed(0)
     model, tokenizer = make_model(), make_tokenizer()
     reached = accuracy(model, tokenizer) if untrained else warm_up(model, tokenizer)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with whole_folder(out) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
-        part.chmod(0o755)
-        part.rename(out)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     return reached
 
 

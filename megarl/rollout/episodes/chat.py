@@ -21,10 +21,7 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: Sampler, context:
     assert context.chat is not None
     transcript = Transcript(prompt.prompt_ids, context.max_new_tokens)
     for turn in range(1, context.max_turns + 1):
-        generation = await sample(transcript.ids, transcript.room)
-        context.counts["turns"] += 1
-        text = context.chat.said(generation)
-        transcript.sampled(generation, text)
+        generation, text = await transcript.take_turn(sample, context)
         if generation.finish_reason != "stop":
             return transcript.sample(prompt, number, generation.finish_reason)
         calls = parse_tool_calls(text)

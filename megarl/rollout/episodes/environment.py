@@ -39,10 +39,7 @@ async def in_environment(prompt: Prompt, number: int, sample: Sampler, context: 
         transcript = Transcript(prompt.prompt_ids, context.max_new_tokens)
         reward, finish_reason = 0.0, "length"
         for turn in range(1, context.max_turns + 1):
-            generation = await sample(transcript.ids, transcript.room)
-            context.counts["turns"] += 1
-            text = context.chat.said(generation)
-            transcript.sampled(generation, text)
+            generation, text = await transcript.take_turn(sample, context)
             if generation.finish_reason != "stop":
                 finish_reason = generation.finish_reason
                 break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engine import Generation
+from megarl.rollout.episodes.base import EpisodeContext, Sampler
 
 
 class Transcript:
@@ -36,6 +37,15 @@ class Transcript:
         self.log_probs += generation.log_probs
         self.versions += generation.weight_versions
         self.turns.append({"role": "assistant", "content": text})
+
+    async def take_turn(self, sample: Sampler, context: EpisodeContext) -> tuple[Generation, str]:
+        """Let the policy take a turn of a conversation, take it over, and return it with its text."""
+        assert context.chat is not None
+        generation = await sample(self.ids, self.room)
+        context.counts["turns"] += 1
+        text = context.chat.said(generation)
+        self.sampled(generation, text)
+        return generation, text
 
     def told(self, ids: list[int], turns: list[dict[str, str]]) -> None:
         """Take over what the policy is told: masked, log-prob 0, under the version of the token before."""
