@@ -77,8 +77,8 @@ def _check_algorithm(config: Config) -> None:
         raise ConfigError(
             f"algorithm.correction.low is {correction.low}, but it may be below algorithm.correction.high = {correction.high}"
         )
-    if algorithm.bootstrap_truncated and algorithm.advantage != "gae":
-        raise ConfigError("algorithm.bootstrap_truncated is true, but only algorithm.advantage = 'gae' has values to bootstrap")
+    if algorithm.truncated == "bootstrap" and algorithm.advantage != "gae":
+        raise ConfigError("algorithm.truncated is 'bootstrap', but only algorithm.advantage = 'gae' has values to bootstrap")
     if algorithm.shaping.overlong_tokens > config.rollout.max_new_tokens:
         raise ConfigError(
             f"algorithm.shaping.overlong_tokens is {algorithm.shaping.overlong_tokens}, but it may be at most "

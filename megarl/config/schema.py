@@ -38,6 +38,12 @@ class RunConfig(Section):
     """Save a checkpoint every so many steps; 0: only at the end."""
     keep_checkpoints: Count = 2
     """Newest checkpoints kept on disk; 0: all."""
+    keep_best: str | None = None
+    """Evaluation metric, such as `accuracy`: the checkpoint with its best value is kept besides; null: none."""
+    restarts: Count = 2
+    """Times that a run which lost a process is started again from its newest checkpoint."""
+    guards: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """What a metric must not do, such as `stop if kl/reference above 0.5 for 3 steps`; also `skip` and `rollback`."""
     eval_every: Count = 0
     """Evaluate on `data.eval` (greedily) every so many steps; 0: only before and after training."""
     log_samples: Count = 8
@@ -227,10 +233,8 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus in the policy loss."""
     shaping: ShapingConfig = ShapingConfig()
     """What is done to rewards before the advantage."""
-    mask_truncated: bool = False
-    """Leave responses that were cut by the length limit out of the loss and of every denominator."""
-    bootstrap_truncated: bool = False
-    """With `gae`: after the last token of a truncated response comes the critic's value, not 0."""
+    truncated: Literal["keep", "mask", "bootstrap"] = "keep"
+    """Responses cut by the length limit: like others, out of loss and denominators, or (gae) the critic's value follows."""
     correction: CorrectionConfig = CorrectionConfig()
     """Correction for the engine's log-probs not being the trainer's."""
 
@@ -271,9 +275,7 @@ class PtxConfig(Section):
     samples_per_step: Positive = 8
     """Examples per pass over a step's samples, shared by its mini-batches."""
     data: SourceConfig | None = None
-    """Rows with `data.prompt_key` and `response_key`."""
-    response_key: str = "response"
-    """Key of the response in a row."""
+    """Rows with `data.prompt_key` and `response`; null: none. Its `fields` renames other keys."""
 
 
 class DataConfig(Section):
@@ -337,24 +339,13 @@ class ResourcesConfig(Section):
     """How long the driver waits for the training workers."""
 
 
-class WandbConfig(Section):
-    """Weights & Biases."""
-
-    enabled: bool = False
-    """Write to wandb."""
-    project: str = "megarl"
-    """Project name."""
-    mode: Literal["offline", "online"] = "offline"
-    """`offline` writes into the run folder and needs no account."""
-
-
 class TrackersConfig(Section):
     """Where metrics go besides `metrics.jsonl`."""
 
-    tensorboard: bool = False
-    """Write TensorBoard events into the run folder."""
-    wandb: WandbConfig = WandbConfig()
-    """Weights & Biases."""
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = ()
+    """Trackers, all of which write into the run folder: wandb unless WANDB_MODE=online, mlflow unless MLFLOW_TRACKING_URI."""
+    project: str = "megarl"
+    """Project of wandb, experiment of mlflow."""
 
 
 class Config(Section):

@@ -80,7 +80,7 @@ class Experience:
         """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
 
         A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
-        truncated where `mask_truncated` says so, leaves the mask, and so every denominator.
+        truncated where `truncated` is 'mask', leaves the mask, and so every denominator.
 
         Args:
             batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
@@ -105,7 +105,7 @@ class Experience:
                 lam=algorithm.lam,
                 eps=algorithm.advantage_eps,
                 unbiased=algorithm.unbiased_std,
-                bootstrap_truncated=algorithm.bootstrap_truncated,
+                bootstrap_truncated=algorithm.truncated == "bootstrap",
                 bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
                 baseline=self.baseline,
                 greedy_scores=_by_row(greedy_scores, batch),
@@ -120,7 +120,7 @@ class Experience:
         if outputs.dropped is not None:
             batch.mask[outputs.dropped] = False
             metrics["reward/lone_responses"] = float(outputs.dropped.sum())
-        if algorithm.mask_truncated:
+        if algorithm.truncated == "mask":
             batch.mask[batch.truncated] = False
         return metrics | {"reward/shaped_mean": float(scores.mean())}
 

@@ -25,7 +25,6 @@ class PtxExamples:
         assert source is not None, "the config's checks see to it"
         settings = SupervisedSettings(
             prompt_key=config.data.prompt_key,
-            response_key=config.ptx.response_key,
             system_prompt=config.data.system_prompt,
             chat_template=config.data.chat_template,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,

@@ -180,7 +180,7 @@ class RlRun(Run):
                 self.roles.drop(REFERENCE)
             if config.uses_critic:
                 self.roles.forward(CRITIC, batch, ["values"])
-                if config.algorithm.bootstrap_truncated:
+                if config.algorithm.truncated == "bootstrap":
                     self.roles.forward(CRITIC, batch, ["values_after"], at=batch.last_tokens)
         return batch
 

@@ -136,7 +136,7 @@ def test_supervised_examples_are_mixed_in_with_their_weight(tiny_config: Callabl
 
 
 def test_values_after_truncated_responses_are_asked_for(tiny_config: Callable[..., Config]) -> None:
-    settings = {"algorithm": {"name": "ppo", "bootstrap_truncated": True, "kl": {"coef": 0.0}}}
+    settings = {"algorithm": {"name": "ppo", "truncated": "bootstrap", "kl": {"coef": 0.0}}}
     metrics, _ = run(tiny_config(**settings, **NO_EVAL))
     assert metrics[1]["critic/loss"] > 0
 

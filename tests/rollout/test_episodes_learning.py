@@ -99,7 +99,7 @@ OPTIONS = [
     *[["algorithm.aggregation=" + name] for name in AGGREGATIONS],
     *[["algorithm.correction.mode=" + name] for name in CORRECTIONS if name != "none"],
     ["algorithm.name=reinforce_plus_plus", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.1"],
-    ["algorithm.name=ppo", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", "algorithm.bootstrap_truncated=true"],
+    ["algorithm.name=ppo", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", "algorithm.truncated=bootstrap"],
     ["algorithm.shaping.length_penalty=0.01", "algorithm.shaping.normalise=true"],
 ]
 

@@ -94,7 +94,7 @@ def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
 
 
 def test_truncated_responses_leave_the_mask_but_still_count_in_their_group() -> None:
-    made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.mask_truncated=true")
+    made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.truncated=mask")
     assert made.mask.any(1).tolist() == [True, True, False, True]
     assert of_row(made, 3) == [-0.5] * 3
 
@@ -145,7 +145,7 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made.columns["values_after"] = torch.full(made.mask.shape, 0.0)
     made.columns["values_after"][:, 0] = 2.0
     Experience(
-        config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.lam=1.0", "algorithm.bootstrap_truncated=true")
+        config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.lam=1.0", "algorithm.truncated=bootstrap")
     ).estimate(made, REWARDS)
     assert of_row(made, 2) == pytest.approx([5.0] * 6)
     assert of_row(made, 3) == pytest.approx([2.0] * 3)
@@ -179,7 +179,7 @@ def test_groups_are_found_by_their_ids() -> None:
     ("overrides", "sentence"),
     [
         (["algorithm.correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.correction.low is 2.0"),
-        (["algorithm.bootstrap_truncated=true"], "'gae'"),
+        (["algorithm.truncated=bootstrap"], "'gae'"),
         (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
         (["algorithm.advantage=grpo_process"], "reward_model.process"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target"),
