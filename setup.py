@@ -72,6 +72,7 @@ GPU = [
 ]
 
 WANDB = ["wandb>=0.18"]
+MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 
 TEST = [
     "ruff==0.17.5",
@@ -95,6 +96,6 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl": ["py.typed"]},
     install_requires=REQUIRES,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "test": TEST},
+    extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "mlflow": MLFLOW, "test": TEST},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

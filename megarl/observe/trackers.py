@@ -1,4 +1,4 @@
-"""Where metrics go besides `metrics.jsonl`: TensorBoard and wandb, both optional and imported only when asked for.
+"""Where metrics go besides `metrics.jsonl`: TensorBoard, wandb and MLflow, all optional and imported only when asked for.
 
 One `Trackers.log(step, metrics)` writes to all of them.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,27 +49,22 @@ def open_trackers(config: Config | SupervisedConfig, *, resume_after_step: int |
     """Open what `config.trackers` asks for in the run folder.
 
     Raises:
-        ConfigError: a tracker's package is not installed; the sentence says how to install it or which field to turn off.
+        ConfigError: a tracker's package is not installed; the sentence says how to install it.
     """
     folder = Path(config.run_folder)
-    wanted: list[Tracker] = []
-    if config.trackers.tensorboard:
-        wanted.append(_TensorBoard(folder / "tensorboard", resume_after_step))
-    if config.trackers.wandb.enabled:
-        wanted.append(_Wandb(config, folder))
+    wanted = [_KINDS[name](config, folder, resume_after_step) for name in dict.fromkeys(config.trackers.to)]
     return Trackers([MetricsFile(folder / "metrics.jsonl", resume_after_step=resume_after_step), *wanted])
 
 
 class _TensorBoard:
-    def __init__(self, folder: Path, resume_after_step: int | None) -> None:
-        module = _optional("torch.utils.tensorboard", "trackers.tensorboard", "tensorboard")
+    def __init__(self, config: Config | SupervisedConfig, folder: Path, resume_after_step: int | None) -> None:
+        module = _optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
         first_step = 0 if resume_after_step is None else resume_after_step + 1
-        self._writer = module.SummaryWriter(str(folder), purge_step=first_step)
+        self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, step)
+        for name, value in _numbers(metrics).items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -75,33 +72,67 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, config: Config | SupervisedConfig, folder: Path) -> None:
-        wandb = _optional("wandb", "trackers.wandb.enabled", "megarl[wandb]")
+    """Offline, into the run folder, unless WANDB_MODE says otherwise. A resumed run is a second run of the same name."""
+
+    def __init__(self, config: Config | SupervisedConfig, folder: Path, resume_after_step: int | None) -> None:
+        wandb = _optional("wandb", "wandb", "megarl[wandb]")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=config.trackers.wandb.project,
+            project=config.trackers.project,
             name=config.run.name,
             dir=str(folder),
-            mode=config.trackers.wandb.mode,
+            mode=os.environ.get("WANDB_MODE", "offline"),
             config=config.model_dump(mode="json"),
             settings=wandb.Settings(console="off", silent=True),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({name: value for name, value in metrics.items() if not _is_nan(value)}, step=step)
+        self._run.log({name: value for name, value in _numbers(metrics).items() if not math.isnan(value)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
 
 
-def _is_nan(value: object) -> bool:
-    return isinstance(value, float) and math.isnan(value)
+class _MLflow:
+    """Files in the run folder, or the server that MLFLOW_TRACKING_URI names. A resumed run is a second run of the same name."""
+
+    def __init__(self, config: Config | SupervisedConfig, folder: Path, resume_after_step: int | None) -> None:
+        mlflow = _optional("mlflow", "mlflow", "megarl[mlflow]")
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x refuses files, which need no server, without it
+        self._metric = mlflow.entities.Metric
+        address = os.environ.get("MLFLOW_TRACKING_URI") or (folder / "mlflow").resolve().as_uri()
+        self._client = mlflow.MlflowClient(tracking_uri=address)
+        name = config.trackers.project
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
+        self._run = self._client.create_run(number, run_name=config.run.name).info.run_id
+        self._client.log_dict(self._run, config.model_dump(mode="json"), "config.yaml")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self._run, [self._metric(*item, now_ms, step) for item in _numbers(metrics).items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
 
 
-def _optional(module: str, field: str, package: str) -> Any:
+_KINDS: dict[str, Callable[[Config | SupervisedConfig, Path, int | None], Tracker]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _Wandb,
+    "mlflow": _MLflow,
+}
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The scalars of `metrics`, tensors and numpy's among them, as Python numbers."""
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, (int, float))}
+
+
+def _optional(module: str, name: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(
-            f"{field} is true, but {package} is not installed; pip install {package}, or set it to false"
+            f"trackers.to names {name}, but {package} is not installed; pip install '{package}', or leave {name} out"
         ) from None
