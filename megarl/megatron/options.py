@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megarl.config.fp8 import Fp8Format, Fp8RecipeName
+from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError
 
@@ -39,7 +40,10 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Adam with decoupled weight decay. `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates."""
+    """Adam with decoupled weight decay. `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates.
+
+    An update that breaks one of `skip_rules` is not applied, nor is one whose loss or gradients are not finite.
+    """
 
     lr: float
     min_lr: float = 0.0
@@ -51,6 +55,7 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     offload_fraction: float = 0.0
+    skip_rules: tuple[GuardRule, ...] = ()
 
 
 def has_transformer_engine() -> bool:

@@ -22,6 +22,7 @@ from megarl.megatron.optimizer_state import load_moments, sharded_moments
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.step import LossFunction, forward, forward_backward
+from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
@@ -38,6 +39,7 @@ class Role:
         load_weights(self.chunks, options, folder, self.weight_map)
         self.optimizer: Any = None
         if optimizer is not None:
+            self.skip_rules = optimizer.skip_rules
             self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options)
 
     @property
@@ -61,16 +63,23 @@ class Role:
     ) -> dict[str, float]:
         """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
 
-        Returns metric sums of this rank on reporting ranks; `grad_norm` and `lr` on rank 0.
+        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so.
+
+        Returns metric sums of this rank on reporting ranks; `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
         """
         for chunk in self.chunks:
             chunk.train()
-        totals = forward_backward(self.chunks, self.options, micro_batches, loss_function, score_at=score_at)
-        self.scheduler.step(1)
-        _, grad_norm, _ = self.optimizer.step()
+        watched = WatchedLoss(loss_function)
+        totals = forward_backward(self.chunks, self.options, micro_batches, watched, score_at=score_at)
         metrics = totals if self.reports else {}
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        refused = refusal(metrics, grad_norm, loss_is_finite=watched.is_finite, rules=self.skip_rules)
+        if not refused["skipped"]:
+            self.scheduler.step(1)
+            self.optimizer.step()
         if torch.distributed.get_rank() == 0:
-            metrics |= {"grad_norm": float(grad_norm), "lr": self.optimizer.param_groups[0]["lr"]}
+            metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
         return metrics
 
     def copy_weights_from(self, other: Role) -> None:

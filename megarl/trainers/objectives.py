@@ -7,6 +7,7 @@ loss is a sum, whatever the micro-batch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,10 @@ class PolicyObjective:
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
     ptx_coef: float = 0.0
+    shown_rows: int = 0
+    """Of the batch: the log-probs of rows before this one come with the metrics, as `LOG_PROBS`."""
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
         log_probs, entropy = output[:, 0], output[:, 1]
         columns = stream.columns
@@ -48,7 +51,7 @@ class PolicyObjective:
         )
         if "correction" in columns:
             per_token = per_token * columns["correction"]
-        metrics = {f"policy/{name}": float(value) for name, value in sums.items()}
+        metrics: dict[str, Any] = {f"policy/{name}": float(value) for name, value in sums.items()}
         metrics["policy/loss"] = float((columns["weights"] * per_token.detach()).sum())
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
@@ -59,6 +62,8 @@ class PolicyObjective:
             metrics["kl/reference"] = float(kl_per_token(log_probs.detach(), reference, "k3").sum())
         metrics |= mismatch_sums(old, columns["rollout_log_probs"])
         metrics |= {"policy/entropy": float(entropy.detach().sum()), "tokens": float(len(log_probs))}
+        if self.shown_rows:
+            metrics[LOG_PROBS] = {row: seen for row, seen in stream.split(log_probs).items() if row < self.shown_rows}
         return (columns["weights"] * loss).sum(), metrics
 
 
@@ -95,19 +100,23 @@ class ValueObjective:
         }
 
 
+LOG_PROBS = "log_probs"
+"""Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
 SUMMED = frozenset({"policy/loss", "critic/loss", "ptx/loss"})
 """Metrics whose sum over ranks and micro-batches is the value itself; the other sums are divided by the tokens."""
 
 
-def combine(answers: list[dict[str, float]]) -> dict[str, float]:
+def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """One update's metrics from its ranks' sums: means per token, maxima, and what only one rank reported.
 
     Where no rank counted `tokens`, the sums are the values.
     """
+    log_probs = {row: seen for answer in answers for row, seen in answer.pop(LOG_PROBS, {}).items()}
     totals: dict[str, float] = {}
     for answer in answers:
         for name, value in answer.items():
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     tokens = max(totals.pop("tokens", 0.0), 1.0)
-    alone = {"grad_norm", "lr"} | SUMMED
-    return {name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()}
+    alone = {"grad_norm", "lr", "skipped", "non_finite"} | SUMMED
+    means = {name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()}
+    return means | ({LOG_PROBS: log_probs} if log_probs else {})
