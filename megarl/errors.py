@@ -45,6 +45,10 @@ class CheckpointError(MegarlError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
 
+class GuardError(MegarlError):
+    """A numerical guard stopped the run: figures that are not finite, or a rule of `run.guards`."""
+
+
 class RunStopped(MegarlError):
     """A run saved and left, because a signal asked it to; not a failure, and it can be continued (exit code 75)."""
 
