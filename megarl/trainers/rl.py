@@ -32,5 +32,6 @@ def train(config: Config) -> dict[str, Any]:
                     run.update(batch, rows)  # critic and policy
             run.evaluate_if_due()
             run.report(batch)
+            run.heed_guards()
             run.save_if_due()
         return run.finish()

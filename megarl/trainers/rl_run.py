@@ -27,6 +27,7 @@ from megarl.trainers.experience import (
     reward_statistics,
     set_loss_weights,
 )
+from megarl.trainers.guards import roll_back
 from megarl.trainers.model_rewards import ModelRewards
 from megarl.trainers.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
@@ -105,6 +106,7 @@ class RlRun(Run):
             "weight_version": self.rollouts.version,
             "groups": self.rollouts.state(),
             "experience": self.experience.state_dict(),
+            "guards": self.guards.state_dict(),
             "ptx": self.ptx.state_dict() if self.ptx is not None else None,
         }
 
@@ -112,6 +114,7 @@ class RlRun(Run):
         """Continue where `state()` was taken; the engines have yet to be given the policy."""
         self.sampler.load_state_dict(state["sampler"])
         self.experience.load_state_dict(state["experience"])
+        self.guards.load_state_dict(state.get("guards"))
         if self.ptx is not None and state["ptx"] is not None:
             self.ptx.load_state_dict(state["ptx"])
         if not self.was_finished:
@@ -208,6 +211,9 @@ class RlRun(Run):
     def update(self, batch: Batch, rows: Sequence[int]) -> None:
         """One optimizer step of the critic, and of the policy once the critic is warmed up, at the same time."""
         config = self.config
+        if self.guards.refuses(self.metrics):
+            self._updates.append({f"{POLICY}/skipped": 1.0})
+            return
         with self.phases("update"):
             set_loss_weights(batch, rows, config)
             running = []
@@ -237,6 +243,9 @@ class RlRun(Run):
         for name in {name for update in self._updates for name in update}:
             values = [update[name] for update in self._updates if name in update]
             metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        for update in self._updates:
+            self.guards.see_update(update)
+        metrics |= self.guards.figures()
         samples, tokens, takes_turns = batch.samples, batch.response_tokens, self.config.rollout.schedule.mode == "sync"
         all_tokens = sum(sample.total_length for sample in samples)
         metrics |= {
@@ -253,6 +262,15 @@ class RlRun(Run):
             self.parity.see(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
         self.log(metrics)
         self.samples_file.write(self.step, samples)
+
+    def heed_guards(self) -> None:
+        """Stop, or go back to a checkpoint's weights, where `run.guards` says so; prompts and step numbers go on."""
+        updates = [update for update in self._updates if f"{POLICY}/grad_norm" in update]
+        due = self.guards.see_step(self.metrics, [*updates[0]] if updates else ())
+        if due is not None:
+            self.experience.load_state_dict(roll_back(self, due)["experience"])
+            self.rollouts.stale = True
+            self.guards.went_back()
 
     def measure(self) -> dict[str, float] | None:
         """Greedy answers to the held-out prompts by the current policy, scored."""

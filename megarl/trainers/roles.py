@@ -19,6 +19,7 @@ from megarl.data.batch import Batch
 from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
 from megarl.data.stream import MicroBatch, Unit
 from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.trainers.guards import skip_rules
 from megarl.trainers.objectives import combine
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup, WorkerGroup, wait_for
@@ -101,7 +102,13 @@ class Roles:
         )
         optimizer = None
         if spec.trained is not None:
-            optimizer = OptimizerOptions(**spec.trained.optimizer.model_dump(), total_steps=self.updates)
+            supervised = isinstance(config, SupervisedConfig)
+            rules = skip_rules(
+                config.run.guards, role, "train" if supervised else role, others=(POLICY,) if role == CRITIC else (CRITIC,)
+            )
+            optimizer = OptimizerOptions(
+                **spec.trained.optimizer.model_dump(), total_steps=self.updates, skip_rules=rules
+            )
         answers = group.call(
             "add_role", (role, options, optimizer), phase=f"loading of {role}", deadline_s=self._deadlines.start_s
         )

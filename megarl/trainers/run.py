@@ -19,6 +19,7 @@ from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write
 from megarl.config import Config, SupervisedConfig, save_resolved
 from megarl.errors import CheckpointError, ConfigError, RunStopped
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
+from megarl.trainers.guards import Guards
 from megarl.trainers.roles import POLICY, Roles
 from megarl.trainers.stop import StopRequest
 
@@ -40,6 +41,7 @@ class Run(ABC):
         self.metrics: dict[str, float] = {}
         self.leads = leads
         self.was_finished = False
+        self.guards = Guards(config.run.guards)
         self._settings = config
         self._stack = ExitStack()
         self._stop = StopRequest()
@@ -202,6 +204,7 @@ class Run(ABC):
             eval_before=self.evaluations["before"],
             eval_after=self.evaluations["after"],
             gates=self.gates(),
+            extra={"guards": {name.removeprefix("guards/"): count for name, count in self.guards.figures().items()}},
         )
         if self.leads:
             write_summary(path, summary)

@@ -25,5 +25,6 @@ def train(config: SupervisedConfig) -> dict[str, Any]:
                 run.update(batch)
             run.evaluate_if_due()
             run.report(batch)
+            run.heed_guards()
             run.save_if_due()
         return run.finish()

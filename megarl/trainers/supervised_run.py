@@ -18,6 +18,7 @@ from megarl.data.sampler import build_sampler
 from megarl.data.stream import pack
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import load_tokenizer
+from megarl.trainers.guards import roll_back
 from megarl.trainers.processes import check_architectures, open_supervised_roles
 from megarl.trainers.roles import POLICY, REFERENCE
 from megarl.trainers.run import Run
@@ -67,12 +68,13 @@ class SupervisedRun(Run):
         self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
 
     def state(self) -> dict[str, Any]:
-        """The sampler's position."""
-        return {"sampler": self.sampler.state_dict()}
+        """The sampler's position, and what the guards counted."""
+        return {"sampler": self.sampler.state_dict(), "guards": self.guards.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state()` was taken."""
         self.sampler.load_state_dict(state["sampler"])
+        self.guards.load_state_dict(state.get("guards"))
 
     def gates(self) -> dict[str, float | None]:
         """Nothing to compare with: no engine takes part."""
@@ -113,12 +115,22 @@ class SupervisedRun(Run):
             )
             (metrics,) = self.roles.finish_updates([update])
         self.update_metrics = {f"train/{name}": value for name, value in metrics.items()}
+        self.guards.see_update(self.update_metrics)
 
     def report(self, batch: Batch) -> None:
         """Write the step's metrics, and show them."""
         assert self.phases.last_step is not None, "report comes after a step"
         tokens = sum(sample.total_length for sample in batch.samples)
-        self.log(self.update_metrics | {"speed/tokens_per_s": tokens / self.phases.last_step.wall_s})
+        self.log(self.update_metrics | self.guards.figures() | {"speed/tokens_per_s": tokens / self.phases.last_step.wall_s})
+
+    def heed_guards(self) -> None:
+        """Stop, or go back to a checkpoint's weights, where `run.guards` says so; rows and step numbers go on."""
+        own_times = ("time/", "share/", "speed/")  # under torchrun every rank judges, and must judge alike
+        metrics = {name: value for name, value in self.metrics.items() if not name.startswith(own_times)}
+        due = self.guards.see_step(metrics, [*self.update_metrics])
+        if due is not None:
+            roll_back(self, due)
+            self.guards.went_back()
 
     def measure(self) -> dict[str, float] | None:
         """The loss over all held-out rows and what goes with it, such as the share of pairs that are the right way round."""
