@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.batch import batch_arithmetic
 from megarl.config.fp8 import check_fp8, check_fp8_sizes
+from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import Layout
 from megarl.config.presets import GROUP_ADVANTAGES
 from megarl.config.rollout_checks import check_rollout
 from megarl.errors import ConfigError, LayoutError, ModelError, nearest
 
 if TYPE_CHECKING:
-    from megarl.config.schema import Config, ModelConfig, SourceConfig, TrainedRole
+    from megarl.config.schema import Config, ModelConfig, RunConfig, SourceConfig, TrainedRole
     from megarl.config.supervised import SupervisedConfig
 
 PROCEDURAL_ROWS = 1000
@@ -34,8 +35,7 @@ def check_fields_agree(config: Config) -> None:
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
         _check_held_out(config.data.train, config.data.eval)
-    elif config.run.eval_every:
-        raise ConfigError(f"run.eval_every is {config.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
+    check_run(config.run, evaluates=config.data.eval is not None)
     if not config.rewards and not config.uses_reward_model:
         raise ConfigError("rewards is empty and reward_model.path is null, but a run needs at least one source of reward")
     trained = {"policy": config.policy, "critic": config.critic}
@@ -49,6 +49,17 @@ def check_fields_agree(config: Config) -> None:
     frozen = {"the reference": config.uses_reference, "the reward model": config.uses_reward_model}
     check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
     batch_arithmetic(config)
+
+
+def check_run(run: RunConfig, *, evaluates: bool) -> None:
+    """Check what `run` alone says, and what of it needs evaluations."""
+    rules = parse_guards(run.guards)
+    if not run.save_every and (back := [rule for rule in rules if rule.action == "rollback"]):
+        raise ConfigError(f"run.guards says '{back[0]}', but run.save_every is 0, so there is no checkpoint to go back to")
+    if run.eval_every and not evaluates:
+        raise ConfigError(f"run.eval_every is {run.eval_every}, but data.eval is null; give data.eval or set it to 0")
+    if run.keep_best is not None and not evaluates:
+        raise ConfigError(f"run.keep_best is '{run.keep_best}', but data.eval is null, so nothing is measured; it may be null")
 
 
 def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: Sequence[str]) -> None:

@@ -119,8 +119,7 @@ class SupervisedConfig(Section):
                 f"policy.layout.dp is {self.policy.layout.dp}, but it must divide data.rows_per_step = "
                 f"{self.data.rows_per_step}"
             )
-        if self.run.eval_every and self.data.eval is None:
-            raise ConfigError(f"run.eval_every is {self.run.eval_every}, but data.eval is null; give data.eval or set it to 0")
+        checks.check_run(self.run, evaluates=self.data.eval is not None)
         checks.check_offload(self.model, {"policy": self.policy}, valued=("policy",) if self.has_value_head else ())
         check_fp8(self.model, trained={"policy": self.policy}, frozen=["the reference"] if self.uses_reference else [])
         if self.reference.reset_every:

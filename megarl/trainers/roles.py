@@ -106,9 +106,7 @@ class Roles:
             rules = skip_rules(
                 config.run.guards, role, "train" if supervised else role, others=(POLICY,) if role == CRITIC else (CRITIC,)
             )
-            optimizer = OptimizerOptions(
-                **spec.trained.optimizer.model_dump(), total_steps=self.updates, skip_rules=rules
-            )
+            optimizer = OptimizerOptions(**spec.trained.optimizer.model_dump(), total_steps=self.updates, skip_rules=rules)
         answers = group.call(
             "add_role", (role, options, optimizer), phase=f"loading of {role}", deadline_s=self._deadlines.start_s
         )
