@@ -6,6 +6,7 @@ What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C a
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import signal
@@ -20,6 +21,7 @@ from megarl import __version__
 from megarl.convert_cli import add_convert
 from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
 from megarl.plan_cli import add_plan
+from megarl.submit_cli import add_doctor_cluster, add_submit, doctor_cluster
 
 USER_ERROR = 2
 STOPPED = 75
@@ -27,7 +29,7 @@ STOPPED = 75
 INTERRUPTED = 130
 COMMANDS = (
     "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "config",
-    "doctor",
+    "submit", "node", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
     "sft": ("sft",),
@@ -38,12 +40,13 @@ OBJECTIVES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code.
+    """Run one command; returns the exit code. Given `argv`, training is done in this process, and not begun again if it fails.
 
     0 done, 1 doctor found a problem, 2 the user's mistake, 75 stopped by a batch system's signal and saved, 130 Ctrl-C.
     """
     try:
         arguments = _parse(argv)
+        arguments.is_watched = argv is None
         # Also where the shell starts programs with SIGINT ignored, as in the background; a batch system sends SIGTERM.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
@@ -101,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     _serving_and_data_commands(commands)
     add_convert(commands, _Parser)
     add_plan(commands, _config_arguments, _console)
+    add_submit(commands, _Parser, _config_arguments, _console)
     config = commands.add_parser(
         "config",
         help="list every config field, or show what CONFIG resolves to",
@@ -116,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         description="What is installed, which devices, which layer spec and optimizer will be used and why, with a fix "
         "for each problem. Exit code 1 if something a run needs is missing.",
     )
+    add_doctor_cluster(doctor)
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -201,10 +206,7 @@ def _train(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     check_models(config)
     print(batch_arithmetic(config).table(), flush=True)
-    from megarl.trainers.rl import train
-
-    train(config)
-    return 0
+    return _watch("megarl.trainers.rl", config, arguments)
 
 
 def _supervised(arguments: argparse.Namespace) -> int:
@@ -217,13 +219,26 @@ def _supervised(arguments: argparse.Namespace) -> int:
             f"objective.name is '{config.objective.name}', but `megarl {arguments.command}` trains by {' or '.join(allowed)}"
         )
     check_models(config)
-    from megarl.trainers.supervised import train
-    from megarl.workers.spmd import is_leader
+    from megarl.workers.torchrun import is_leader
 
     if is_leader():
         print(_aligned(config.batch_rows()), flush=True)
-    train(config)
-    return 0
+    return _watch("megarl.trainers.supervised", config, arguments)
+
+
+def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
+    """Train by module `loop` in a process that is watched over; under torchrun, which does that itself, in this one."""
+    from megarl.workers.torchrun import is_torchrun
+
+    def train(config: Any) -> None:
+        importlib.import_module(loop).train(config)
+
+    if not arguments.is_watched or is_torchrun():
+        train(config)
+        return 0
+    from megarl.trainers.supervise import run_with_restarts  # loads nothing that starts threads: it forks
+
+    return run_with_restarts(config, train)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -299,6 +314,8 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        return doctor_cluster(arguments, _console())
     from megarl.launch.doctor import examine, is_healthy, render
 
     findings = examine()

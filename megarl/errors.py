@@ -53,12 +53,22 @@ class RunStopped(MegarlError):
     """A run saved and left, because a signal asked it to; not a failure, and it can be continued (exit code 75)."""
 
 
+class ClusterError(ConfigError):
+    """There is no Ray cluster at the address in the config, or it has too few places for the layouts."""
+
+
 class WorkerError(MegarlError):
     """A worker process raised or died; the message carries the worker's own traceback."""
+
+    who: str = ""
+    """The process that is to blame, as far as that is known."""
 
 
 class DeadlineError(MegarlError):
     """A wait on another process ran out; the message names the phase and who had not arrived."""
+
+    who: str = ""
+    """The processes that did not arrive."""
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -15,7 +15,8 @@ from megarl.models.registry import architecture_for, load_hf_config
 from megarl.trainers.roles import POLICY, REFERENCE, Roles, RoleSpec, role_specs
 from megarl.workers.cluster import Cluster, GroupRequest
 from megarl.workers.group import RankGroup
-from megarl.workers.spmd import SpmdGroup, is_torchrun
+from megarl.workers.spmd import SpmdGroup
+from megarl.workers.torchrun import is_torchrun
 
 
 def check_architectures(config: Config | SupervisedConfig) -> None:

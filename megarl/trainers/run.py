@@ -19,6 +19,7 @@ from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write
 from megarl.config import Config, SupervisedConfig, save_resolved
 from megarl.errors import CheckpointError, ConfigError, RunStopped
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
+from megarl.trainers.attempt import follow
 from megarl.trainers.guards import Guards
 from megarl.trainers.roles import POLICY, Roles
 from megarl.trainers.stop import StopRequest
@@ -84,6 +85,7 @@ class Run(ABC):
     def _open(self) -> None:
         config = self._settings
         self._stack.enter_context(self._stop)
+        follow(self.phases)
         self.read_inputs()
         resume_from = self.checkpoints.resolve(config.run.resume)
         state = read_state(resume_from) if resume_from is not None else None

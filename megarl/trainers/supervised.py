@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config import SupervisedConfig
 from megarl.trainers.supervised_run import SupervisedRun
-from megarl.workers.spmd import is_leader
+from megarl.workers.torchrun import is_leader
 
 
 def train(config: SupervisedConfig) -> dict[str, Any]:

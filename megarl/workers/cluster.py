@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +20,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import megarl.platform
 from megarl.config.layout import Layout
-from megarl.errors import ConfigError
+from megarl.errors import ClusterError
 from megarl.workers import engine_actor
 from megarl.workers.group import WorkerGroup
-from megarl.workers.rank import Rank
+from megarl.workers.rank_actor import RankActor
 
-# Ray's decorator gives classes methods that their types do not show.
-RankActor: Any = ray.remote(concurrency_groups={"control": 1})(Rank)
 EngineActor: Any = engine_actor.EngineActor
 
 
@@ -102,10 +102,12 @@ class Cluster:
         for request in self.requests:
             threads = request.threads or self._fair_threads(request.layout.world_size)
             actors = [
-                RankActor.options(**self._where(bundle, threads)).remote(request.name, rank, request.layout, threads)
+                RankActor.options(**self._where(bundle, threads)).remote(
+                    self.log_folder, request.name, rank, request.layout, threads
+                )
                 for rank, bundle in enumerate(self.places.ranks[request.name])
             ]
-            self.groups[request.name] = WorkerGroup(request.name, request.layout, actors, f"{self.log_folder}/stacks")
+            self.groups[request.name] = WorkerGroup(request.name, request.layout, actors, self.log_folder)
         for group in self.groups.values():
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
@@ -140,6 +142,14 @@ class Cluster:
     def _join_ray(self) -> None:
         if ray.is_initialized():
             return
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        try:
+            self._init_ray()
+        finally:  # Ray ends the driver at once on SIGTERM, but the run has its own way of stopping
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, on_sigterm)
+
+    def _init_ray(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         os.environ.setdefault("RAY_worker_niceness", "0")  # else other programs on a small machine starve the run
@@ -147,7 +157,7 @@ class Cluster:
             try:
                 ray.init(address=self.address, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
+                raise ClusterError(
                     f"resources.ray_address is '{self.address}', but no Ray cluster answers there ({error}); "
                     "start one, or leave it empty for a local Ray"
                 ) from error
@@ -162,7 +172,7 @@ class Cluster:
         self._placement = placement_group([bundle] * self.places.bundles, strategy="PACK")
         if not self._placement.wait(timeout_seconds=self.start_deadline_s):
             have = ray.cluster_resources()
-            raise ConfigError(
+            raise ClusterError(
                 f"the layouts need {self.places.bundles} places with {bundle} each, but the Ray cluster has "
                 f"{have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs; use smaller layouts or "
                 "resources.placement=colocated"

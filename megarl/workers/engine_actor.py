@@ -13,6 +13,7 @@ from megarl.rollout.build import build_engine
 from megarl.rollout.same_model import ModelFacts
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_senders import Endpoint
+from megarl.workers.fate import end_with_parent
 
 
 @ray.remote(max_concurrency=1000, max_restarts=-1)
@@ -23,6 +24,7 @@ class EngineActor:
     """
 
     def __init__(self, kind: str, model_path: str, options: dict[str, Any]) -> None:
+        end_with_parent()
         self.kind, self.model_path, self.options = kind, model_path, options
         self.engine: Any = None
 

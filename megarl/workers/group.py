@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,6 +10,10 @@ import ray
 
 from megarl.config.layout import Layout
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.workers.post_mortem import examine
+
+FETCH_S = 60.0
+"""For a result that is there to reach this process, however little of its call's deadline is left."""
 
 
 class RankGroup(Protocol):
@@ -45,20 +48,17 @@ class RankGroup(Protocol):
 class WorkerGroup:
     """The Ray actors of one layout, in rank order."""
 
-    def __init__(self, name: str, layout: Layout, actors: Sequence[Any], stack_folder: str) -> None:
-        self.name, self.layout, self.actors, self.stack_folder = name, layout, list(actors), stack_folder
+    def __init__(self, name: str, layout: Layout, actors: Sequence[Any], log_folder: str) -> None:
+        self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
+        self.whereabouts: list[tuple[str, int]] = []
+        """(Node IP, process id) by rank, once they have started."""
 
     def connect(self, *, seed: int, deadline_s: float) -> list[int]:
         """Bring up the world; returns the ranks' process ids."""
-        address = wait_for([self.actors[0].address.remote()], phase=f"start of {self.name}", deadline_s=deadline_s, group=self)[
-            0
-        ]
-        return self.call(
-            "connect",
-            (address, seed, deadline_s),
-            phase=f"start of {self.name}",
-            deadline_s=deadline_s,
-        )
+        phase = f"start of {self.name}"
+        self.whereabouts = self.call("whereabouts", (), phase=phase, deadline_s=deadline_s)
+        [address] = wait_for([self.actors[0].address.remote()], phase=phase, deadline_s=deadline_s, group=self)
+        return self.call("connect", (address, seed, deadline_s), phase=phase, deadline_s=deadline_s)
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...], *, phase: str, deadline_s: float
@@ -92,10 +92,23 @@ class WorkerGroup:
         """`flag`: there is one driver."""
         return flag
 
-    def dump_stacks(self) -> None:
-        """Ask every rank for its Python stacks, even one that is stuck in a call; gives up after a few seconds."""
-        os.makedirs(self.stack_folder, exist_ok=True)
-        ray.wait([a.dump_stacks.remote(self.stack_folder) for a in self.actors], num_returns=len(self.actors), timeout=10)
+    def examine(self, phase: str) -> tuple[list[str], str]:
+        """Which ranks are gone or do not answer, after a call in `phase` failed, and a clause for the error that says so.
+
+        Every rank's stacks and last log lines are written beside the run's logs; gives up after a few seconds.
+        """
+        try:
+            found = examine(self.name, self.actors, self.whereabouts, phase, self.log_folder)
+        except (ray.exceptions.RayError, OSError) as error:
+            return [], f"; what its ranks do could not be found out ({error})"
+        silent = [f"rank {one.rank} of {self.name}" for one in found if one.state]
+        states = [self._describe(one.rank, one.state) for one in found if one.state]
+        where = f"the Python stacks and last log lines of its ranks are in {self.log_folder}/stacks"
+        return silent, "; " + "; ".join([*states, where])
+
+    def _describe(self, rank: int, state: str) -> str:
+        at = f" (process {self.whereabouts[rank][1]} on {self.whereabouts[rank][0]})" if self.whereabouts else ""
+        return f"rank {rank} of {self.name}{at} {state}"
 
     def kill(self) -> None:
         """End the group's processes, and no others."""
@@ -106,25 +119,26 @@ class WorkerGroup:
 def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, group: WorkerGroup | None = None) -> list[Any]:
     """Results of Ray references in order; the first failure ends the wait (see `WorkerGroup.call` for what it raises)."""
     rank = {reference: place for place, reference in enumerate(references)}
+    results: dict[int, Any] = {}
     pending, ends_at = list(references), time.monotonic() + deadline_s
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends_at - time.monotonic()))
         for reference in done:
             try:
-                ray.get(reference)
+                results[rank[reference]] = ray.get(reference, timeout=max(FETCH_S, ends_at - time.monotonic()))
             except ray.exceptions.RayError as error:
                 raise _as_our_error(error, phase, group, rank[reference]) from error
         if not done:
-            missing = sorted(rank[reference] for reference in pending)
-            where = ""
-            if group is not None:
-                group.dump_stacks()
-                where = f"; the Python stacks of its ranks are in {group.stack_folder}"
-            name = f"ranks of {group.name}" if group is not None else "workers"
-            raise DeadlineError(
-                f"phase '{phase}' was not done after {deadline_s:.0f} s: {name} {missing} had not answered{where}"
-            )
-    return ray.get(list(references))
+            raise _deadline_error(sorted(rank[reference] for reference in pending), phase, deadline_s, group)
+    return [results[place] for place in range(len(references))]
+
+
+def _deadline_error(missing: list[int], phase: str, deadline_s: float, group: WorkerGroup | None) -> DeadlineError:
+    name = f"ranks of {group.name}" if group is not None else "workers"
+    silent, clause = group.examine(phase) if group is not None else ([], "")
+    error = DeadlineError(f"phase '{phase}' was not done after {deadline_s:.0f} s: {name} {missing} had not answered{clause}")
+    error.who = ", ".join(silent) or f"{name} {missing}"
+    return error
 
 
 def _as_our_error(error: Exception, phase: str, group: WorkerGroup | None, rank: int) -> MegarlError:
@@ -132,4 +146,7 @@ def _as_our_error(error: Exception, phase: str, group: WorkerGroup | None, rank:
     if isinstance(cause, MegarlError):
         return cause
     name = f"rank {rank} of {group.name}" if group is not None else f"worker {rank}"
-    return WorkerError(f"{name} failed in phase '{phase}':\n{error}")
+    silent, clause = group.examine(phase) if group is not None else ([], "")
+    ours = WorkerError(f"{name} failed in phase '{phase}'{clause}:\n{error}")
+    ours.who = ", ".join(silent) or name  # a rank that is gone makes others fail, which may be heard of first
+    return ours

@@ -16,16 +16,6 @@ from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.workers.rank import Rank
 
 
-def is_torchrun() -> bool:
-    """Whether this process was started by torchrun (or by something that sets the same variables)."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-
-
-def is_leader() -> bool:
-    """Whether this process writes the run's files: a driver under Ray, rank 0 under torchrun."""
-    return not is_torchrun() or os.environ["RANK"] == "0"
-
-
 class SpmdGroup:
     """This process's rank, called as `WorkerGroup` calls Ray actors. Deadlines are those of torch.distributed."""
 

@@ -1,0 +1,242 @@
+"""One attempt at a run, in a process that its parent watches, outlives and cleans up after. Linux.
+
+The parent forks before anything heavy is imported. The attempt reports through a pipe: phases, steps, signs of life and why it
+failed. If the parent is killed the kernel kills the attempt, and Ray's processes and the engines go with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import psutil
+
+from megarl.observe.phases import Phases
+from megarl.rollout.process_tree import descendants, end_tree
+from megarl.workers.fate import adopt_orphans, end_with_parent
+
+BEAT_S = 2.0
+SILENT_S = 60.0
+"""An attempt that gave no sign of life for so long is stopped or stuck outside Python, and is ended."""
+TEARDOWN_S = 90.0
+"""For an attempt that failed to take down its world; then it is ended."""
+SLICE_S = 0.2
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass
+class Outcome:
+    """How an attempt ended: its exit code (minus the signal's number if one ended it) and what it had reported."""
+
+    code: int = 0
+    steps: int = 0
+    """Steps that it did."""
+    phase: str = "start"
+    """The phase that it was in last."""
+    failure: dict[str, Any] | None = None
+    """`kind`, `who` and `what` of the error that ended it, or of what was noticed from outside."""
+    failed_at: float = 0.0
+    """When that was noticed, in `time.monotonic()`."""
+
+
+class Report:
+    """The attempt's end of the pipe. What does not fit, because the parent does not read, is not said."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        os.set_blocking(pipe, False)
+        threading.Thread(target=self._beat, name="signs-of-life", daemon=True).start()
+
+    def follow(self, phases: Phases) -> None:
+        """Tell of every phase from now on."""
+        phases.listen(lambda name: self._tell({"steps": phases.steps, "phase": name}))
+
+    def failed(self, error: BaseException) -> None:
+        """Tell why the attempt fails."""
+        what = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")[:500]
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        self._tell({"failure": {"kinds": kinds, "who": getattr(error, "who", "") or "driver", "what": what}})
+
+    def _beat(self) -> None:
+        while True:
+            self._tell({})
+            time.sleep(BEAT_S)
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, json.dumps(what).encode() + b"\n")  # at once: shorter than PIPE_BUF
+
+
+_report: Report | None = None
+
+
+def follow(phases: Phases) -> None:
+    """Tell the parent, if this process is somebody's attempt, of every phase from now on."""
+    if _report is not None:
+        _report.follow(phases)
+
+
+class Signals:
+    """While entered, notes SIGINT, SIGTERM and SIGUSR1 in `received` and passes them on to process `to`, if there is one."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self.to: int | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number).name)
+        if self.to is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.to, number)
+
+
+@dataclass
+class Attempt:
+    """The parent's side."""
+
+    pid: int
+    pipe: int
+    stack_file: Path
+    on_step: Callable[[], None]
+    """Called once, when the attempt has done its first step."""
+    outcome: Outcome = field(default_factory=Outcome)
+    _unread: bytes = b""
+
+    def watch(self) -> Outcome:
+        """Wait until the attempt has ended; nothing that it started is left then."""
+        silent_s = teardown_s = 0.0
+        code: int | None = None
+        while code is None:
+            before = time.monotonic()
+            heard = self._read()
+            # time in which this process was stopped itself is nobody's silence
+            spent = min(time.monotonic() - before, 2 * SLICE_S)
+            silent_s = 0.0 if heard else silent_s + spent
+            if self.outcome.failure is not None:
+                teardown_s += spent
+            if silent_s > SILENT_S and self.outcome.failure is None:
+                self._say_stuck()
+            if silent_s > SILENT_S or teardown_s > TEARDOWN_S:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            code = self._reap()
+        while self._read():
+            pass
+        os.close(self.pipe)
+        if self.outcome.failure is None and code < 0:
+            self._fail({"kinds": [], "who": "driver", "what": f"it was killed by {signal.Signals(-code).name}"})
+        self.outcome.code = code
+        end_descendants()
+        return self.outcome
+
+    def _reap(self) -> int | None:
+        """The attempt's exit code if it has ended; orphans of its are seen off too."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == self.pid:
+                    return os.waitstatus_to_exitcode(status)
+                if pid == 0:
+                    return None
+        return None
+
+    def _read(self) -> bool:
+        """Take in what the attempt says within a moment; False if that is nothing."""
+        if not select.select([self.pipe], [], [], SLICE_S)[0]:
+            return False
+        data = os.read(self.pipe, 65536)
+        if not data:
+            time.sleep(SLICE_S)
+            return False
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._heard(json.loads(line))
+        return True
+
+    def _heard(self, said: dict[str, Any]) -> None:
+        if said.get("steps"):
+            if not self.outcome.steps:
+                self.on_step()
+            self.outcome.steps = said["steps"]
+        self.outcome.phase = said.get("phase") or self.outcome.phase
+        if "failure" in said:
+            self._fail(said["failure"])
+
+    def _fail(self, failure: dict[str, Any]) -> None:
+        self.outcome.failure, self.outcome.failed_at = failure, time.monotonic()
+
+    def _say_stuck(self) -> None:
+        """Note that the attempt gives no sign of life, and have it write its Python stacks if it still can."""
+        state = "it gave no sign of life"
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                state = "it was stopped (SIGSTOP)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        what = f"{state} for {SILENT_S:.0f} s; its Python stacks, if it could write them, are in {self.stack_file}"
+        self._fail({"kinds": [], "who": "driver", "what": what})
+
+
+def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None]) -> Attempt | None:
+    """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent."""
+    global _report
+    adopt_orphans()
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        with contextlib.suppress(PermissionError, ProcessLookupError):
+            os.setpgid(pid, pid)
+        signals.to = pid
+        os.close(write)
+        return Attempt(pid, read, stack_file, on_step)
+    signals.__exit__()
+    os.setpgid(0, 0)  # a terminal's Ctrl-C comes once, through the parent
+    end_with_parent()
+    os.close(read)
+    stack_file.parent.mkdir(parents=True, exist_ok=True)
+    faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
+    _report = Report(write)
+    return None
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell the parent why this attempt fails."""
+    if _report is not None:
+        _report.failed(error)
+
+
+def end_descendants(tries: int = 20) -> Sequence[psutil.Process]:
+    """End whatever still lives below this process, all of it started by its attempts; returns what could not be ended."""
+    for _ in range(tries):
+        if not descendants(os.getpid()):
+            return []
+        end_tree(os.getpid(), spare_root=True)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    return descendants(os.getpid())
