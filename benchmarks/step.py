@@ -22,7 +22,7 @@ from workload import MODEL, NEW_TOKENS, PROMPTS, SAMPLES, machine, medians, run_
 
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_server import ServerOptions
+from megarl.rollout.sglang_server import ServerOptions, SglangServer
 
 PHASES = ("step", "sync", "generate", "reward", "log_probs", "advantages", "update", "other")
 
@@ -42,10 +42,10 @@ def generation_against_bare_server(prompts_file: Path, work: Path, rounds: int) 
         answer = await engine.generate(batch, params, n=SAMPLES)
         assert all(len(one.response_ids) == NEW_TOKENS for group in answer for one in group)
 
-    def bare(url: str, batch: list[list[int]]) -> None:
+    def bare(server: SglangServer, batch: list[list[int]]) -> None:
         sampling = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True, "temperature": 1.0, "n": SAMPLES}
         body = json.dumps({"input_ids": batch, "sampling_params": sampling, "return_logprob": True}).encode()
-        request = urllib.request.Request(f"{url}/generate", body, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{server.url}/generate", body, {"Content-Type": "application/json", **server.headers})
         with urllib.request.urlopen(request) as answer:
             assert all(len(one["output_ids"]) == NEW_TOKENS for one in json.load(answer))
 
@@ -62,7 +62,7 @@ def generation_against_bare_server(prompts_file: Path, work: Path, rounds: int) 
                 if side == "megarl":
                     await through_the_engine(engine, batch)
                 else:
-                    await asyncio.to_thread(bare, engine.server.url, batch)
+                    await asyncio.to_thread(bare, engine.server, batch)
                 seconds[side].append(time.perf_counter() - started)
         finally:
             await engine.stop()

@@ -36,7 +36,7 @@ class SglangEngine:
 
     def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
         self.server = server
-        self.endpoint = Endpoint(server.url, layout)
+        self.endpoint = Endpoint(server.url, layout, server.token)
         self._weights = WeightState(initial_version)
         self._paused = False
         self._session_open = False
@@ -252,7 +252,9 @@ class SglangEngine:
     def _session(self, timeout_s: float | None) -> aiohttp.ClientSession:
         """A session of its own for each operation, so that an engine may be used from any event loop."""
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=MAX_IN_FLIGHT), timeout=aiohttp.ClientTimeout(total=timeout_s)
+            connector=aiohttp.TCPConnector(limit=MAX_IN_FLIGHT),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers=self.server.headers,
         )
 
     async def _control(self, endpoint: str, body: dict[str, Any]) -> Any:

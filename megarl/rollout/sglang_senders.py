@@ -11,12 +11,13 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from megarl.bearer import bearer
 from megarl.errors import EngineError
 from megarl.rollout.checksums import EngineLayout, SentChecksums, held_slices
 from megarl.rollout.engine import Bucket
@@ -32,6 +33,8 @@ class Endpoint:
 
     url: str
     layout: EngineLayout
+    token: str = field(repr=False)
+    """What the server wants to see in every request."""
 
 
 class _Sender:
@@ -105,7 +108,7 @@ class TensorSender(_Sender):
             "load_format": staged.load_format,
             "flush_cache": False,  # once, at the end of the update
         }
-        call(self.endpoint.url, "update_weights_from_tensor", body, self.timeout_s)
+        call(self.endpoint, "update_weights_from_tensor", body, self.timeout_s)
 
 
 class DistributedSender(_Sender):
@@ -129,9 +132,9 @@ class DistributedSender(_Sender):
         super().__init__(endpoint, timeout_s)
         self.group_name = group_name
         world_size = 1 + endpoint.layout.tp
-        check_alive(endpoint.url)  # else the rendezvous would wait for a server that is gone
+        check_alive(endpoint)  # else the rendezvous would wait for a server that is gone
         joining = _Call(
-            endpoint.url,
+            endpoint,
             "init_weights_update_group",
             {
                 "master_address": master_address,
@@ -163,7 +166,7 @@ class DistributedSender(_Sender):
             "flush_cache": False,
         }
         before, self._loading = self._loading, None
-        loading = _Call(self.endpoint.url, "update_weights_from_distributed", body, self.timeout_s)
+        loading = _Call(self.endpoint, "update_weights_from_distributed", body, self.timeout_s)
         broadcast = torch.distributed.broadcast(staged.buffer, src=0, group=self._group, async_op=True)
         # an engine that refuses, at once or late, never joins the broadcast, which would then wait for its whole timeout
         while not broadcast.is_completed() and not loading.ended_within(POLL_S):
@@ -189,7 +192,7 @@ class DistributedSender(_Sender):
             group, self._group = self._group, None
             try:
                 body = {"group_name": self.group_name}
-                call(self.endpoint.url, "destroy_weights_update_group", body, self.timeout_s)
+                call(self.endpoint, "destroy_weights_update_group", body, self.timeout_s)
             finally:
                 torch.distributed.destroy_process_group(group)
 
@@ -200,30 +203,31 @@ class DistributedSender(_Sender):
         self.close()
 
 
-def check_alive(url: str) -> None:
-    """Return if a server answers at `url`, else raise EngineError."""
+def check_alive(server: Endpoint) -> None:
+    """Return if the server answers, else raise EngineError."""
     try:
-        urllib.request.urlopen(f"{url}/model_info", timeout=ALIVE_S).close()
+        question = urllib.request.Request(f"{server.url}/model_info", headers=bearer(server.token))
+        urllib.request.urlopen(question, timeout=ALIVE_S).close()
     except OSError as error:
-        raise EngineError(f"{url} does not answer: {error}") from error
+        raise EngineError(f"{server.url} does not answer: {error}") from error
 
 
-def call(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    """POST `body` to the server and return its answer.
+def call(server: Endpoint, what: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """POST `body` to the path `what` of the server and return its answer.
 
     Raises:
         EngineError: naming the URL and what it answered.
     """
-    request = urllib.request.Request(
-        f"{url}/{endpoint}", data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
-    )
+    url = f"{server.url}/{what}"
+    headers = {"Content-Type": "application/json", **bearer(server.token)}
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer = response.read()
     except urllib.error.HTTPError as error:
-        raise EngineError(f"{url}/{endpoint} answered {error.code}: {error.read().decode(errors='replace')[:1000]}") from error
+        raise EngineError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:1000]}") from error
     except OSError as error:
-        raise EngineError(f"{url}/{endpoint} did not answer: {error}") from error
+        raise EngineError(f"{url} did not answer: {error}") from error
     try:
         return dict(json.loads(answer))
     except ValueError:
@@ -233,14 +237,14 @@ def call(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dic
 class _Call:
     """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
 
-    def __init__(self, url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> None:
+    def __init__(self, server: Endpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
         self._error: EngineError | None = None
-        self._thread = threading.Thread(target=self._run, args=(url, endpoint, body, timeout_s), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(server, what, body, timeout_s), daemon=True)
         self._thread.start()
 
-    def _run(self, url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> None:
+    def _run(self, server: Endpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
         try:
-            call(url, endpoint, body, timeout_s)
+            call(server, what, body, timeout_s)
         except EngineError as error:
             self._error = error
 

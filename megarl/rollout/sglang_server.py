@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megarl.bearer import bearer
 from megarl.errors import EngineError
 from megarl.rollout.payload import SLICED
 from megarl.rollout.process_tree import end_tree
@@ -113,10 +114,13 @@ class ServerOptions:
 
 
 class SglangServer:
-    """One server process tree. `start` returns when it answers; `stop` returns when nothing of it is left."""
+    """One server process tree. `start` returns when it answers; `stop` returns when nothing of it is left.
+
+    It listens on the loopback interface and answers only who brings `token`.
+    """
 
     def __init__(self, options: ServerOptions) -> None:
-        self.options = options
+        self.options, self.token = options, secrets.token_urlsafe(32)
         self.url = self._start_id = ""
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -143,21 +147,34 @@ class SglangServer:
                 start_new_session=True,
             )
         try:
+            self._hand_over_token()
             self._wait_until_it_answers()
         except BaseException:
             self.stop()
             raise
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request to the server must bring."""
+        return bearer(self.token)
+
+    def _hand_over_token(self) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it ended already, which is said where it is waited for
+            self._process.stdin.write(f"{self.token}\n".encode())
+            self._process.stdin.flush()
+
     def _wait_until_it_answers(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + self.options.start_timeout_s
+        question = urllib.request.Request(f"{self.url}/model_info", headers=self.headers)
         while True:
             code = self._process.poll()
             if code is not None:
                 raise EngineError(f"the SGLang server ended with exit code {code} before it answered; {self.log_tail()}")
             with (
                 contextlib.suppress(OSError, ValueError),
-                urllib.request.urlopen(f"{self.url}/model_info", timeout=2) as answer,
+                urllib.request.urlopen(question, timeout=2) as answer,
             ):
                 # another program may have taken the port meanwhile, and it may be a server just like this one
                 if json.load(answer).get("weight_version") == self._start_id:

@@ -51,8 +51,8 @@ SENDS_A_FILE = """
 import json, sys, torch
 from megarl.rollout.checksums import EngineLayout
 from megarl.rollout.sglang_senders import Endpoint, TensorSender
-url, model_path, weights_file = sys.argv[1:]
-sender = TensorSender(Endpoint(url, EngineLayout.of_model(model_path, "float32")))
+url, token, model_path, weights_file = sys.argv[1:]
+sender = TensorSender(Endpoint(url, EngineLayout.of_model(model_path, "float32"), token))
 sender.send(list(torch.load(weights_file).items()))
 print(json.dumps(sender.checksums()))
 """
@@ -70,7 +70,8 @@ def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangE
         mine, theirs = stages(weights_of(new))
         torch.save(dict(theirs), tmp_path / "stage1.pt")
         await sglang_engine.begin_update(4)
-        arguments = [sglang_engine.endpoint.url, str(tiny_path), str(tmp_path / "stage1.pt")]
+        where = sglang_engine.endpoint
+        arguments = [where.url, where.token, str(tiny_path), str(tmp_path / "stage1.pt")]
         other = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDS_A_FILE, *arguments, stdout=subprocess.PIPE)
         await sglang_engine.apply_update(mine)
         printed, _ = await asyncio.wait_for(other.communicate(), 120)
@@ -377,7 +378,7 @@ def test_nothing_is_left_of_a_server_whose_owner_was_killed(tiny_path: Path, tmp
         url, pid = owner.stdout.readline().split()
         tree = tree_of(int(pid))
         assert len(tree) > 2  # the server, its scheduler and its detokenizer at least
-        urllib.request.urlopen(f"{url}/model_info", timeout=10).close()
+        urllib.request.urlopen(f"{url}/health", timeout=10).close()  # all that it answers to anybody
         owner.kill()
         _, left = psutil.wait_procs(tree, timeout=20)
         assert left == []
