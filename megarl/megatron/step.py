@@ -21,8 +21,11 @@ from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 
-LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, float]]]
-"""(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums)."""
+LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
+"""(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
+
+A metric that is a dictionary is joined with those of other micro-batches, not summed.
+"""
 
 
 def forward(
@@ -59,10 +62,13 @@ def forward_backward(
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}
     for metrics in _run(chunks, options, micro_batches, loss_function, forward_only=False, score_at=score_at):
         for name, value in metrics.items():
-            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+            if isinstance(value, dict):
+                totals[name] = totals.get(name, {}) | value
+            else:
+                totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     return totals
 
 

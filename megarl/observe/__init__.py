@@ -1,5 +1,6 @@
 """What a run tells: metrics, trackers, phase times, progress and the summary. Knows nothing of megatron, ray or sglang."""
 
+from megarl.observe.distributions import distributions
 from megarl.observe.metrics import MetricsFile, read_metrics
 from megarl.observe.phases import Phases, StepTimes
 from megarl.observe.progress import Progress
@@ -13,6 +14,7 @@ __all__ = [
     "StepTimes",
     "Trackers",
     "build_summary",
+    "distributions",
     "machine",
     "open_trackers",
     "read_metrics",

@@ -1,6 +1,6 @@
 """`metrics.jsonl`: one JSON object per step, metric names grouped by `/` (`policy/loss`), each line flushed when written.
 
-The file is the record of a run; the trackers only mirror it.
+The file is the record of a run; the trackers only mirror it. Other records of steps have its form.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class MetricsFile:
         write_text_atomically(self.path, "".join(_line(metrics) for metrics in kept))
         self._file = self.path.open("a")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append one step. Numbers JSON has no word for are written as the texts "nan", "inf" and "-inf"."""
         self._file.write(_line({"step": step, **metrics}))
         self._file.flush()
@@ -55,4 +55,4 @@ def _plain(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else value

@@ -30,7 +30,8 @@ class ReplayEngine:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                record.pop("step", None)  # a run's samples.jsonl says at which step each was made
+                for beside in ("step", "training"):  # what a run's samples.jsonl says of the step that each was made in
+                    record.pop(beside, None)
                 sample = Sample(**record)
             except (AttributeError, TypeError, ValueError) as error:
                 raise EngineError(f"{self._file}:{number} is not a recorded sample: {error}") from error

@@ -15,6 +15,7 @@ from megarl.data.prompts import load_rows
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
+from megarl.observe import MetricsFile, distributions
 from megarl.rewards import build_rewards
 from megarl.rollout.engine_args import check_engine_args
 from megarl.rollout.episodes import open_episodes
@@ -29,7 +30,7 @@ from megarl.trainers.experience import (
 )
 from megarl.trainers.guards import roll_back
 from megarl.trainers.model_rewards import ModelRewards
-from megarl.trainers.objectives import PolicyObjective, ValueObjective
+from megarl.trainers.objectives import LOG_PROBS, PolicyObjective, ValueObjective
 from megarl.trainers.parity import Gates
 from megarl.trainers.processes import check_architectures, open_cluster, open_roles
 from megarl.trainers.ptx import PtxExamples
@@ -53,6 +54,8 @@ class RlRun(Run):
         self.experience = Experience(config)
         self.parity = Gates()
         self._updates: list[dict[str, float]] = []
+        self._scores: list[float] = []
+        self._log_probs: dict[int, torch.Tensor] = {}
         self._greedy: list[Sample] = []
 
     def read_inputs(self) -> None:
@@ -83,7 +86,10 @@ class RlRun(Run):
         config = self.config
         if self.left_out[0]:
             self.progress.say(f"{self.left_out[0]} of {self.left_out[1]} training rows are held-out prompts too: left out")
-        self.samples_file = SamplesFile(self.folder / "samples.jsonl", config.run.log_samples, self.step or None)
+        logged, after = config.run.log_samples, self.step or None
+        self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.tokenizer)
+        self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
+        self._stack.callback(self.distributions.close)
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
         self.rollouts = Rollouts(config, cluster, self.tokenizer, self.episode)
@@ -189,6 +195,7 @@ class RlRun(Run):
 
     def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
         """Advantages and returns over the whole batch, on the driver."""
+        self._scores, self._log_probs = list(rewards), {}
         with self.phases("advantages"):
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
             if self.config.uses_reward_model and self.config.reward_model.process:
@@ -225,13 +232,13 @@ class RlRun(Run):
                 wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
                 columns = [name for name in wanted if name in batch.columns]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
-                running.append(
-                    self.roles.start_update(POLICY, batch, rows, columns, self._policy_objective(), mixed_in=mixed_in)
-                )
+                loss = self._policy_objective(batch)
+                running.append(self.roles.start_update(POLICY, batch, rows, columns, loss, mixed_in=mixed_in))
                 self.rollouts.stale = True
             names = [CRITIC, POLICY] if config.uses_critic else [POLICY]
             merged: dict[str, float] = {}
             for name, metrics in zip(names, self.roles.finish_updates(running), strict=False):
+                self._log_probs |= metrics.pop(LOG_PROBS, {})
                 merged |= {(f"{name}/{key}" if "/" not in key else key): value for key, value in metrics.items()}
             self._updates.append(merged)
 
@@ -261,7 +268,11 @@ class RlRun(Run):
         if not self.metrics["staleness/max"]:  # else trainer and engine are meant to differ
             self.parity.see(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
         self.log(metrics)
-        self.samples_file.write(self.step, samples)
+        self.samples_file.write(self.step, batch, self._scores, self._log_probs)
+        lengths, groups = [len(sample.response_ids) for sample in samples], batch.groups.tolist()
+        version = int(self.metrics["rollout/weight_version"])
+        staleness = [version - min(sample.weight_versions, default=version) for sample in samples]
+        self.distributions.log(self.step, distributions(lengths, self._scores, groups, staleness))
 
     def heed_guards(self) -> None:
         """Stop, or go back to a checkpoint's weights, where `run.guards` says so; prompts and step numbers go on."""
@@ -300,7 +311,7 @@ class RlRun(Run):
         if every and self.step and self.step % every == 0:
             self.roles.copy_weights(POLICY, REFERENCE)
 
-    def _policy_objective(self) -> PolicyObjective:
+    def _policy_objective(self, batch: Batch) -> PolicyObjective:
         algorithm = self.config.algorithm
         return PolicyObjective(
             algorithm.policy_loss,
@@ -315,4 +326,5 @@ class RlRun(Run):
             kl_unbiased=algorithm.kl.unbiased,
             entropy_coef=algorithm.entropy_coef,
             ptx_coef=self.config.ptx.coef,
+            shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
         )

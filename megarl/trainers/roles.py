@@ -19,6 +19,7 @@ from megarl.data.batch import Batch
 from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
 from megarl.data.stream import MicroBatch, Unit
 from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.observe.trace import Span
 from megarl.trainers.guards import skip_rules
 from megarl.trainers.objectives import combine
 from megarl.workers.cluster import GroupRequest
@@ -160,8 +161,8 @@ class Roles:
             replicas = [own + extra for own, extra in zip(replicas, more, strict=True)]
         return group, group.submit("update", [(role, share, loss, at is not None) for share in group.share(replicas)])
 
-    def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, float]]:
-        """Wait for updates and return each one's metrics."""
+    def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
+        """Wait for updates and return each one's metrics (see `combine`)."""
         results = []
         for group, references in updates:
             answers = group.wait(references, phase=f"{group.name} update", deadline_s=self._deadlines.step_s)
@@ -204,6 +205,11 @@ class Roles:
         """
         arguments = (POLICY, bases, version, verify)
         return merge(self.groups[POLICY].call("push_weights", arguments, phase="weight sync", deadline_s=deadline_s))
+
+    def take_records(self) -> dict[str, list[tuple[list[Span], int]]]:
+        """By group and rank, what each rank did since the last call, and its peak memory in bytes."""
+        limit_s = self._deadlines.step_s
+        return {name: group.call("take_record", (), phase="trace", deadline_s=limit_s) for name, group in self.groups.items()}
 
     def save(self, folder: str) -> None:
         """Write every role that changes during the run into a folder of its own below `folder`."""

@@ -23,6 +23,7 @@ from megarl.trainers.attempt import follow
 from megarl.trainers.guards import Guards
 from megarl.trainers.roles import POLICY, Roles
 from megarl.trainers.stop import StopRequest
+from megarl.trainers.timeline import Timeline
 
 
 class Run(ABC):
@@ -96,6 +97,9 @@ class Run(ABC):
             save_resolved(config, self.folder / "config.yaml")
             self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
             self._stack.callback(self.trackers.close)
+        trace = self.folder / "trace.jsonl" if self.leads else None
+        self.timeline = Timeline(trace, self.phases, self.step if state is not None else None)
+        self._stack.callback(self.timeline.close)
         progress = Progress(
             config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
         )
@@ -138,7 +142,7 @@ class Run(ABC):
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write the metrics of the step that was just done, and show them."""
         assert self.phases.last_step is not None, "metrics come after a step"
-        self.metrics |= {**metrics, **self.phases.last_step.metrics()}
+        self.metrics |= {**metrics, **self.phases.last_step.metrics(), **self.timeline.record(self.step, self.roles)}
         if self.leads:
             self.trackers.log(self.step, self.metrics)
             self.progress.step_done(self.step, self.metrics)
@@ -200,6 +204,7 @@ class Run(ABC):
         if self._settings.run.export:
             with self.phases("export"):
                 self.roles.export(POLICY, str((self.folder / "model").resolve()))
+        self.timeline.record(self.step, self.roles)
         summary = build_summary(
             self._settings,
             self.phases,

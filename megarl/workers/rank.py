@@ -17,8 +17,10 @@ import ray
 
 from megarl import platform
 from megarl.config.layout import Layout
+from megarl.observe.trace import Span, take_spans, timed
 
 
+@timed("add_role", "forward", "update", "push_weights", "export_role", "save_role", "load_role")
 class Rank:
     """Rank `rank` of a world that runs `layout`."""
 
@@ -140,6 +142,10 @@ class Rank:
     def load_role(self, role: str, folder: str) -> None:
         """Read the role's distributed checkpoint; collective over the world."""
         self.roles[role].load(folder)
+
+    def take_record(self) -> tuple[list[Span], int]:
+        """What this rank did since the last call, and its peak memory in bytes."""
+        return take_spans(self), self.peak_memory_bytes()
 
     def peak_memory_bytes(self) -> int:
         """Highest memory of this process: on a device the allocator's, on the CPU resident memory."""

@@ -1,0 +1,97 @@
+"""Who did what when: spans of wall time, from the driver's phases and from the calls that the ranks answer.
+
+`trace.jsonl` has one object per step; `chrome_trace` makes of it what Perfetto and chrome://tracing show.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Class = TypeVar("Class", bound=type)
+Span = tuple[str, float, float]
+"""What was done, and when it began and ended in seconds since the epoch."""
+DRIVER = "driver"
+TRACED_RANKS = 64
+"""Ranks of a group whose spans are kept."""
+KEPT = 1000
+"""Newest spans that a rank keeps until it is asked for them."""
+
+
+def timed(*methods: str) -> Callable[[Class], Class]:
+    """Class decorator: instances remember when each of these methods ran; `take_spans` gives and forgets that."""
+
+    def decorate(cls: Class) -> Class:
+        for name in methods:
+            setattr(cls, name, _timed(getattr(cls, name)))
+        return cls
+
+    return decorate
+
+
+def _timed(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        began = time.time()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.__dict__.setdefault("_spans", deque(maxlen=KEPT)).append((method.__name__, began, time.time()))
+
+    return wrapper
+
+
+def take_spans(instance: Any) -> list[Span]:
+    """The spans of an instance of a `timed` class since the last call."""
+    spans = instance.__dict__.get("_spans", deque())
+    return [spans.popleft() for _ in range(len(spans))]
+
+
+class PhaseSpans:
+    """The spans of the driver's phases; give `changed` to `Phases.listen`."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._spans = clock, list[Span]()
+        self._name: str | None = None
+        self._since = 0.0
+
+    def changed(self, name: str | None) -> None:
+        """The driver is now in phase `name` (None: in none)."""
+        now = self._clock()
+        if self._name is not None and now > self._since:
+            self._spans.append((self._name, self._since, now))
+        self._name, self._since = name, now
+
+    def take(self) -> list[Span]:
+        """The spans since the last call."""
+        taken, self._spans = self._spans, []
+        return taken
+
+
+def by_process(driver: Sequence[Span], groups: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[list[Any]]]:
+    """The driver's spans and those of each group's ranks, under names such as `driver` and `policy 0`."""
+    rows = {DRIVER: driver, **{f"{g} {r}": s for g, ranks in groups.items() for r, s in enumerate(ranks[:TRACED_RANKS])}}
+    kept = {who: [[name, round(begin, 4), round(end, 4)] for name, begin, end in spans] for who, spans in rows.items()}
+    return {who: [span for span in spans if span[1] < span[2]] for who, spans in kept.items() if spans}
+
+
+def chrome_trace(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The rows of `trace.jsonl` in Chrome's trace format, one process per group and one thread per rank; times in µs."""
+    processes: dict[str, int] = {}
+    events: list[dict[str, Any]] = []
+    began = min((span[1] for row in steps for spans in row["spans"].values() for span in spans), default=0.0)
+    for row in steps:
+        for who, spans in row["spans"].items():
+            group, _, rank = who.partition(" ")
+            if group not in processes:
+                processes[group] = len(processes) + 1
+                name = {"ph": "M", "name": "process_name", "pid": processes[group], "tid": 0, "args": {"name": group}}
+                events.append(name)
+            for what, begin, end in spans:
+                place = {"pid": processes[group], "tid": int(rank or 0)}
+                times = {"ts": round((begin - began) * 1e6), "dur": round((end - begin) * 1e6)}
+                events.append({"ph": "X", "name": what, "cat": "phase", **place, **times, "args": {"step": row["step"]}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,34 @@
+"""`trace.jsonl`: what the driver and every rank did at each step, gathered from them when the step is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.observe import MetricsFile, Phases
+from megarl.observe.trace import PhaseSpans, by_process
+from megarl.trainers.roles import Roles
+
+GIB = 2**30
+
+
+class Timeline:
+    """Gathers spans and peak memory. Under torchrun every rank has one, and only the leading one writes."""
+
+    def __init__(self, path: Path | None, phases: Phases, resume_after_step: int | None) -> None:
+        """`path`: None where another process writes."""
+        self._file = MetricsFile(path, resume_after_step=resume_after_step) if path is not None else None
+        self._driver = PhaseSpans()
+        phases.listen(self._driver.changed)
+
+    def record(self, step: int, roles: Roles) -> dict[str, float]:
+        """Write what was done since the last call; returns `memory/<group>_peak_gib`, the highest of a group's ranks."""
+        records = roles.take_records()
+        if self._file is not None:
+            spans = {name: [spans for spans, _ in ranks] for name, ranks in records.items()}
+            self._file.log(step, {"spans": by_process(self._driver.take(), spans)})
+        return {f"memory/{name}_peak_gib": max(peak for _, peak in ranks) / GIB for name, ranks in records.items()}
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
