@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl import __version__
+from megarl.config.secrets import redacted
 from megarl.convert_cli import add_convert
 from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
 from megarl.plan_cli import add_plan
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, _interrupt)
         return arguments.run(arguments)
     except MegarlError as error:
-        print(f"megarl: {error}", file=sys.stderr)
+        print(f"megarl: {redacted(str(error))}", file=sys.stderr)
         return STOPPED if isinstance(error, RunStopped) else USER_ERROR
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)
@@ -173,6 +174,10 @@ def _serving_and_data_commands(commands: Any) -> None:
     _config_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     serve.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
+    serve.add_argument(
+        "--token-file", metavar="FILE",
+        help="file with the token that clients must bring (default: the variable MEGARL_REWARD_TOKEN; on loopback none is needed)",
+    )  # fmt: skip
     serve.set_defaults(run=_serve_reward)
 
     data = commands.add_parser("data", help="look at data files", description="Look at data files.")
@@ -269,7 +274,7 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from megarl.rewards.server import serve_reward
 
-    serve_reward(config.rewards, config.data, arguments.host, arguments.port)
+    serve_reward(config.rewards, config.data, arguments.host, arguments.port, arguments.token_file)
     return 0
 
 

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from megarl.atomic import write_text_atomically
 from megarl.config.leaves import fields_of, leaves, may_be, section_of
 from megarl.config.schema import Config
+from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
 from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
 from megarl.config.yaml_tree import apply_overrides, describe_value, read_yaml
@@ -47,6 +48,8 @@ def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
 
 
 def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
+    if (place := hidden_at(tree)) is not None:
+        raise ConfigError(f"{place} is '{HIDDEN}': saved configs do not keep secrets, so it must be given again")
     try:
         return root.model_validate(tree)
     except ValidationError as error:
@@ -58,8 +61,9 @@ def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
 
 
 def to_yaml(config: Section) -> str:
-    """The resolved config, every leaf written out, as YAML that reads back to an equal config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=120, allow_unicode=True)
+    """The resolved config, every leaf written out but secrets, as YAML that reads back to an equal config."""
+    tree = without_secrets(config.model_dump(mode="json"))
+    return yaml.safe_dump(tree, sort_keys=False, width=120, allow_unicode=True)
 
 
 def save_resolved(config: Section, path: str | Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.config import Config, SupervisedConfig
+from megarl.config.secrets import without_secrets
 from megarl.errors import ConfigError
 from megarl.observe.metrics import MetricsFile
 
@@ -82,7 +83,7 @@ class _Wandb:
             name=config.run.name,
             dir=str(folder),
             mode=os.environ.get("WANDB_MODE", "offline"),
-            config=config.model_dump(mode="json"),
+            config=without_secrets(config.model_dump(mode="json")),
             settings=wandb.Settings(console="off", silent=True),
         )
 
@@ -106,7 +107,7 @@ class _MLflow:
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
         self._run = self._client.create_run(number, run_name=config.run.name).info.run_id
-        self._client.log_dict(self._run, config.model_dump(mode="json"), "config.yaml")
+        self._client.log_dict(self._run, without_secrets(config.model_dump(mode="json")), "config.yaml")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

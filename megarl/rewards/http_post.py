@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from megarl.bearer import bearer
+from megarl.config.secrets import redacted
 from megarl.errors import RewardError
 
 _LONGEST_WAIT_S = 30.0
@@ -28,11 +31,11 @@ class Endpoint:
     """Further tries after a failed connection, no answer in time, or a status of 429 or 5xx."""
     backoff_s: float
     """Seconds before the first further try, doubled before each other one, 30 at most."""
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise RewardError(f"reward '{self.reward}': url is '{self.url}', but it must start with http:// or https://")
+            raise RewardError(f"reward '{self.reward}': url is '{redacted(self.url)}', but it must start with http:// or https://")
         if self.timeout_s <= 0 or self.retries < 0 or self.backoff_s < 0:
             raise RewardError(
                 f"reward '{self.reward}': timeout_s is {self.timeout_s}, retries {self.retries} and backoff_s "
@@ -41,7 +44,7 @@ class Endpoint:
 
     def error(self, what: str) -> RewardError:
         """The error that says `what` of this endpoint."""
-        return RewardError(f"reward '{self.reward}': {self.url} {what}")
+        return RewardError(redacted(f"reward '{self.reward}': {self.url} {what}"))
 
 
 async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[str, Any], until: float) -> Any:
@@ -74,6 +77,17 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
         if status != 429 and status < 500:
             raise endpoint.error(failure)
     raise endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")
+
+
+def token_headers(reward: str, variable: str | None) -> dict[str, str]:
+    """The header with the token that the environment variable `variable` holds; empty for None.
+
+    Raises:
+        RewardError: the variable is not set.
+    """
+    if variable and not os.environ.get(variable):
+        raise RewardError(f"reward '{reward}': its token comes from the environment variable {variable}, which is not set")
+    return bearer(os.environ[variable]) if variable else {}
 
 
 def _parsed(endpoint: Endpoint, text: str) -> Any:

@@ -16,7 +16,7 @@ import aiohttp
 from megarl.config.schema import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.http_post import Endpoint, post
+from megarl.rewards.http_post import Endpoint, post, token_headers
 from megarl.rewards.scorer import gold_answer
 
 
@@ -34,6 +34,7 @@ class HttpReward:
         batch_size: int = 64,
         concurrency: int = 8,
         labels: bool = True,
+        token_env: str | None = None,
     ) -> None:
         """Args:
             data: says the key of the gold answer, which is sent as label.
@@ -44,9 +45,10 @@ class HttpReward:
             batch_size: samples in one request.
             concurrency: requests at the same time.
             labels: send gold answers; if false, labels are empty texts and rows need no answer.
+            token_env: environment variable that holds the token sent as bearer; null: none is sent.
 
         Raises:
-            RewardError: an argument is out of range.
+            RewardError: an argument is out of range, or the variable is not set.
         """
         if batch_size < 1 or concurrency < 1:
             raise RewardError(
@@ -54,7 +56,7 @@ class HttpReward:
             )
         self.answer_key, self.labels = data.answer_key, labels
         self.batch_size, self.concurrency = batch_size, concurrency
-        self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s)
+        self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s, token_headers("http", token_env))
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
         """One finite reward per sample.

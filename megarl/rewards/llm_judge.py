@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import aiohttp
 from megarl.config.schema import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.http_post import Endpoint, post
+from megarl.rewards.http_post import Endpoint, post, token_headers
 from megarl.rewards.scorer import Verdict, gold_answer
 
 _TEMPLATE = (
@@ -72,9 +71,7 @@ class LlmJudge:
             )
         if "{response}" not in template:
             raise RewardError("reward 'llm_judge': template has no {response}, so the judge would not see it")
-        if api_key_env and not os.environ.get(api_key_env):
-            raise RewardError(f"reward 'llm_judge': api_key_env is '{api_key_env}', but this variable is not set")
-        headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
+        headers = token_headers("llm_judge", api_key_env)
         address = f"{url.rstrip('/')}/chat/completions"
         self.endpoint = Endpoint("llm_judge", address, timeout_s, retries, backoff_s, headers)
         self.answer_key, self.model, self.template, self.max_tokens = data.answer_key, model, template, max_tokens

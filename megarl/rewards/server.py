@@ -6,40 +6,87 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import os
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from megarl.bearer import bearer
 from megarl.config.schema import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
 
 MAX_REQUEST_BYTES = 256 << 20
+TOKEN_VARIABLE = "MEGARL_REWARD_TOKEN"
+SHORTEST_TOKEN = 16
 _FIELDS = ("query", "prompts", "labels")
 
 
-def serve_reward(rewards: Sequence[RewardSetting], data: DataConfig, host: str, port: int) -> None:
-    """Serve the rewards of a config until interrupted.
+def serve_reward(
+    rewards: Sequence[RewardSetting], data: DataConfig, host: str, port: int, token_file: str | None = None
+) -> None:
+    """Serve the rewards of a config until interrupted, to who brings the token (see `read_token`).
 
     Raises:
-        RewardError: a reward cannot be built, or the address cannot be listened on.
+        RewardError: a reward cannot be built, the address cannot be listened on, or others could reach it without a token.
     """
-    serve(build_rewards(rewards, data), host, port, answer_key=data.answer_key)
+    token = read_token(token_file)
+    if token is None and not _is_loopback(host):
+        raise RewardError(
+            f"--host is {host}, which others can reach, so the server needs a token: give --token-file, or set {TOKEN_VARIABLE}"
+        )
+    serve(build_rewards(rewards, data), host, port, answer_key=data.answer_key, token=token)
 
 
-def serve(sources: RewardSources, host: str, port: int, *, answer_key: str = "answer", deadline_s: float = 600.0) -> None:
+def read_token(token_file: str | None) -> str | None:
+    """The token in `token_file`, else in the environment variable MEGARL_REWARD_TOKEN; None without either.
+
+    Raises:
+        RewardError: the file cannot be read, or the token is too short to be one.
+    """
+    if token_file is None:
+        where, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
+    else:
+        where = f"--token-file {token_file}"
+        try:
+            token = Path(token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RewardError(f"{where} cannot be read: {error}") from None
+    if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
+        raise RewardError(f"the token in {where} may be {SHORTEST_TOKEN} printable ASCII characters or more")
+    return token
+
+
+def serve(
+    sources: RewardSources,
+    host: str,
+    port: int,
+    *,
+    answer_key: str = "answer",
+    deadline_s: float = 600.0,
+    token: str | None = None,
+) -> None:
     """Serve `sources` until interrupted. `deadline_s` is given to the scoring of one request. Raises as `serve_reward`."""
+    app = make_app(sources, answer_key=answer_key, deadline_s=deadline_s, token=token)
     try:
-        web.run_app(make_app(sources, answer_key=answer_key, deadline_s=deadline_s), host=host, port=port, print=None)
-    except OSError as error:
+        web.run_app(app, host=host, port=port, print=None)
+    except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 
 
-def make_app(sources: RewardSources, *, answer_key: str = "answer", deadline_s: float = 600.0) -> web.Application:
-    """The application. Labels become the `answer_key` of a row; requests are scored one after another."""
+def make_app(
+    sources: RewardSources, *, answer_key: str = "answer", deadline_s: float = 600.0, token: str | None = None
+) -> web.Application:
+    """The application. Labels become the `answer_key` of a row; requests are scored one after another.
+
+    With `token`, whoever does not bring it as bearer gets status 401, whatever was asked.
+    """
     one_at_a_time = threading.Lock()
 
     def score(samples: list[Sample]) -> tuple[list[float], int]:
@@ -65,9 +112,23 @@ def make_app(sources: RewardSources, *, answer_key: str = "answer", deadline_s: 
     async def health(request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "rewards": [label for label, _, _ in sources.sources]})
 
-    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+    @web.middleware
+    async def admitted(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> Any:
+        brought = request.headers.get("Authorization", "").encode(errors="replace")
+        if token is not None and not secrets.compare_digest(brought, bearer(token)["Authorization"].encode()):
+            return web.json_response({"error": "the token is missing or wrong"}, status=401)
+        return await handler(request)
+
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[admitted])
     app.add_routes([web.post("/", answer), web.post("/get_reward", answer), web.get("/health", health)])
     return app
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def read_samples(body: Any, answer_key: str) -> list[Sample]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megarl.config.schema import DataConfig
+from megarl.config.secrets import without_secrets
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.code_tests import CodeTests
@@ -72,7 +73,7 @@ def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:
         try:
             return BUILT_IN[config.name](data, **config.args)
         except TypeError as error:
-            raise RewardError(f"reward '{config.name}' does not take the arguments {config.args}: {error}") from None
+            raise RewardError(f"reward '{config.name}' does not take the arguments {without_secrets(config.args)}: {error}") from None
     if ":" not in config.name:
         raise RewardError(
             f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it may be {', '.join(BUILT_IN)}, "
