@@ -176,7 +176,7 @@ def _serving_and_data_commands(commands: Any) -> None:
     serve.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
     serve.add_argument(
         "--token-file", metavar="FILE",
-        help="file with the token that clients must bring (default: the variable MEGARL_REWARD_TOKEN; on loopback none is needed)",
+        help="file with the token that clients must bring (default: variable MEGARL_REWARD_TOKEN; on loopback none is needed)",
     )  # fmt: skip
     serve.set_defaults(run=_serve_reward)
 
