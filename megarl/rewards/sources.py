@@ -73,7 +73,9 @@ def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:
         try:
             return BUILT_IN[config.name](data, **config.args)
         except TypeError as error:
-            raise RewardError(f"reward '{config.name}' does not take the arguments {without_secrets(config.args)}: {error}") from None
+            raise RewardError(
+                f"reward '{config.name}' does not take the arguments {without_secrets(config.args)}: {error}"
+            ) from None
     if ":" not in config.name:
         raise RewardError(
             f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it may be {', '.join(BUILT_IN)}, "
