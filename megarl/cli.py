@@ -22,6 +22,7 @@ from megarl.config.secrets import redacted
 from megarl.convert_cli import add_convert
 from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
 from megarl.plan_cli import add_plan
+from megarl.submit_cli import add_doctor_cluster, add_submit, doctor_cluster
 
 USER_ERROR = 2
 STOPPED = 75
@@ -29,7 +30,7 @@ STOPPED = 75
 INTERRUPTED = 130
 COMMANDS = (
     "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "config",
-    "doctor",
+    "submit", "node", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
     "sft": ("sft",),
@@ -104,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     _serving_and_data_commands(commands)
     add_convert(commands, _Parser)
     add_plan(commands, _config_arguments, _console)
+    add_submit(commands, _Parser, _config_arguments, _console)
     config = commands.add_parser(
         "config",
         help="list every config field, or show what CONFIG resolves to",
@@ -119,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
         description="What is installed, which devices, which layer spec and optimizer will be used and why, with a fix "
         "for each problem. Exit code 1 if something a run needs is missing.",
     )
+    add_doctor_cluster(doctor)
     doctor.set_defaults(run=_doctor)
     return parser
 
@@ -316,6 +319,8 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        return doctor_cluster(arguments, _console())
     from megarl.launch.doctor import examine, is_healthy, render
 
     findings = examine()

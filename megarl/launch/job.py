@@ -1,0 +1,174 @@
+"""What a batch job starts: how many processes on how many nodes, by Ray or by torchrun; what cannot work is said here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.config import Config, SupervisedConfig, check_models, load_config, load_supervised_config
+from megarl.config.yaml_tree import apply_overrides, read_yaml
+from megarl.errors import ConfigError
+from megarl.launch.cluster_profile import ClusterProfile
+from megarl.observe import read_metrics
+
+START_S = 120
+"""Allowance for the nodes' checks, Ray, the engines and the model; a run's own start may take longer."""
+COMMANDS = {
+    "sft": "sft", "reward_model": "reward-model", "process_reward_model": "reward-model",
+    "dpo": "preference", "cdpo": "preference", "ipo": "preference", "kto": "preference",
+}  # fmt: skip
+"""`objective.name` to the command that trains by it."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of the batch system. `seeds`: one run for each; `resume` is a checkpoint folder to begin from, or `auto`."""
+
+    command: str
+    launcher: Literal["ray", "torchrun"]
+    config: Config | SupervisedConfig
+    config_path: Path
+    overrides: tuple[str, ...]
+    name: str
+    run_folder: Path
+    nodes: int
+    ranks_per_node: int
+    resume: str
+    seeds: tuple[int, ...] = ()
+    after: tuple[str, ...] = ()
+
+    @property
+    def run_folders(self) -> tuple[Path, ...]:
+        """The folder of each run."""
+        if not self.seeds:
+            return (self.run_folder,)
+        return tuple(self.run_folder.with_name(f"{self.name}-seed{seed}") for seed in self.seeds)
+
+
+def plan_job(
+    path: str | Path,
+    overrides: Sequence[str],
+    profile: ClusterProfile,
+    *,
+    seeds: Sequence[int] = (),
+    after: Sequence[str] = (),
+    step_s: float | None = None,
+) -> Job:
+    """The job that runs the config at `path` on the cluster of `profile`.
+
+    `step_s` is how long a step takes, in seconds (None: what an earlier start of the same run measured).
+
+    Raises:
+        ConfigError: the config is wrong, its layouts do not fit the nodes, or the time limit is too short for a step.
+        ModelError: a model folder is missing.
+    """
+    config: Config | SupervisedConfig
+    if "objective" in apply_overrides(read_yaml(path), overrides):
+        config = load_supervised_config(path, overrides)
+        command = COMMANDS[config.objective.name]
+        is_alone = not (config.uses_reference and config.reference.layout is not None)
+        launcher: Literal["ray", "torchrun"] = "torchrun" if is_alone else "ray"
+    else:
+        config, command, launcher = load_config(path, overrides), "train", "ray"
+    check_models(config)
+    if config.resources.ray_address is not None:
+        raise ConfigError(
+            f"resources.ray_address is '{config.resources.ray_address}', but the job starts a Ray of its own; set it to null"
+        )
+    nodes = _nodes(config, profile, launcher)
+    job = Job(
+        command, launcher, config, Path(path).resolve(), tuple(overrides), config.run.name, Path(config.run_folder).resolve(),
+        nodes, _ranks(config) // nodes if launcher == "torchrun" else profile.places,
+        "auto" if config.run.resume == "never" else config.run.resume, tuple(seeds), tuple(after),
+    )  # fmt: skip
+    for folder in job.run_folders:
+        metrics = folder / "metrics.jsonl"
+        if config.run.resume == "never" and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"run.name is '{config.run.name}', but {folder} already holds a run; give this one another run.name, "
+                "or continue it with run.resume=auto"
+            )
+    check_time(profile, step_s or measured_step_s(job.run_folders[0]))
+    return job
+
+
+def places_needed(config: Config | SupervisedConfig) -> int:
+    """Places that the run's ranks and engines take under Ray, as workers/cluster.py counts them."""
+    layouts = [config.policy.layout]
+    if config.uses_reference and config.reference.layout is not None:
+        layouts.append(config.reference.layout)
+    engines = 0
+    if isinstance(config, Config):
+        if config.uses_critic:
+            layouts.append(config.critic.layout)
+        if config.uses_reward_model and config.reward_model.layout is not None:
+            layouts.append(config.reward_model.layout)
+        engines = config.rollout.engines * config.rollout.tp
+    sizes = [*(layout.world_size for layout in layouts), engines]
+    return max(sizes) if config.resources.placement == "colocated" else sum(sizes)
+
+
+def check_time(profile: ClusterProfile, step_s: float | None) -> None:
+    """Refuse a time limit that ends before one step is done and saved; nothing is refused where the step is not known."""
+    if step_s is None:
+        return
+    needed = math.ceil(START_S + step_s + profile.warn_s)
+    if profile.time_s < needed:
+        raise ConfigError(
+            f"time is {profile.time}, but the start ({START_S} s), one step ({step_s:.0f} s) and the warning "
+            f"({profile.warn_s} s before the end) take {needed} s; ask for at least --time {_hours(needed)}"
+        )
+    if step_s > profile.warn_s:
+        raise ConfigError(
+            f"warn_s is {profile.warn_s}, but the step in progress is finished before the run saves and takes {step_s:.0f} s; "
+            f"set --warn-s to {math.ceil(step_s * 1.5 / 60) * 60} or more"
+        )
+
+
+def measured_step_s(run_folder: Path) -> float | None:
+    """Seconds of the slowest of the last steps that an earlier start of the run recorded; None: there is none."""
+    seconds = [row["time/step_s"] for row in read_metrics(run_folder / "metrics.jsonl") if "time/step_s" in row]
+    return max(seconds[-10:]) if seconds else None
+
+
+def _ranks(config: Config | SupervisedConfig) -> int:
+    return config.policy.layout.world_size
+
+
+def _nodes(config: Config | SupervisedConfig, profile: ClusterProfile, launcher: str) -> int:
+    """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
+    kind = "GPUs" if profile.gpus_per_node else "places"
+    field = "gpus_per_node" if profile.gpus_per_node else "places_per_node"
+    needed = places_needed(config) if launcher == "ray" else _ranks(config)
+    fewest = math.ceil(needed / profile.places)
+    nodes = profile.nodes or fewest
+    if nodes < fewest:
+        raise ConfigError(
+            f"nodes is {nodes}, which have {nodes * profile.places} {kind}, but the layouts need {needed}; "
+            f"ask for --nodes {fewest}, or change policy.layout"
+        )
+    if nodes > fewest and (launcher == "ray" and (nodes - 1) * profile.places >= needed):
+        raise ConfigError(
+            f"nodes is {nodes}, but the layouts need {needed} {kind}, which {fewest} hold; ask for --nodes {fewest}, "
+            "or raise policy.layout.dp"
+        )
+    if isinstance(config, Config) and config.rollout.tp > profile.places:
+        raise ConfigError(
+            f"rollout.tp is {config.rollout.tp}, but an engine lives on one node and {field} is {profile.places}; "
+            f"set rollout.tp to {profile.places} or less"
+        )
+    if launcher == "torchrun" and (needed % nodes or needed // nodes > profile.places):
+        fitting = [n for n in range(fewest, needed + 1) if needed % n == 0]
+        raise ConfigError(
+            f"policy.layout has {needed} ranks, but {nodes} nodes of {profile.places} {kind} cannot hold an equal share each; "
+            f"ask for --nodes {fitting[0]}, or change policy.layout.dp"
+        )
+    return nodes
+
+
+def _hours(seconds: int) -> str:
+    minutes = math.ceil(seconds / 60)
+    return f"{minutes // 60:02d}:{minutes % 60:02d}:00"

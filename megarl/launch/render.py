@@ -1,0 +1,53 @@
+"""A job as one batch script: the templates in templates/, filled in. Pure: the same job gives the same text."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from megarl import __version__
+from megarl.launch.cluster_profile import ClusterProfile
+from megarl.launch.job import START_S, Job
+
+SUBMIT_WITH = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <"}
+"""The batch systems that there is a template for, and what each takes a script by."""
+START_DEADLINE_S = 5 * START_S
+
+
+def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
+    """The batch script of `job` for `system`, to be run in `cwd`."""
+    environment = Environment(
+        loader=PackageLoader("megarl.launch"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False, comment_start_string="<#", comment_end_string="#>",
+    )  # fmt: skip
+    environment.filters["quote"] = lambda text: shlex.quote(str(text))
+    mounts = [str(cwd), *profile.mounts]
+    total_s = profile.time_s
+    return environment.get_template(f"{system}.sh.j2").render(
+        what=f"{job.command} {job.config_path.name} as {job.name}: {job.nodes} nodes, by {job.launcher}",
+        version=__version__,
+        submit_with=SUBMIT_WITH[system],
+        script=script_path(job, system),
+        job=job,
+        profile=profile.model_dump() | {"time_s": total_s},
+        cwd=cwd,
+        output=job.run_folder / "jobs",
+        venv=profile.venv or sys.prefix,
+        cpus=profile.cpus,
+        ray_cpus=profile.cpus if profile.gpus_per_node else profile.places,
+        start_s=START_DEADLINE_S,
+        mounts=mounts,
+        pyxis_mounts=",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts),
+        walltime=f"{total_s // 3600:02d}:{total_s % 3600 // 60:02d}:{total_s % 60:02d}",
+        lsf_minutes=math.ceil(total_s / 60),
+        warn_minutes=math.ceil(profile.warn_s / 60),
+    )
+
+
+def script_path(job: Job, system: str) -> Path:
+    """Where the script of a submitted job is kept."""
+    return job.run_folder / "jobs" / f"{job.name}.{system}.sh"

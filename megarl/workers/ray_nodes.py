@@ -1,0 +1,70 @@
+"""The nodes of a Ray cluster that somebody else started: waiting until all have joined, and running a function on each."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.errors import WorkerError
+
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+
+
+def wait_for_nodes(address: str, nodes: int, gpus: int, deadline_s: float) -> list[str]:
+    """Addresses of the nodes, once `nodes` of them with `gpus` GPUs each are alive at `address`.
+
+    Raises:
+        WorkerError: they were not after `deadline_s`; says who is there.
+    """
+    ends_at, reason = time.monotonic() + deadline_s, "nothing answers"
+    while time.monotonic() < ends_at:
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, **_QUIET)
+            alive = _alive()
+            ready = [node["NodeManagerAddress"] for node in alive if node["Resources"].get("GPU", 0) >= gpus]
+            if len(ready) >= nodes:
+                return sorted(ready)
+            short = sorted({node["NodeManagerAddress"] for node in alive} - set(ready))
+            reason = f"{len(ready)} of {nodes} nodes have joined" + (f"; fewer than {gpus} GPUs: {short}" if short else "")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+        time.sleep(0.5)
+    raise WorkerError(f"the Ray at {address} was not complete after {deadline_s:.0f} s: {reason}")
+
+
+def on_every_node(address: str, function: Callable[..., Any], arguments: tuple[Any, ...], deadline_s: float) -> list[Any]:
+    """`function(number, count, *arguments)` in a process on every node of the Ray at `address`, at the same time; in order.
+
+    Raises:
+        WorkerError: no Ray answers, or some node had no result after `deadline_s`.
+    """
+    try:
+        ray.init(address=address, ignore_reinit_error=True, **_QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise WorkerError(f"no Ray cluster answers at {address}: {str(error).splitlines()[0]}") from error
+    alive = sorted(_alive(), key=lambda node: node["NodeManagerAddress"])
+    remote: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+    answers = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(
+            number, len(alive), *arguments
+        )
+        for number, node in enumerate(alive)
+    ]
+    _, late = ray.wait(answers, num_returns=len(answers), timeout=deadline_s)
+    if late:
+        names = [alive[answers.index(reference)]["NodeManagerAddress"] for reference in late]
+        raise WorkerError(f"after {deadline_s:.0f} s {', '.join(names)} had not answered; look at these nodes first")
+    try:
+        return ray.get(answers)
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a node failed to answer:\n{error}") from error
+
+
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]
