@@ -81,14 +81,14 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
     raise endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")
 
 
-def token_headers(reward: str, variable: str | None) -> dict[str, str]:
-    """The header with the token that the environment variable `variable` holds; empty for None.
+def token_headers(reward: str, argument: str, variable: str | None) -> dict[str, str]:
+    """The header with the token in the environment variable that `argument` of the reward names; empty for None.
 
     Raises:
         RewardError: the variable is not set.
     """
     if variable and not os.environ.get(variable):
-        raise RewardError(f"reward '{reward}': its token comes from the environment variable {variable}, which is not set")
+        raise RewardError(f"reward '{reward}': {argument} is '{variable}', but this variable is not set")
     return bearer(os.environ[variable]) if variable else {}
 
 

@@ -56,7 +56,7 @@ class HttpReward:
             )
         self.answer_key, self.labels = data.answer_key, labels
         self.batch_size, self.concurrency = batch_size, concurrency
-        self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s, token_headers("http", token_env))
+        self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s, token_headers("http", "token_env", token_env))
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
         """One finite reward per sample.

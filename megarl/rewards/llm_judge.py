@@ -71,7 +71,7 @@ class LlmJudge:
             )
         if "{response}" not in template:
             raise RewardError("reward 'llm_judge': template has no {response}, so the judge would not see it")
-        headers = token_headers("llm_judge", api_key_env)
+        headers = token_headers("llm_judge", "api_key_env", api_key_env)
         address = f"{url.rstrip('/')}/chat/completions"
         self.endpoint = Endpoint("llm_judge", address, timeout_s, retries, backoff_s, headers)
         self.answer_key, self.model, self.template, self.max_tokens = data.answer_key, model, template, max_tokens
