@@ -86,7 +86,7 @@ def read_prompts(path: Path, model: Path) -> list[list[int]]:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise DataError(f"prompts '{path}' holds text, but '{model}' has no tokenizer: {error}") from None
         found = [tokenizer.encode(line) if ids is None else ids for line, ids in zip(lines, found, strict=True)]
@@ -107,7 +107,7 @@ def _transformers_logits(folder: str, token_ids: Sequence[list[int]]) -> list[Te
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
         return [model(torch.tensor([ids])).logits[0].clone() for ids in token_ids]
 

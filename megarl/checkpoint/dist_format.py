@@ -50,15 +50,16 @@ class StoredKey:
 
 
 class DistFolder:
-    """A distributed checkpoint opened for reading. Its `.metadata` is a pickle: open only what you trust."""
+    """A distributed checkpoint opened for reading."""
 
     def __init__(self, path: str | Path) -> None:
         """Read the metadata.
 
         Raises:
-            CheckpointError: it is no such checkpoint, or its metadata is damaged or names files that are missing or short.
+            CheckpointError: it is no such checkpoint, its metadata is damaged or names files that are missing or short, or
+                reading it could run code.
         """
-        from torch.distributed.checkpoint import FileSystemReader  # a second to import, which a dry run does not need
+        from megarl.checkpoint.harmless import check_harmless, read_metadata  # a second to import
 
         self.path = Path(path)
         if not is_dist_checkpoint(self.path):
@@ -66,8 +67,9 @@ class DistFolder:
                 f"'{path}' is no megatron-core distributed checkpoint: it has no {METADATA}; it may be the folder of one role, "
                 "such as checkpoints/step_000010/policy"
             )
+        check_harmless(self.path)
+        metadata = read_metadata(self.path / METADATA)
         try:
-            metadata: Any = FileSystemReader(self.path).read_metadata()
             described = metadata.state_dict_metadata
             stored = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
             self.keys = {key: _stored_key(key, value, stored) for key, value in described.items() if hasattr(value, "chunks")}

@@ -29,7 +29,8 @@ def load_tokenizer(path: str) -> Any:
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         raise ModelError(f"there is no folder '{path}'{nearest(str(folder), siblings)}; a tokenizer comes from a model folder")
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        # a folder's own code is never run: without False, transformers would ask on a terminal whether it may
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{path}' has no tokenizer that can be loaded: {type(error).__name__}: {reason}") from error

@@ -56,7 +56,9 @@ class EmbeddedEngine:
         from transformers import AutoModelForCausalLM
 
         try:
-            self._model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
+            # a folder's own code is never run
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), trust_remote_code=False)
+            self._model = model.to(device).eval()
         except (OSError, ValueError) as error:
             raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
         self._model.requires_grad_(False)
