@@ -33,6 +33,10 @@ class RewardError(MegarlError):
     """A reward source raised, answered the wrong shape, or answered a value that is no reward."""
 
 
+class RewardServerError(RewardError):
+    """A server of rewards could not be asked, or had none to give, however often it was tried."""
+
+
 class EngineError(MegarlError):
     """A rollout engine did not start, died, or refused a request or a weight update."""
 

@@ -12,6 +12,7 @@ import os
 import pickle
 import queue
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from megarl.errors import RewardError
 from megarl.rewards.scorer import Verdict
 
 _START_DEADLINE_S = 120.0
+_END_S = 10.0
+"""For a child that has closed its output to be gone."""
 _ANSWERS_PER_CHILD = 64
 """Another child is started for every so many answers of one call; starting one takes about a second."""
 
@@ -69,12 +72,20 @@ class _Child:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_killed = False
+        """Whether somebody else, such as a machine out of memory, killed it over the last question."""
 
     def judge(self, question: str, timeout_s: float) -> Verdict:
+        until = time.monotonic() + timeout_s
+        answer = self._try(question, timeout_s)
+        if self._was_killed and (left_s := until - time.monotonic()) > 0:  # not by what it judges, which ends it by an alarm
+            answer = self._try(question, left_s)
+        return None if answer is None else json.loads(answer)
+
+    def _try(self, question: str, timeout_s: float) -> str | None:
         if self._process is None:
             self._start()
-        answer = self._ask(json.dumps([question, timeout_s]), timeout_s + 1)  # the child ends itself first
-        return None if answer is None else json.loads(answer)
+        return self._ask(json.dumps([question, timeout_s]), timeout_s + 1)  # the child ends itself first
 
     def _start(self) -> None:
         program = Path(__file__).with_name("verifier_child.py")
@@ -93,7 +104,7 @@ class _Child:
             )
 
     def _ask(self, line: str, timeout_s: float) -> str | None:
-        """The child's answer, or None after killing a child that died or does not answer in time."""
+        """The child's answer, or None after seeing off a child that died or does not answer in time."""
         assert self._process is not None
         assert self._process.stdin is not None
         try:
@@ -101,12 +112,21 @@ class _Child:
             self._process.stdin.flush()
             answer = self._read_line(timeout_s)
         except BrokenPipeError:
-            answer = None
-        if answer is None:
+            answer = ""
+        self._was_killed = answer == "" and self._exit_code() == -signal.SIGKILL
+        if not answer:
             self._kill()
-        return answer
+        return answer or None
+
+    def _exit_code(self) -> int | None:
+        """Of a child that has closed its output; None if it has not ended for all that."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_END_S)
+        return None
 
     def _read_line(self, timeout_s: float) -> str | None:
+        """A line, empty if the child is gone, None if there is none in time."""
         assert self._process is not None
         assert self._process.stdout is not None
         # An answer is one short line written at once, so the first read of the pipe has all of it.
@@ -115,7 +135,7 @@ class _Child:
             if not selector.select(timeout_s):
                 return None
         line = os.read(self._process.stdout.fileno(), 64)
-        return line.decode().strip() or None
+        return line.decode().strip()
 
     def _kill(self) -> None:
         assert self._process is not None

@@ -13,7 +13,7 @@ import aiohttp
 
 from megarl.bearer import bearer
 from megarl.config.secrets import redacted
-from megarl.errors import RewardError
+from megarl.errors import RewardError, RewardServerError
 
 _LONGEST_WAIT_S = 30.0
 
@@ -53,7 +53,8 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
     """The JSON that the endpoint answers with status 200.
 
     Raises:
-        RewardError: no try was answered so before `until` (in `time.monotonic()`); it names the URL and its last answer.
+        RewardServerError: no try was answered so before `until` (in `time.monotonic()`); it names the URL and its last answer.
+        RewardError: what was answered says that the request was wrong, or is no JSON.
     """
     failure = "was not asked before the deadline for all rewards"
     for attempt in range(endpoint.retries + 1):
@@ -78,7 +79,7 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
         failure = f"answered status {status}: {_short(text)}"
         if status != 429 and status < 500:
             raise endpoint.error(failure)
-    raise endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")
+    raise RewardServerError(str(endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")))
 
 
 def token_headers(reward: str, argument: str, variable: str | None) -> dict[str, str]:

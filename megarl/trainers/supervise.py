@@ -24,9 +24,9 @@ AnyConfig = TypeVar("AnyConfig", Config, SupervisedConfig)
 
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 300.0
-ENVIRONMENT = ("WorkerError", "DeadlineError", "RewardServerError")
+ENVIRONMENT = ("WorkerError", "DeadlineError")
 """Errors that are nobody's mistake."""
-ONCE_IT_RAN = ("EngineError", "ClusterError")
+ONCE_IT_RAN = ("EngineError", "RewardServerError", "ClusterError")
 """Errors that are the user's mistake unless the same run has worked before."""
 
 
