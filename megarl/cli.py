@@ -22,6 +22,7 @@ from megarl.config.secrets import redacted
 from megarl.convert_cli import add_convert
 from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
 from megarl.plan_cli import add_plan
+from megarl.report_cli import add_report
 from megarl.submit_cli import add_doctor_cluster, add_submit, doctor_cluster
 
 USER_ERROR = 2
@@ -30,7 +31,7 @@ STOPPED = 75
 INTERRUPTED = 130
 COMMANDS = (
     "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "config",
-    "submit", "node", "doctor",
+    "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
     "sft": ("sft",),
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     _serving_and_data_commands(commands)
     add_convert(commands, _Parser)
     add_plan(commands, _config_arguments, _console)
+    add_report(commands, _console)
     add_submit(commands, _Parser, _config_arguments, _console)
     config = commands.add_parser(
         "config",

@@ -19,6 +19,8 @@ TRACED_RANKS = 64
 """Ranks of a group whose spans are kept."""
 KEPT = 1000
 """Newest spans that a rank keeps until it is asked for them."""
+SHORTEST_S = 1e-4
+"""Seconds of the shortest span that is written."""
 
 
 def timed(*methods: str) -> Callable[[Class], Class]:
@@ -74,8 +76,11 @@ class PhaseSpans:
 def by_process(driver: Sequence[Span], groups: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[list[Any]]]:
     """The driver's spans and those of each group's ranks, under names such as `driver` and `policy 0`."""
     rows = {DRIVER: driver, **{f"{g} {r}": s for g, ranks in groups.items() for r, s in enumerate(ranks[:TRACED_RANKS])}}
-    kept = {who: [[name, round(begin, 4), round(end, 4)] for name, begin, end in spans] for who, spans in rows.items()}
-    return {who: [span for span in spans if span[1] < span[2]] for who, spans in kept.items() if spans}
+    return {
+        who: [[name, round(begin, 4), round(end, 4)] for name, begin, end in spans if end - begin >= SHORTEST_S]
+        for who, spans in rows.items()
+        if spans
+    }
 
 
 def chrome_trace(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

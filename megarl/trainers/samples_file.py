@@ -40,7 +40,7 @@ class SamplesFile:
                 if "log_probs" not in columns and row in log_probs:
                     columns["log_probs"] = log_probs[row]
                 training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
-                training |= {name: [round(value, 6) for value in column.tolist()] for name, column in columns.items()}
+                training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
                 file.write(json.dumps({"step": step, **sample.to_dict(), "training": training}) + "\n")
 
 

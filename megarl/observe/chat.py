@@ -1,0 +1,120 @@
+"""`megarl chat`: a conversation with a Hugging Face model folder in the terminal, token by token as they are made."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.tokenize import load_tokenizer
+from megarl.errors import ModelError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def chat(
+    folder: str, console: Console, *, max_new_tokens: int, temperature: float, lines: Iterable[str] | None = None
+) -> list[dict[str, str]]:
+    """Answer every line of `lines` (None: stdin) in one conversation; returns what is remembered of it at the end.
+
+    A model without a chat template continues each line by itself. `temperature` 0 is greedy.
+
+    Raises:
+        ModelError: `folder` is no Hugging Face model folder, or cannot be loaded.
+    """
+    path = model_folder(folder)
+    tokenizer, model = load_tokenizer(str(path)), _load(path)
+    talks = bool(getattr(tokenizer, "chat_template", None))
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    said: list[dict[str, str]] = []
+    for line in lines if lines is not None else _typed(console):
+        message = line.strip()
+        if message == "/quit":
+            break
+        if message == "/new":
+            said = []
+        elif message:
+            said = [*said, {"role": "user", "content": message}] if talks else []
+            ids = _prompt_ids(tokenizer, said, message)
+            answer = _answer(model, tokenizer, ids, console, max_new_tokens=max_new_tokens, **sampling)
+            said = [*said, {"role": "assistant", "content": answer}] if talks else []
+    return said
+
+
+def model_folder(folder: str) -> Path:
+    """`folder` itself, or the model that a run exported into it.
+
+    Raises:
+        ModelError: neither has a config.json; the sentence says what to do with a checkpoint.
+    """
+    path = Path(folder)
+    for candidate in (path, path / "model"):
+        if (candidate / "config.json").is_file():
+            return candidate
+    if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir():
+        raise ModelError(
+            f"{path} has no Hugging Face model in it; write one with `megarl convert export CHECKPOINT/policy OUT --hf-config "
+            "MODEL`, or have the run do so with run.export=true"
+        )
+    raise ModelError(f"{path} is no Hugging Face model folder: there is no config.json in it")
+
+
+def _prompt_ids(tokenizer: Any, said: list[dict[str, str]], message: str) -> Any:
+    if not said:
+        return tokenizer(message, return_tensors="pt").input_ids
+    text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+
+
+def _answer(model: Any, tokenizer: Any, ids: Any, console: Console, **options: Any) -> str:
+    from transformers import TextIteratorStreamer
+
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    arguments = {"input_ids": ids.to(model.device), "streamer": streamer, "pad_token_id": padding, **options}
+    thread = threading.Thread(target=_generate, args=(model, streamer, arguments), daemon=True)
+    thread.start()
+    parts = []
+    for part in streamer:
+        console.print(printable(part), end="", markup=False, highlight=False, soft_wrap=True)
+        parts.append(part)
+    console.print()
+    thread.join()
+    return "".join(parts)
+
+
+def _generate(model: Any, streamer: Any, arguments: dict[str, Any]) -> None:
+    try:
+        model.generate(**arguments)
+    finally:
+        streamer.end()  # else an error here would leave the terminal waiting
+
+
+def _load(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return AutoModelForCausalLM.from_pretrained(str(path), dtype="auto", local_files_only=True).to(device).eval()
+    except (OSError, ValueError, KeyError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ModelError(f"{path} holds no model that can be loaded: {type(error).__name__}: {reason}") from error
+
+
+def _typed(console: Console) -> Iterable[str]:
+    while True:
+        if console.is_terminal:
+            console.print("> ", end="", style="bold")
+        line = sys.stdin.readline()
+        if not line:
+            return
+        yield line
+
+
+def printable(text: str) -> str:
+    """`text` without the characters that would steer a terminal: what a model says is not to be trusted."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)

@@ -1,0 +1,156 @@
+"""`megarl report`: runs as one HTML file that needs nothing else, no network and no other file.
+
+Everything from the runs enters the page as JSON in which no `<` is left, and the page's scripts put it there as text, never as
+markup: prompts and responses are not to be trusted.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+from megarl.observe.run_record import RunRecord, differences, last_mean, repetitions, reward_of
+
+SAMPLES = 600
+"""Samples of a run in a page, evenly spread over its steps."""
+POINTS = 1000
+"""Points of a curve in a page; of a longer run every n-th step and the last one."""
+SPANS = 20_000
+"""Spans of a run's timeline in a page: those of its last steps."""
+PARTS = ("charts.js", "samples.js", "page.js")
+
+
+def build_page(runs: Sequence[RunRecord]) -> str:
+    """The page that shows `runs`; of those that repeat each other under other seeds also the mean and the range."""
+    folder = files("megarl.observe") / "page"
+    script = "\n".join((folder / part).read_text() for part in PARTS)
+    title = "megarl: " + ", ".join(run.name for run in runs)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<link rel="icon" href="data:,">
+<title>{html.escape(title)}</title>
+<style>
+{(folder / "page.css").read_text()}
+</style>
+</head>
+<body>
+<header><h1></h1><nav></nav></header>
+<main></main>
+<script type="application/json" id="data">{as_inert_json(page_data(runs))}</script>
+<script>
+{script}
+</script>
+</body>
+</html>
+"""
+
+
+def as_inert_json(value: Any) -> str:
+    """JSON that means the same, but can end no script and open no comment: without `<`, `>`, `&` and line separators."""
+    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False, default=str)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+    """All that the page shows."""
+    return {
+        "runs": [_run_data(run) for run in runs],
+        "repetitions": repetitions(runs),
+        "differences": differences(runs),
+        "last": {name: [last_mean(run.curve(name)) for run in runs] for name in _all_metrics(runs)},
+    }
+
+
+def _run_data(run: RunRecord) -> dict[str, Any]:
+    rows = list(run.metrics)
+    every = -(-len(rows) // POINTS) if rows else 1
+    kept = rows[::every] + (rows[-1:] if (len(rows) - 1) % every else [])
+    curves = {name: [row.get(name) for row in kept] for name in run.metric_names}
+    faults = [dict(fault) for fault in run.faults]
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "seed": run.fields().get("run.seed"),
+        "steps": [row["step"] for row in kept],
+        "curves": curves,
+        "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
+        "trace": _last_spans(run.trace),
+        "samples": [_sample_data(sample) for sample in _thinned(run.samples, SAMPLES)],
+        "samples_written": len(run.samples),
+        "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
+        "summary": {name: value for name, value in run.summary.items() if name in ("eval", "gates", "seconds_per_step")},
+        "environment": {**run.summary.get("machine", {}), **run.summary.get("versions", {})},
+        "phases": run.summary.get("phases", {}),
+        "faults": faults,
+    }
+
+
+def _sample_data(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a sample what the browser shows; engine log-probs and what the step made of it are one list each over its tokens."""
+    training = sample.get("training") or {}
+    names = ("log_probs", "reference_log_probs", "advantages")
+    return {
+        "step": sample["step"],
+        "id": sample["sample_id"],
+        "group": sample["group_id"],
+        "prompt": sample.get("prompt_text", ""),
+        "response": sample.get("response_text", ""),
+        "reward": reward_of(sample),
+        "rewards": sample.get("rewards", {}),
+        "finish": sample.get("finish_reason", ""),
+        "answer": sample.get("row", {}).get("answer"),
+        "pieces": training.get("pieces"),
+        "sampled": sample.get("sampled_mask", []),
+        "engine": _rounded(sample.get("rollout_log_probs", [])),
+        **{name: _rounded(training[name]) for name in names if name in training},
+    }
+
+
+def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = []
+    room = SPANS
+    for row in reversed(trace):
+        room -= sum(map(len, row["spans"].values()))
+        if room < 0 and kept:
+            break
+        kept.append({"step": row["step"], "spans": row["spans"]})
+    return kept[::-1]
+
+
+def _thinned(rows: Sequence[Any], at_most: int) -> list[Any]:
+    """`rows`, or that many of them, evenly spread."""
+    if len(rows) <= at_most:
+        return list(rows)
+    return [rows[place * len(rows) // at_most] for place in range(at_most)]
+
+
+def _all_metrics(runs: Sequence[RunRecord]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.metric_names))
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 8) if math.isfinite(value) else value for value in values]
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for each number that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,120 @@
+"""A run's folder as values: what was configured, measured, said and done, and what went wrong. Reads, never writes.
+
+A run that is still going on, or that was killed, reads as far as it got.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.yaml_tree import read_yaml
+from megarl.errors import ConfigError, DataError
+from megarl.observe.metrics import read_metrics
+
+IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
+"""Config fields in which repetitions of a run differ."""
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """One run. `metrics`, `distributions`, `trace` and `samples` are the rows of the files of these names."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, Any]]
+    distributions: Sequence[Mapping[str, Any]]
+    trace: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    faults: Sequence[Mapping[str, Any]]
+    summary: Mapping[str, Any]
+
+    def fields(self) -> dict[str, Any]:
+        """The config's leaves by dotted name."""
+        return dict(_leaves("", self.config))
+
+    def curve(self, metric: str) -> dict[int, float]:
+        """The values of `metric` by step."""
+        return {row["step"]: row[metric] for row in self.metrics if isinstance(row.get(metric), (int, float))}
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Every metric that some step has, in order of first appearance."""
+        return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))
+
+
+def read_run(folder: str | Path) -> RunRecord:
+    """Read the run in `folder`.
+
+    Raises:
+        DataError: there is no run in it, or one of its files is not what a run writes.
+    """
+    path = Path(folder)
+    if not (path / "metrics.jsonl").is_file():
+        raise DataError(f"{path} holds no run: there is no metrics.jsonl in it; give the folder <run.folder>/<run.name>")
+    try:
+        config_file, summary = path / "config.yaml", path / "summary.json"
+        return RunRecord(
+            folder=path,
+            name=path.resolve().name,
+            config=read_yaml(config_file) if config_file.is_file() else {},
+            metrics=read_metrics(path / "metrics.jsonl"),
+            distributions=read_metrics(path / "distributions.jsonl"),
+            trace=read_metrics(path / "trace.jsonl"),
+            samples=list(read_samples(path / "samples.jsonl")),
+            faults=read_metrics(path / "faults.jsonl"),
+            summary=json.loads(summary.read_text()) if summary.is_file() else {},
+        )
+    except (OSError, ValueError, AttributeError, ConfigError) as error:
+        raise DataError(f"{path} cannot be read as a run: {error}") from error
+
+
+def read_samples(file: Path) -> Iterable[dict[str, Any]]:
+    """The samples of a `samples.jsonl`, with their `step`; none if there is no file, and none for a line that was cut off."""
+    if file.is_file():
+        with file.open() as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    yield json.loads(line)
+
+
+def reward_of(sample: Mapping[str, Any]) -> float:
+    """The reward that a sample was trained with; of an older run, which did not write it, the sum of its parts."""
+    training = sample.get("training") or {}
+    return float(training.get("reward", sum(sample.get("rewards", {}).values())))
+
+
+def repetitions(runs: Sequence[RunRecord]) -> list[list[int]]:
+    """Runs by place, those together whose configs differ in name, folder and seed alone."""
+    groups: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        fields = {name: value for name, value in run.fields().items() if name not in IDENTITY}
+        key = json.dumps(fields, sort_keys=True, default=str) if fields else f"run {place}"
+        groups.setdefault(key, []).append(place)
+    return list(groups.values())
+
+
+def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+    """The config fields in which `runs` differ, and each run's value (None: it has no such field)."""
+    all_fields = [run.fields() for run in runs]
+    names = dict.fromkeys(name for fields in all_fields for name in fields)
+    rows = {name: [fields.get(name) for fields in all_fields] for name in names}
+    return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
+
+
+def last_mean(curve: Mapping[int, float], steps: int = 10) -> float | None:
+    """Mean of the last `steps` values; None if there are none."""
+    values = [value for _, value in sorted(curve.items())][-steps:]
+    return sum(values) / len(values) if values else None
+
+
+def _leaves(prefix: str, node: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(node, Mapping) and node:
+        for key, value in node.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
+    else:
+        yield prefix, node

@@ -1,0 +1,74 @@
+"""Folders of runs that never took place, with everything in them that a report shows, and text that means harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+HARM = "</script><script>document.title='taken over'</script><img src=x onerror=\"document.title='taken over'\"><!--"
+
+
+def write_run(folder: Path, *, seed: int = 0, lr: float = 1e-5, steps: int = 12) -> Path:
+    """Write a run: rewards rise by step and differ by seed, every step has four samples, one of them with `HARM` in it."""
+    folder.mkdir(parents=True)
+    config = (
+        f"run: {{name: {folder.name}, seed: {seed}}}\npolicy:\n  optimizer: {{lr: {lr}}}\nnote: '{HARM.replace(chr(39), '')}'\n"
+    )
+    (folder / "config.yaml").write_text(config)
+    rows = [{"step": step, "reward/mean": step / 20 + seed / 10, "policy/loss": -step} for step in range(1, steps + 1)]
+    _lines(folder / "metrics.jsonl", [{"step": 0, "eval/accuracy": 0.25}, *rows])
+    _lines(folder / "samples.jsonl", [_sample(step, place) for step in range(1, steps + 1) for place in range(4)])
+    spread = {"low": 0.0, "high": 8.0, "counts": [3, 0, 1]}
+    _lines(
+        folder / "distributions.jsonl",
+        [{"step": s, "response_tokens": spread, "staleness": spread} for s in range(1, steps + 1)],
+    )
+    _lines(folder / "trace.jsonl", [_trace(step) for step in range(1, steps + 1)])
+    _lines(folder / "faults.jsonl", [{"step": 3, "who": "rank 1 of policy", "what": HARM}])
+    summary = {
+        "eval": {"before": {"accuracy": 0.25}, "after": {"accuracy": 0.5}},
+        "gates": {"kl": 0.0},
+        "seconds_per_step": 1.5,
+    }
+    summary |= {"machine": {"cores": 2}, "versions": {"torch": "2.13.0", "apex": None}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def _sample(step: int, place: int) -> dict[str, Any]:
+    harmful = place == 3
+    pieces = ["the ", "answer ", HARM if harmful else f"is {step}"]
+    return {
+        "step": step,
+        "sample_id": f"row-{step}@0/{place}",
+        "group_id": f"row-{step}@0",
+        "row_id": f"row-{step}",
+        "prompt_text": f"question {step}",
+        "response_text": "".join(pieces),
+        "rewards": {"exact_number": place / 4},
+        "row": {"answer": str(step)},
+        "finish_reason": "stop",
+        "prompt_ids": [1],
+        "response_ids": [1, 2, 3],
+        "sampled_mask": [1, 1, 0],
+        "rollout_log_probs": [-0.5, -1.0, float("-inf")],
+        "weight_versions": [step] * 3,
+        "training": {
+            "reward": place / 4,
+            "pieces": pieces,
+            "log_probs": [-0.5, -1.25, 0.0],
+            "advantages": [1.0, -0.5, 0.0],
+        },
+    }
+
+
+def _trace(step: int) -> dict[str, Any]:
+    at = 1000.0 + 10 * step
+    driver = [["generate", at, at + 6], ["update", at + 6, at + 9]]
+    ranks = {f"policy {rank}": [["update", at + 6, at + 8 + rank / 2]] for rank in range(2)}
+    return {"step": step, "spans": {"driver": driver, **ranks}}
+
+
+def _lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,138 @@
+"""The report in a real browser: it draws what the runs hold, its filters filter, and nothing in a run can act in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.observe.report import build_page
+from megarl.observe.run_record import read_run
+from tests.observe.chromium import BINARY, Chromium
+from tests.observe.recorded import HARM, write_run
+
+pytestmark = pytest.mark.skipif(BINARY is None, reason="needs Chromium (apt-get install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    chromium = Chromium(tmp_path_factory.mktemp("profile"))
+    yield chromium
+    chromium.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of one run and a run of another learning rate."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [write_run(folder / "a"), write_run(folder / "a-seed1", seed=1), write_run(folder / "b", lr=3e-5)]
+    file = folder / "report.html"
+    file.write_text(build_page([read_run(run) for run in runs]))
+    return file
+
+
+@pytest.fixture
+def opened(browser: Chromium, page: Path) -> Iterator[Chromium]:
+    browser.open(page)
+    yield browser
+    assert browser.complaints == []
+
+
+def texts(browser: Chromium, selector: str) -> list[str]:
+    return browser.run(f"[...document.querySelectorAll({selector!r})].map((node) => node.textContent)")
+
+
+def test_every_section_is_there_without_a_complaint(opened: Chromium, tmp_path: Path) -> None:
+    sections = ["Overview", "Curves", "Timeline", "Samples", "Distributions", "Comparison", "Config", "Environment", "Faults"]
+    assert texts(opened, "h2") == texts(opened, "nav a") == sections
+    assert opened.run("document.documentElement.scrollWidth <= innerWidth")
+    opened.screenshot(tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 50_000
+
+
+def test_no_text_of_a_run_becomes_markup(opened: Chromium, page: Path) -> None:
+    assert opened.run("document.title") == "megarl: a, a-seed1, b"
+    assert opened.run("document.images.length") == 0
+    assert opened.run("document.scripts.length") == 2
+    assert HARM not in page.read_text()
+    opened.fill("#sample-text", HARM.lower())
+    assert opened.run("document.querySelectorAll('#samples-list .response')[0].textContent").endswith(HARM)
+    assert HARM in texts(opened, "#faults td")
+
+
+def test_a_chart_has_a_line_per_run_a_mean_and_a_band(opened: Chromium) -> None:
+    chart = "document.querySelector('[data-metric=\"reward/mean\"]')"
+    assert opened.run(f"{chart}.querySelectorAll('path').length") == 4  # three runs, and the mean of the two that repeat
+    assert opened.run(f"{chart}.querySelectorAll('polygon').length") == 1
+    move = "new MouseEvent('mousemove', {clientX: box.right - 12, clientY: box.top + 50})"
+    drawing = f"{chart}.querySelector('svg')"
+    opened.run(f"(() => {{ const box = {drawing}.getBoundingClientRect(); {drawing}.dispatchEvent({move}) }})()")
+    readout = opened.run(f"{chart}.querySelector('.readout').textContent")
+    assert readout == "step 12: a 0.6, a-seed1 0.7, mean 0.65, b 0.6"
+
+
+def test_the_metric_filter_keeps_what_matches(opened: Chromium) -> None:
+    opened.fill("#metric-text", "loss")
+    shown = (
+        "[...document.querySelectorAll('[data-metric]')].filter((chart) => !chart.hidden).map((chart) => chart.dataset.metric)"
+    )
+    assert opened.run(shown) == ["policy/loss"]
+
+
+def test_sample_filters_filter(opened: Chromium) -> None:
+    def found() -> str:
+        return opened.run("document.querySelector('#sample-count').textContent").split(" found")[0]
+
+    assert found() == "20 shown of 48"
+    opened.fill("#sample-from", "3")
+    opened.fill("#sample-to", "4")
+    assert found() == "8 shown of 8"
+    opened.fill("#sample-least", "0.5")
+    assert found() == "4 shown of 4"
+    opened.fill("#sample-text", "IS 4")
+    assert found() == "1 shown of 1"
+    assert texts(opened, "#samples-list .facts") == [
+        "step 4 · row-4@0/2 · reward 0.5 · exact_number 0.5 · 3 tokens · ended by stop · expected 4"
+    ]
+    for field in ("from", "to", "least", "text"):
+        opened.fill(f"#sample-{field}", "")
+    opened.fill("#sample-order", "best")
+    assert all("reward 0.75" in facts for facts in texts(opened, "#samples-list .facts")[:12])
+    opened.run("document.querySelector('#samples button').click()")
+    assert found() == "40 shown of 48"
+
+
+def test_tokens_are_coloured_by_what_the_step_made_of_them(opened: Chromium) -> None:
+    def colours() -> list[str]:
+        tokens = "[...document.querySelectorAll('#samples-list .response')[0].children]"
+        return opened.run(f"{tokens}.map((token) => getComputedStyle(token).backgroundColor)")
+
+    clear = "rgba(0, 0, 0, 0)"
+    assert colours() == ["rgba(37, 121, 219, 0.68)", "rgba(214, 69, 36, 0.38)", clear]  # the last one was not sampled
+    opened.fill("#sample-coloring", "difference")
+    assert colours() == ["rgba(190, 60, 170, 0)", "rgba(190, 60, 170, 0.7)", clear]
+    title = opened.run("document.querySelectorAll('#samples-list .response')[0].children[1].title")
+    assert title == "token 1, engine -1, trainer -1.25, advantage -0.5"
+
+
+def test_the_timeline_shows_the_steps_asked_for(opened: Chromium) -> None:
+    def spans() -> int:
+        return opened.run("document.querySelectorAll('#timeline rect').length")
+
+    assert spans() == 3 * 4
+    opened.fill("#trace-from", "1")
+    assert spans() == 12 * 4
+    assert texts(opened, "#timeline svg > text")[-3:] == ["driver", "policy 0", "policy 1"]
+    widths = "[...document.querySelectorAll('#timeline rect')].map((bar) => Number(bar.getAttribute('width')))"
+    driver = opened.run(widths)[:2]
+    assert driver[0] / driver[1] == pytest.approx(6 / 3, rel=1e-6)
+
+
+def test_a_run_that_has_only_begun_can_be_shown(browser: Chromium, tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "nan"}\n{"step": 2, "rew')
+    (tmp_path / "report.html").write_text(build_page([read_run(tmp_path / "r")]))
+    browser.open(tmp_path / "report.html")
+    assert "No samples were written." in browser.run("document.body.textContent")
+    assert browser.complaints == []
