@@ -17,9 +17,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
-from workload import ROOT, machine
+from workload import ROOT, machine, versions
 
 from megarl.checkpoint import CheckpointFolder
 
@@ -89,7 +90,10 @@ def main() -> None:
         resumed = "a checkpoint was passed over" in said and [path.name for path in checkpoints.all()][-1] == "step_000003"
     trials = counts["truncated"] + counts["flipped"]
     report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python benchmarks/corruption.py",
         "machine": machine(),
+        "versions": versions(),
         "trials": trials,
         **counts,
         "resumed_over_a_damaged_one": resumed,

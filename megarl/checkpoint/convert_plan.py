@@ -16,7 +16,7 @@ import torch
 
 from megarl.checkpoint.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
 from megarl.checkpoint.convert_sources import HF_SUBFOLDER, Source
-from megarl.checkpoint.dist_format import StoredChunk, StoredKey, empty_object, write_metadata
+from megarl.checkpoint.dist_format import COMMON, StoredChunk, StoredKey, empty_object, write_metadata
 from megarl.checkpoint.fp8 import BLOCK, SCALE_SUFFIX, quantization_config
 from megarl.checkpoint.naming import Chunk, chunks_of, is_linear_weight, padded_vocab, stage_of_layers
 from megarl.checkpoint.tensor_blob import frame
@@ -123,7 +123,8 @@ def plan_dist(kind: str, source: Source, layout: Layout, dtype: str | None) -> P
         with (folder / _file_of(0)).open("r+b") as file:
             file.write(none)
         keys = {name: StoredKey(k.dtype, k.shape, tuple(k.chunks)) for k in laid.values() for name in k.names}
-        write_metadata(folder, keys, names.extra_states(), (_file_of(0), 0, len(none)))
+        write_metadata(folder, keys, dict.fromkeys(names.extra_states(), (_file_of(0), 0, len(none))))
+        torch.save({}, folder / COMMON)
         config = folder / HF_SUBFOLDER
         config.mkdir(exist_ok=True)
         (config / "config.json").write_text(json.dumps(source.hf_config, indent=2) + "\n")

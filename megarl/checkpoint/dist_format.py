@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,13 +108,8 @@ def is_dist_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
-def write_metadata(
-    folder: Path, keys: Mapping[str, StoredKey], objects: Iterable[str], object_at: tuple[str, int, int]
-) -> None:
-    """Write `.metadata`, `common.pt` and `metadata.json`.
-
-    All `objects` are the same bytes, at `object_at` = (file, offset, length); they are `empty_object()`.
-    """
+def write_metadata(folder: Path, keys: Mapping[str, StoredKey], objects: Mapping[str, tuple[str, int, int]]) -> None:
+    """Write `.metadata` and `metadata.json`; each of `objects` is at (file, offset, length). `common.pt` is the caller's."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -133,11 +128,10 @@ def write_metadata(
         described[key] = TensorStorageMetadata(TensorProperties(dtype=stored.dtype), torch.Size(stored.shape), chunks)
         for chunk in stored.chunks:
             storage[MetadataIndex(key, torch.Size(chunk.offsets))] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    for name in objects:
+    for name, (file, offset, length) in objects.items():
         described[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(object_at[0], object_at[1], object_at[2])
+        storage[MetadataIndex(name)] = _StorageInfo(file, offset, length)
     metadata = Metadata(described, storage_data=storage, storage_meta=StorageMeta(), version="1.0.0")
-    torch.save({}, folder / COMMON)
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
     (folder / FORMAT).write_text(json.dumps(_FORMAT_JSON))
 

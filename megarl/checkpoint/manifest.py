@@ -1,20 +1,21 @@
 """What makes a checkpoint whole: `manifest.json` with the size and checksum of every other file, durable before it is named.
 
-A folder without a manifest, or with a file that differs from it, is damaged; the sentence says which file and how.
+It also says what wrote the checkpoint. A folder without a manifest, or with a file that differs from it, is damaged; the
+sentence says which file and how.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from megarl import __version__
 from megarl.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -22,20 +23,47 @@ FORMAT = 1
 _BLOCK = 2**22
 
 
-def seal(folder: Path) -> None:
-    """Write the manifest of everything in `folder`; on return all of it is on the disk, not only in its cache."""
-    names = _files(folder)
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size and checksum of a file as it was meant to be."""
+
+    bytes: int
+    xxh3_128: str
+
+
+def seal(folder: Path, made: Mapping[str, Any], written: Mapping[str, FileRecord] | None = None) -> None:
+    """Write the manifest of everything in `folder`; on return all of it is on the disk, not only in its cache.
+
+    `made` is where the checkpoint comes from, JSON-able. `written` are files that are durable already, by their names from
+    `folder`, with what was meant to be in them; the others are read.
+
+    Raises:
+        CheckpointError: a file of `written` is missing or has another size.
+    """
+    files = dict(written or {})
+    for name, record in files.items():
+        _check_size(folder / name, record.bytes)
+    names = [name for name in _files(folder) if name not in files]
     with ThreadPoolExecutor(max_workers=8) as pool:
         checksums = list(pool.map(lambda name: _checksum(folder / name, sync=True), names))
-    files = {
-        name: {"bytes": (folder / name).stat().st_size, "xxh3_128": sum_} for name, sum_ in zip(names, checksums, strict=True)
-    }
+    for name, checksum in zip(names, checksums, strict=True):
+        files[name] = FileRecord((folder / name).stat().st_size, checksum)
+    content = {"format": FORMAT, "made": dict(made), "files": {name: asdict(files[name]) for name in sorted(files)}}
     with (folder / MANIFEST).open("w") as out:
-        out.write(_render({"format": FORMAT, "megarl": __version__, "files": files}))
+        out.write(_render(content))
         out.flush()
         os.fsync(out.fileno())
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         sync_folder(inner)
+
+
+def made_by(folder: Path) -> dict[str, Any]:
+    """What `seal` was told of where the checkpoint comes from; empty before megarl kept it.
+
+    Raises:
+        CheckpointError: the manifest is missing or not what was written.
+    """
+    return dict(_read(folder).get("made", {}))
 
 
 def check(folder: Path) -> None:
@@ -44,13 +72,9 @@ def check(folder: Path) -> None:
     Raises:
         CheckpointError: the manifest, or a file of it, is missing or not what was written.
     """
-    files = _read(folder)
+    files = _read(folder)["files"]
     for name, record in files.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"'{path}' is missing, but the checkpoint's {MANIFEST} names it")
-        if path.stat().st_size != record["bytes"]:
-            raise CheckpointError(f"'{path}' has {path.stat().st_size} bytes, but {record['bytes']} were written")
+        _check_size(folder / name, record["bytes"])
     if added := sorted(set(_files(folder)) - files.keys()):
         raise CheckpointError(f"'{folder / added[0]}' is not in the checkpoint's {MANIFEST}")
     with ThreadPoolExecutor(max_workers=8) as pool:
@@ -85,11 +109,18 @@ def _read(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"'{path}' is damaged: its checksum is not its own")
         if content["format"] != FORMAT:
             raise CheckpointError(f"'{path}' has format {content['format']!r}, but this megarl reads format {FORMAT}")
-        return dict(content["files"])
+        return content
     except FileNotFoundError:
         raise CheckpointError(f"'{folder}' is no complete checkpoint: it has no {MANIFEST}") from None
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"'{path}' is damaged: it cannot be read ({error!r})") from None
+
+
+def _check_size(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"'{path}' is missing, but the checkpoint's {MANIFEST} names it")
+    if path.stat().st_size != size:
+        raise CheckpointError(f"'{path}' has {path.stat().st_size} bytes, but {size} were written")
 
 
 def _files(folder: Path) -> list[str]:

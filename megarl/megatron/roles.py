@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from torch import Tensor
 from megarl.data.stream import MicroBatch
 from megarl.megatron.build import build_model
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.optimizer_state import load_moments, sharded_moments
+from megarl.megatron.optimizer_state import load_moments, owned_boxes, sharded_moments, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
+from megarl.megatron.shards import Shards, shards_of
 from megarl.megatron.step import LossFunction, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights
@@ -93,23 +93,27 @@ class Role:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
         return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas)
 
-    def save(self, folder: str) -> None:
-        """Write model, optimizer, schedule and random numbers as a megatron-core checkpoint into the new `folder`."""
-        if torch.distributed.get_rank() == 0:
-            Path(folder).mkdir(parents=True)
-        torch.distributed.barrier()
-        state = self._state(is_loading=False)
-        if self.optimizer is not None:
-            state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
-        dist_checkpointing.save(state, folder)
+    def shards(self) -> Shards:
+        """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""
+        state: dict[str, Any] = self._models()
+        if self.optimizer is None:
+            return shards_of(state, [])
+        owned = owned_boxes(self.optimizer, state)
+        state |= {"moments": {"step": step_of(self.optimizer)}, "scheduler": self.scheduler.state_dict()}
+        state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
+        return shards_of(state, owned)
 
     def load(self, folder: str) -> None:
-        """Read back what `save` wrote, under this or another layout (see `rng_state` for what that does to random numbers)."""
+        """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers)."""
         saved = dist_checkpointing.load_common_state_dict(folder)
         is_same_layout = saved.get("layout") == asdict(self.options.layout)
-        state = self._state(is_loading=True)
-        if self.optimizer is not None and is_same_layout:
-            state["rng"] = sharded_rng_state()
+        state: dict[str, Any] = self._models()
+        if self.optimizer is not None:
+            has_masters = any(key.startswith("optimizer.param.") for key in dist_checkpointing.load_tensors_metadata(folder))
+            state["moments"] = sharded_moments(self.optimizer, dict(state), has_masters=has_masters)
+            state["scheduler"] = self.scheduler.state_dict()
+            if is_same_layout:
+                state["rng"] = sharded_rng_state()
         state = dist_checkpointing.load(state, folder)
         for number, chunk in enumerate(self.chunks):
             unwrap_model(chunk).load_state_dict(state[f"model{number}"], strict=True)
@@ -121,12 +125,6 @@ class Role:
             else:
                 reseed(saved.get("seed", 0), self.scheduler.num_steps)
 
-    def _state(self, *, is_loading: bool) -> dict[str, Any]:
-        state: dict[str, Any] = {
-            f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(self.chunks)
-        }
-        if self.optimizer is not None:
-            models = dict(state)
-            state["moments"] = sharded_moments(self.optimizer, self.chunks, models, is_loading=is_loading)
-            state["scheduler"] = self.scheduler.state_dict()
-        return state
+    def _models(self) -> dict[str, Any]:
+        """The sharded state of each of this rank's pipeline chunks."""
+        return {f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(self.chunks)}

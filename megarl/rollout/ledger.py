@@ -152,15 +152,24 @@ class Ledger:
         return list(self._places)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must keep, JSON-able: whatever was started will have to be started again."""
+        """What a checkpoint must keep, JSON-able: what is in flight will have to be started again, what is finished not.
+
+        `finished` has number, version and order of each finished ticket.
+        """
         tickets = [[number, self._tickets[number].passed_over] for number in self._places]
-        return {"made": self._made, "version": self.version, "tickets": tickets}
+        finished = [[n, t.version, t.order] for n, t in sorted(self._tickets.items()) if t.state == "finished"]
+        return {"made": self._made, "version": self.version, "tickets": tickets, "finished": finished}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`'s answer: every unconsumed ticket is queued."""
+        """Continue from `state_dict()`'s answer: every unconsumed ticket that is not finished is queued."""
         self._made, self.version, self.due = state["made"], state["version"], 0
         self._tickets, self._places, self._queued, self._counts = {}, [], [], Counter()
         self._enter({number: _Ticket(passed_over=passed_over) for number, passed_over in state["tickets"]})
+        for number, version, order in state.get("finished", []):
+            self._put(number, "finished")
+            self._queued.remove(number)
+            self._tickets[number].version, self._tickets[number].order = version, order
+            self._finished = max(self._finished, order + 1)
 
     # the rule -----------------------------------------------------------------------------------------------------
 

@@ -215,19 +215,24 @@ class Scheduler:
     # checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The ledger's state and the prompts of all unconsumed tickets, JSON-able."""
+        """The ledger's state, the prompts of all unconsumed tickets and the samples of finished ones, JSON-able."""
 
         async def state() -> dict[str, Any]:
+            ledger = self.ledger.state_dict()
             prompts = [asdict(self._prompts[number]) for number in self.ledger.unconsumed]
-            return {"ledger": self.ledger.state_dict(), "prompts": prompts}
+            samples = [[asdict(sample) for sample in self._groups[number]] for number, *_ in ledger["finished"]]
+            return {"ledger": ledger, "prompts": prompts, "samples": samples}
 
         return self._in_loop(state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`'s answer: every unconsumed prompt is queued."""
+        """Continue from `state_dict()`'s answer: what was finished is, and every other unconsumed prompt is queued."""
 
         async def load() -> None:
             self.ledger.load_state_dict(state["ledger"])
+            finished = (number for number, *_ in state["ledger"].get("finished", []))
+            groups = ([Sample(**sample) for sample in group] for group in state.get("samples", []))
+            self._groups = dict(zip(finished, groups, strict=True))
             self._prompts = {n: Prompt(**prompt) for n, prompt in zip(self.ledger.unconsumed, state["prompts"], strict=True)}
 
         self._in_loop(load())

@@ -155,6 +155,7 @@ def roll_back(run: Run, rule: GuardRule) -> dict[str, Any]:
     Raises:
         GuardError: there is no such checkpoint.
     """
+    run.saving.finish(run.roles, wait=True)
     folder = newest_sound_before(run.checkpoints.all(), run.step, rule)
     run.progress.say(f"after step {run.step}: run.guards says '{rule}', so weights and moments are those of {folder} again")
     with run.phases("rollback"):

@@ -28,6 +28,12 @@ class Gates:
         else:
             self._before_sync = max(worst, self._before_sync or 0.0)
 
+    def load(self, figures: Mapping[str, float | None]) -> None:
+        """Continue from the answer of `figures`."""
+        self._first_kl = figures.get("kl_to_reference_at_first_step")
+        self._before_sync = figures.get("log_prob_max_difference_as_loaded")
+        self._after_sync = figures.get("log_prob_max_difference_after_sync")
+
     def figures(self) -> dict[str, float | None]:
         """`kl_to_reference_at_first_step` (k3, nats per token) and the largest |Δ log-prob| of trainer against engine, for
         the weights that the engine loaded itself and for weights that were pushed to it."""

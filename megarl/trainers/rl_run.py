@@ -113,6 +113,7 @@ class RlRun(Run):
             "groups": self.rollouts.state(),
             "experience": self.experience.state_dict(),
             "guards": self.guards.state_dict(),
+            "gates": self.parity.figures(),
             "ptx": self.ptx.state_dict() if self.ptx is not None else None,
         }
 
@@ -121,6 +122,7 @@ class RlRun(Run):
         self.sampler.load_state_dict(state["sampler"])
         self.experience.load_state_dict(state["experience"])
         self.guards.load_state_dict(state.get("guards"))
+        self.parity.load(state.get("gates", {}))
         if self.ptx is not None and state["ptx"] is not None:
             self.ptx.load_state_dict(state["ptx"])
         if not self.was_finished:

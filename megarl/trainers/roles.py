@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from megarl.checkpoint.dist_writer import Written
 from megarl.config import Config
 from megarl.config.fp8 import token_multiple
 from megarl.config.schema import TrainedRole
@@ -81,6 +82,7 @@ class Roles:
         self.share_prompts = config.policy.share_prompts and layer_spec == "reference"
         self.optimizer: str | None = None
         self._loaded: list[str] = []
+        self._saving: list[str] = []
 
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
@@ -212,12 +214,30 @@ class Roles:
         return {name: group.call("take_record", (), phase="trace", deadline_s=limit_s) for name, group in self.groups.items()}
 
     def save(self, folder: str) -> None:
-        """Write every role that changes during the run into a folder of its own below `folder`."""
-        for role in self._changing():
+        """Have every role that changes during the run written into a folder of its own below `folder`, in the background.
+
+        The roles may change again on return; `saved` tells when they are written.
+        """
+        self._saving = self._changing()
+        for role in self._saving:
             self._call(self.group_of(role), "save_role", (role, f"{folder}/{role}"), "save", self._deadlines.save_s)
 
+    def saved(self, *, wait: bool) -> dict[str, list[Written]] | None:
+        """By role what each rank wrote since `save`; None if some are not done and `wait` is not asked for.
+
+        Raises:
+            CheckpointError: a rank could not write its part; names the file.
+        """
+        written = {}
+        for role in self._saving:
+            group = self.group_of(role)
+            written[role] = group.call("saved_role", (role, wait), phase="save", deadline_s=self._deadlines.save_s)
+            if None in written[role]:
+                return None
+        return written
+
     def restore(self, folder: str, roles: Sequence[str] | None = None) -> None:
-        """Read back what `save` wrote; every role of it unless `roles` says which."""
+        """Read back a checkpoint of a run; every role of it unless `roles` says which."""
         for role in roles or self._changing():
             self._call(self.group_of(role), "load_role", (role, f"{folder}/{role}"), "resume", self._deadlines.save_s)
 

@@ -5,25 +5,31 @@ Under Ray one driver runs this; under torchrun every rank does, and only rank 0 
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from rich.console import Console
 
-from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state, write_state
-from megarl.config import Config, SupervisedConfig, save_resolved
-from megarl.errors import CheckpointError, ConfigError, RunStopped
+from megarl.checkpoint.manifest import made_by
+from megarl.checkpoint.provenance import CONFIG, differences, provenance
+from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
+from megarl.config import Config, SupervisedConfig, save_resolved, to_yaml
+from megarl.errors import CheckpointError, ConfigError, DeadlineError, MegarlError, RunStopped, WorkerError, nearest
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
 from megarl.trainers.attempt import follow
 from megarl.trainers.guards import Guards
 from megarl.trainers.roles import POLICY, Roles
+from megarl.trainers.saving import Saving, unwritable
 from megarl.trainers.stop import StopRequest
 from megarl.trainers.timeline import Timeline
+
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Run(ABC):
@@ -36,7 +42,8 @@ class Run(ABC):
     def __init__(self, config: Config | SupervisedConfig, *, leads: bool = True) -> None:
         """`leads`: this process writes the run's files and shows its progress."""
         self.folder = Path(config.run_folder)
-        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints)
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_best)
+        self.saving = Saving(self.checkpoints, to_yaml(config), leads=leads)
         self.phases = Phases()
         self.step = 0
         self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
@@ -80,8 +87,18 @@ class Run(ABC):
             raise
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError) and self.saving.is_under_way:
+            with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
+                self.saving.finish(self.roles, wait=True)
         self._stack.close()
+        if self.leads:
+            self.checkpoints.remove_unfinished()
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            raise CheckpointError(
+                f"'{error.filename or self.folder}' cannot be written to ({error.strerror}); once it can, run.resume=auto "
+                "continues from the newest checkpoint"
+            ) from error
 
     def _open(self) -> None:
         config = self._settings
@@ -94,6 +111,9 @@ class Run(ABC):
         self._refuse_to_overwrite()
         self.was_finished = self.finished
         if self.leads:
+            if (why := unwritable(self.folder)) is not None:
+                raise ConfigError(f"run.folder is '{config.run.folder}', but nothing can be written to {self.folder} ({why})")
+            self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
             self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
             self._stack.callback(self.trackers.close)
@@ -104,8 +124,11 @@ class Run(ABC):
             config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
+        self.phases.listen(self._name_what_is_written)
         for damage in self.checkpoints.damaged:
             self.progress.say(f"a checkpoint was passed over: {damage}")
+        for difference in self._differences(resume_from):
+            self.progress.say(difference)
         if not self.was_finished:
             with self.phases("start"):
                 self.start()
@@ -114,6 +137,18 @@ class Run(ABC):
         if state is not None:
             self.evaluations.update(state["evaluations"])
             self.load_state(state)
+
+    def _name_what_is_written(self, phase: str | None) -> None:
+        """At the begin of every phase, so that a checkpoint is there soon after it is whole."""
+        if phase is not None and self.saving.is_under_way:
+            self.saving.finish(self.roles, wait=False)
+
+    def _differences(self, checkpoint: Path | None) -> list[str]:
+        """How the code and the config that made the checkpoint differ from those that resume it."""
+        if checkpoint is None or not (checkpoint / CONFIG).exists():
+            return []
+        text = self.saving.config_text
+        return differences(made_by(checkpoint), provenance(text, self.step, None), (checkpoint / CONFIG).read_text(), text)
 
     def _refuse_to_overwrite(self) -> None:
         """With `auto`, as a batch system restarts a job, what a run left that had no checkpoint yet is begun anew."""
@@ -150,14 +185,21 @@ class Run(ABC):
     def save_if_due(self) -> None:
         """Save at `run.save_every`, after the last step, and when the batch system has warned, which ends the run here.
 
+        Training goes on while a checkpoint is written, but no other is begun and the run does not end before it is whole.
+
         Raises:
             RunStopped: after a warning, with everything saved.
+            CheckpointError: this checkpoint, or the one before, could not be written.
         """
         every = self._settings.run.save_every
         warned = self.roles.groups[POLICY].agree(self._stop.received is not None)
         if self.finished or warned or (every and self.step % every == 0):
             with self.phases("save"):
-                self._save()
+                self.saving.finish(self.roles, wait=True)
+                self._begin_to_save()
+                self.saving.finish(self.roles, wait=self.finished or warned)
+        elif self.saving.is_under_way:
+            self.saving.finish(self.roles, wait=False)
         if warned and not self.finished:
             raise RunStopped(
                 f"stopped by {self._stop.received or 'a signal to another rank'} after step {self.step} of "
@@ -181,6 +223,10 @@ class Run(ABC):
             result = self.measure()
         if result is None:
             return
+        best = self._settings.run.keep_best
+        if best is not None and best not in result:
+            choices = ", ".join(sorted(result))
+            raise ConfigError(f"run.keep_best is '{best}', but it may be one of {choices}{nearest(best, result)}")
         result["seconds"] = time.perf_counter() - started
         self.evaluations[when] = result
         shown = ", ".join(f"{name} {value:.4g}" for name, value in result.items() if name not in ("seconds", "prompts"))
@@ -227,11 +273,8 @@ class Run(ABC):
         for name, value in self.gates().items():
             self.progress.say(f"gate {name}: {value:.3g}" if value is not None else f"gate {name}: not measured")
 
-    def _save(self) -> None:
+    def _begin_to_save(self) -> None:
         state = {"step": self.step, "evaluations": self.evaluations, **self.state()}
-        if not self.leads:
-            self.roles.save(str(self.checkpoints.temporary(self.step).resolve()))
-            return
-        with self.checkpoints.writing(self.step) as folder:
-            self.roles.save(str(folder.resolve()))
-            write_state(folder, state)
+        made = provenance(self.saving.config_text, self.step, state.get("weight_version"))
+        evaluation = self.evaluations.get("after" if self.finished else f"step {self.step}")
+        self.saving.begin(self.roles, self.step, state, made, evaluation)

@@ -33,6 +33,7 @@ class Rank:
         self.roles: dict[str, Any] = {}
         self.pusher: Any = None
         self.engines: set[int] = set()
+        self.writer: Any = None
 
     def address(self) -> tuple[str, int]:
         """(IP of this node, a port that was free a moment ago), for rank 0 to lead the world's rendezvous."""
@@ -136,8 +137,15 @@ class Rank:
         return {}
 
     def save_role(self, role: str, folder: str) -> None:
-        """Write the role's distributed checkpoint; collective over the world."""
-        self.roles[role].save(folder)
+        """Copy this rank's part of the role's checkpoint, and write it into `folder` in the background."""
+        from megarl.checkpoint.background import BackgroundWriter
+
+        self.writer = self.writer or BackgroundWriter()
+        self.writer.begin(role, self.roles[role].shards().on_host(), folder)
+
+    def saved_role(self, role: str, wait: bool) -> Any:
+        """What `save_role` wrote, a `Written`, once it is on the disk; None if it is not yet and `wait` is not asked for."""
+        return self.writer.result(role, wait=wait)
 
     def load_role(self, role: str, folder: str) -> None:
         """Read the role's distributed checkpoint; collective over the world."""

@@ -58,13 +58,19 @@ def load_over_garbage(rank: int, world_size: int, path: str, layout: Layout, che
 
 
 def save_with_megatron_core(rank: int, world_size: int, path: str, layout: Layout, checkpoint: str, head: str) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.utils import unwrap_model
+
     role = make_role(path, layout, "reference", head)
     if head == "value":
         with torch.no_grad():
             for name, value in state_of(role).items():
                 if name.endswith("output_layer.weight"):
                     value.copy_(torch.arange(value.numel()).view_as(value))
-    role.save(checkpoint)
+    Path(checkpoint).mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    state = {f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(role.chunks)}
+    dist_checkpointing.save(state, checkpoint)
 
 
 def described(checkpoint: Path) -> tuple[dict[str, Any], set[str]]:

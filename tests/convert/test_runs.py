@@ -17,6 +17,7 @@ from megarl.checkpoint.convert_sources import open_dist
 from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
+from tests.megatron.saving import save_role
 from tests.world import World
 
 LAYOUT = Layout(tp=2, pp=2)
@@ -37,7 +38,7 @@ def save_run(rank: int, world_size: int, path: str, step: str) -> dict[str, dict
         role = Role(ModelOptions(path, LAYOUT, head=head), OptimizerOptions(lr=1e-2))
         for _ in range(2):
             role.update(batch, lambda output, stream: (output.square().sum() + output.sum(), {}))
-        role.save(f"{step}/{name}")
+        save_role(role, f"{step}/{name}")
         found[name] = {tensor: value.clone() for tensor, value in role.export()}
     return found
 

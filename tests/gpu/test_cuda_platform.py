@@ -11,6 +11,7 @@ import torch
 
 from tests.gpu.models import gradients_of, log_probs_of, objective, optimizer_state, role_for, units
 from tests.megatron.moments import assert_equal
+from tests.megatron.saving import save_role
 from tests.world import World
 
 Folders = Callable[[str], Path]
@@ -56,7 +57,7 @@ def test_offloaded_updates_are_those_on_the_device(
             state = getattr(role.optimizer, "chained_optimizers", [role.optimizer])[0].optimizer.state
             on_host = sum(s["exp_avg"].numel() for s in state.values() if s["exp_avg"].device.type == "cpu")
             assert on_host / sum(s["exp_avg"].numel() for s in state.values()) == pytest.approx(fraction, abs=0.2)
-            role.save(str(tmp_path / "checkpoint"))
+            save_role(role, str(tmp_path / "checkpoint"))
             plain = role_for(folder_of("llama"), **options)
             plain.load(str(tmp_path / "checkpoint"))
             assert_equal(optimizer_state(plain), found[share])

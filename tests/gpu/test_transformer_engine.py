@@ -26,6 +26,7 @@ from tests.gpu.models import (
     units,
 )
 from tests.megatron.moments import assert_equal
+from tests.megatron.saving import save_role
 
 TE = {"layer_spec": "transformer_engine", "dtype": "bfloat16"}
 Folders = Callable[[str], Path]
@@ -103,7 +104,7 @@ def test_weights_in_fp8_start_from_and_are_saved_with_a_full_copy(
     saved = optimizer_state(role)
     for name, weight in hugging_face("llama").named_parameters():
         assert float((saved[f"param {name}"] - weight).abs().max()) <= 2e-3, f"{name} moved further than one step of Adam"
-    role.save(str(tmp_path / "checkpoint"))
+    save_role(role, str(tmp_path / "checkpoint"))
     trained = log_probs_of(role)
     again = role_for(folder_of("llama"), **options)
     again.load(str(tmp_path / "checkpoint"))

@@ -17,6 +17,7 @@ import torch
 from megarl.config.layout import Layout
 from tests.families import build_folder
 from tests.megatron.moments import adams, assert_equal, everything, merged, role_in, update
+from tests.megatron.saving import save_role
 from tests.world import World
 
 UPDATES = 3
@@ -81,7 +82,7 @@ def train(
     for _ in range(UPDATES):
         update(role, rank)
     if saved is not None:
-        role.save(saved)
+        save_role(role, saved)
     on_host = [sum(copy.numel() for copy in adam.optimizer.cpu_copys_map_gpu_param) if fraction else 0 for adam in adams(role)]
     total = [sum(p.numel() for group in adam.optimizer.param_groups for p in group["params"]) for adam in adams(role)]
     return {"at_start": at_start, "tensors": everything(role), "share": sum(on_host) / sum(total)}

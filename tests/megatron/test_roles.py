@@ -11,6 +11,7 @@ import transformers
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Response, Unit, split_shared_prompts
+from tests.megatron.saving import save_role
 from tests.world import World
 
 VOCAB = 131
@@ -93,7 +94,7 @@ def run_role(rank: int, world_size: int, path: str, layout: Layout, spec: str, s
     before = role.forward(mine)
     updates = [role.update(mine, objective) for _ in range(UPDATES - 1)]
     if save_to is not None:
-        role.save(save_to)
+        save_role(role, save_to)
         role = Role(options, settings)
         role.load(save_to)
     updates.append(role.update(mine, objective))

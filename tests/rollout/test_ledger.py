@@ -97,11 +97,11 @@ class Run:
         self.drop(self.ledger.open_step(self.version))
 
     def restore(self) -> None:
-        """Save, lose everything, and go on from the checkpoint."""
+        """Save, lose everything that is in flight, and go on from the checkpoint."""
         state = json.loads(json.dumps(self.ledger.state_dict()))
         self.ledger = Ledger(*self.shape)
         self.ledger.load_state_dict(state)
-        self.in_flight.clear(), self.finished.clear()
+        self.in_flight.clear()
         self.engines = dict.fromkeys(self.engines, self.version)
         self.drop(self.ledger.open_step(self.version))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -280,6 +282,33 @@ def test_what_is_passed_over_and_too_old_is_stopped_at_its_engine(open_scheduler
     assert [group[0].group_id for group in finish(scheduler, [engine])] == ["g0", "g2", "g3"]
     time.sleep(0.05)
     assert (engine.cancelled, scheduler.ledger.aborted) == (1, 1)
+
+
+def test_a_checkpoint_holds_the_responses_that_were_finished(open_scheduler: Any) -> None:
+    source, engine = Source(), FakeEngine(7, lambda: 0.001)
+    scheduler = open_scheduler([engine], Ledger(4, 2))
+    scheduler.open_step(0, source)
+    finish(scheduler, [engine])
+    while scheduler.ledger.count("finished") < 8 - 3:  # of the next two steps' groups
+        time.sleep(0.001)
+    scheduler.hold([0])
+    state = json.loads(json.dumps(scheduler.state_dict()))
+    finished = {group[0]["group_id"]: group for group in state["samples"]}
+    assert len(finished) >= 5
+    other = FakeEngine(9)
+    again = open_scheduler([other], Ledger(4, 2))
+    again.load_state_dict(state)
+    taken = {}
+    for version in (1, 2):
+        again.open_step(version, source)
+        again.resume([0], version)
+        taken |= {group[0].group_id: group for group in finish(again, [other])}
+    assert list(taken) == [f"g{i}" for i in range(4, 12)]
+    for name, group in taken.items():
+        if name in finished:
+            assert [asdict(sample) for sample in group] == finished[name]
+        assert {token for sample in group for token in sample.response_ids} == {7 if name in finished else 9}
+        assert not set(finished) & {key.partition("/")[0] for key in other.answered}
 
 
 def test_a_checkpoint_holds_every_prompt_that_was_not_consumed(open_scheduler: Any) -> None:

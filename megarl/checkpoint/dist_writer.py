@@ -1,0 +1,117 @@
+"""A role's checkpoint on disk, written by its ranks at the same time and without waiting for each other.
+
+Each rank writes a file of its own and says what is in it; whoever has heard of all of them writes the table of contents,
+without which there is no checkpoint. The format is megatron-core's `torch_dist`, which `dist_checkpointing.load` reads.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import torch
+import xxhash
+
+from megarl.checkpoint.dist_format import COMMON, StoredChunk, StoredKey, write_metadata
+from megarl.checkpoint.manifest import FileRecord
+from megarl.checkpoint.tensor_blob import frame
+from megarl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megarl.megatron.shards import Shards
+
+_BLOCK = 2**24
+
+
+@dataclass
+class Written:
+    """What a rank wrote: its files, and where in them the chunks of tensors and the objects are."""
+
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    keys: dict[str, StoredKey] = field(default_factory=dict)
+    objects: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+
+
+def write_shards(shards: Shards, folder: str | Path) -> Written:
+    """Write a rank's part of a role's checkpoint into `folder`; on return it is on the disk.
+
+    Raises:
+        CheckpointError: it could not be written; names the file and why.
+    """
+    written, path = Written(), Path(folder) / f"__{shards.rank}_0.distcp"
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with path.open("wb", buffering=2**20) as file:
+            output = _Output(file)
+            chunks: dict[str, list[StoredChunk]] = {}
+            kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+            for box in shards.boxes:
+                around, start = frame(box.data.dtype, box.sizes), output.position
+                output.write(around.prefix)
+                output.write(box.data.view(torch.uint8).numpy())
+                output.write(around.suffix)
+                chunks.setdefault(box.key, []).append(StoredChunk(box.offsets, box.sizes, path.name, start, around.length))
+                kinds[box.key] = (box.data.dtype, box.global_shape)
+            for name, content in shards.objects.items():
+                written.objects[name] = (path.name, output.position, len(content))
+                output.write(content)
+            written.files[path.name] = output.finish()
+        written.keys = {key: StoredKey(*kinds[key], tuple(of_key)) for key, of_key in chunks.items()}
+        if shards.common is not None:
+            path = Path(folder) / COMMON
+            pickled = io.BytesIO()
+            torch.save(shards.common, pickled)
+            with path.open("wb") as file:
+                output = _Output(file)
+                output.write(pickled.getvalue())
+                written.files[path.name] = output.finish()
+    except OSError as error:
+        raise CheckpointError(f"'{path}' could not be written ({error.strerror})") from None
+    return written
+
+
+def join_shards(folder: str | Path, parts: Sequence[Written]) -> dict[str, FileRecord]:
+    """Make a checkpoint of what all ranks wrote into `folder`; returns the ranks' files.
+
+    Raises:
+        CheckpointError: the parts do not make whole tensors.
+    """
+    keys: dict[str, StoredKey] = {}
+    for part in parts:
+        for key, stored in part.keys.items():
+            before = keys.get(key)
+            if before is not None and (before.dtype, before.shape) != (stored.dtype, stored.shape):
+                raise CheckpointError(f"the ranks do not agree on '{key}': {before.shape} and {stored.shape}")
+            keys[key] = StoredKey(stored.dtype, stored.shape, (*(before.chunks if before else ()), *stored.chunks))
+    for key, stored in keys.items():
+        elements = sum(prod(chunk.sizes) for chunk in stored.chunks)
+        if elements != prod(stored.shape) or len({chunk.offsets for chunk in stored.chunks}) != len(stored.chunks):
+            raise CheckpointError(f"the ranks wrote {elements} elements of '{key}', which has {prod(stored.shape)}")
+    write_metadata(Path(folder), keys, {name: at for part in parts for name, at in part.objects.items()})
+    return {name: record for part in parts for name, record in part.files.items()}
+
+
+class _Output:
+    """A file that is being written, with the checksum of what was meant to be in it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self.position = file, xxhash.xxh3_128(), 0
+
+    def write(self, content: Any) -> None:
+        view = memoryview(content)
+        for start in range(0, len(view), _BLOCK):
+            block = view[start : start + _BLOCK]
+            self._file.write(block)
+            self._digest.update(block)
+        self.position += len(view)
+
+    def finish(self) -> FileRecord:
+        """Bring it to the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self.position, self._digest.hexdigest())

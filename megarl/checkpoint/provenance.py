@@ -1,0 +1,79 @@
+"""Where a checkpoint comes from: the code and the libraries that wrote it, the config's hash and the weights' version.
+
+It stands in the manifest. What differs when a run is resumed is said, and nothing more: other code may well be why it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl import __version__
+
+CONFIG = "config.yaml"
+_LIBRARIES = ("torch", "megatron-core")
+_EXPECTED_TO_DIFFER = ("run.resume",)
+
+
+def provenance(config_text: str, step: int, weight_version: int | None) -> dict[str, Any]:
+    """What a checkpoint of `step` is written by, JSON-able. `config_text` is the resolved config as YAML.
+
+    `weight_version` is that of the engines, None where there are none.
+    """
+    return {
+        "step": step,
+        "weight_version": weight_version,
+        "config_sha256": hashlib.sha256(config_text.encode()).hexdigest(),
+        "megarl": __version__,
+        "commit": _commit(),
+        **{name: metadata.version(name) for name in _LIBRARIES},
+    }
+
+
+def differences(made: Mapping[str, Any], now: Mapping[str, Any], config_before: str, config_now: str) -> list[str]:
+    """A sentence for each way in which a checkpoint was made by something else than what resumes it.
+
+    `made` and `now` are `provenance()`'s answers of the two, the texts are their resolved configs.
+    """
+    code = [
+        f"{name} {made[name] or 'of unknown origin'}, now {now[name] or 'of unknown origin'}"
+        for name in ("megarl", "commit", *_LIBRARIES)
+        if name in made and made[name] != now[name]
+    ]
+    said = [f"the checkpoint was written by {'; '.join(code)}"] if code else []
+    if made.get("config_sha256") != now["config_sha256"]:
+        before, after = _leaves(yaml.safe_load(config_before)), _leaves(yaml.safe_load(config_now))
+        changed = [
+            f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name) and name not in _EXPECTED_TO_DIFFER
+        ]
+        if changed:
+            said.append(f"the config has changed since the checkpoint: {'; '.join(changed)}")
+    return said
+
+
+@cache
+def _commit() -> str | None:
+    """The commit of the working tree that this code is in, with `-dirty` if it was changed; None where it is installed."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.removesuffix("."): tree}
+    return {name: value for key, inner in tree.items() for name, value in _leaves(inner, f"{prefix}{key}.").items()}

@@ -1,0 +1,127 @@
+"""What this rank contributes to a checkpoint: boxes of global tensors, objects, and the state that all ranks share.
+
+Every byte is contributed once. Of what is trained, a data-parallel replica contributes the slices that its optimizer owns,
+so that all ranks write and none gathers; a slice of a flat tensor is at most a few boxes of the tensor.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.fp8_utils import is_float8tensor
+from torch import Tensor
+
+from megarl import platform
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Box `sizes` from `offsets` on of the tensor `key` of `global_shape`; its values are the flat `data`."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: Tensor
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A rank's part of a role's checkpoint. `objects` are `torch.save`d; `common` is None but on rank 0."""
+
+    rank: int
+    boxes: list[Box]
+    objects: dict[str, bytes]
+    common: dict[str, Any] | None
+
+    def on_host(self) -> Shards:
+        """A copy in main memory, pinned where there is a device, that training does not change."""
+        starts, end = [], 0
+        for box in self.boxes:
+            starts.append(end)
+            end += box.data.nbytes + -box.data.nbytes % _ALIGNMENT
+        memory = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=platform.cuda_present())
+        boxes = []
+        for box, start in zip(self.boxes, starts, strict=True):
+            place = memory[start : start + box.data.nbytes].view(box.data.dtype)
+            boxes.append(replace(box, data=place.copy_(box.data, non_blocking=True)))
+        platform.current().synchronize()
+        return replace(self, boxes=boxes)
+
+
+def shards_of(state: dict[str, Any], owned: Sequence[Box]) -> Shards:
+    """This rank's part of a sharded state of megatron-core's, and `owned` besides, which the state must not hold."""
+    sharded, common = save_preprocess(state, validate_access_integrity=False)
+    boxes, objects = list(owned), {}
+    for entry in nested_values(sharded):
+        if not is_main_replica(entry.replica_id):
+            continue
+        if isinstance(entry, ShardedObject):
+            content = io.BytesIO()
+            torch.save([entry.data], content)
+            objects[entry.unique_key] = content.getvalue()
+        else:
+            boxes += boxes_of(entry, plain(entry.data).reshape(-1), 0)
+    rank = torch.distributed.get_rank()
+    return Shards(rank, boxes, objects, common if rank == 0 else None)
+
+
+def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start: int) -> Iterator[Box]:
+    """The boxes of a sharded tensor whose elements from the flat index `start` on are `data`."""
+    for part, first in _parts(sharded):
+        numel = prod(part.local_shape)
+        low, high = max(start, first), min(start + data.numel(), first + numel)
+        at = low - start
+        for offsets, sizes in flat_boxes(tuple(part.local_shape), low - first, high - first):
+            depth = part.prepend_axis_num
+            place = (*part.global_offset[:depth], *(a + b for a, b in zip(part.global_offset[depth:], offsets, strict=True)))
+            yield Box(part.key, tuple(part.global_shape), place, (*(1,) * depth, *sizes), data[at : at + prod(sizes)])
+            at += prod(sizes)
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The elements `start` to `end` of a flat tensor of `shape` as (offsets, sizes) of boxes, in order of their elements."""
+    if end <= start:
+        return
+    if len(shape) <= 1:
+        yield ((start,), (end - start,)) if shape else ((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), end // row  # rows from `first` up to `last` are whole
+    if first > last:  # all of it is within one row
+        for offsets, sizes in flat_boxes(shape[1:], start - last * row, end - last * row):
+            yield (last, *offsets), (1, *sizes)
+        return
+    for offsets, sizes in flat_boxes(shape[1:], start - (first - 1) * row, row if start < first * row else 0):
+        yield (first - 1, *offsets), (1, *sizes)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    for offsets, sizes in flat_boxes(shape[1:], 0, end - last * row):
+        yield (last, *offsets), (1, *sizes)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The values of a tensor, also of one that Transformer Engine holds in FP8."""
+    return (tensor.dequantize() if is_float8tensor(tensor) else tensor).detach()
+
+
+def _parts(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
+    """The tensors that one is stored as, such as gate and up of a gated MLP, and each one's first element in the flat one."""
+    if isinstance(sharded, ShardedTensor):
+        yield sharded, 0
+        return
+    whole = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
+    for part in nested_values(replace(sharded, data=whole).build()):
+        if part.data._base is not whole or not part.data.is_contiguous():
+            raise NotImplementedError(f"'{part.key}' is stored as something else than slices of the parameter")
+        yield part, part.data.storage_offset()

@@ -1,0 +1,164 @@
+"""A checkpoint that is written in the background is there when all of it is, holds what was saved, or says why it is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from megarl.checkpoint import CheckpointFolder, background
+from megarl.checkpoint.background import BackgroundWriter
+from megarl.checkpoint.dist_writer import Written, join_shards, write_shards
+from megarl.checkpoint.manifest import check
+from megarl.checkpoint.run_checkpoint import read_state
+from megarl.errors import CheckpointError
+from megarl.megatron.shards import Box, Shards
+from megarl.trainers.saving import Saving, unwritable
+
+WHOLE = torch.arange(24.0).view(6, 4)
+
+
+def part(rank: int, value: torch.Tensor = WHOLE) -> Shards:
+    """Rows 0 to 3, or 3 to 6, of a tensor, and an object of each rank's own."""
+    rows = value[3 * rank : 3 * rank + 3].clone().flatten()
+    box = Box("weight", (6, 4), (3 * rank, 0), (3, 4), rows)
+    return Shards(rank, [box], {f"object/shard_{rank}_2": b"0123456789"}, {"step": 1} if rank == 0 else None)
+
+
+class TwoRanks:
+    """`Roles` of two ranks that share this process."""
+
+    def __init__(self) -> None:
+        self.weight = WHOLE.clone()
+        self.writers = [BackgroundWriter(), BackgroundWriter()]
+
+    def save(self, folder: str) -> None:
+        for rank, writer in enumerate(self.writers):
+            writer.begin("policy", part(rank, self.weight), f"{folder}/policy")
+
+    def saved(self, *, wait: bool) -> dict[str, list[Written]] | None:
+        parts = [writer.result("policy", wait=wait) for writer in self.writers]
+        return None if None in parts else {"policy": [written for written in parts if written is not None]}
+
+
+def loaded(folder: Path) -> torch.Tensor:
+    state = {"weight": torch.full((6, 4), torch.nan)}
+    load(state, storage_reader=FileSystemReader(folder / "policy"), no_dist=True)
+    return state["weight"]
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Saving:
+    return Saving(CheckpointFolder(tmp_path / "checkpoints"), "run: {steps: 5}\n", leads=True)
+
+
+def save(saving: Saving, roles: Any, step: int) -> None:
+    saving.begin(roles, step, {"step": step}, {"weight_version": step})
+    assert saving.finish(roles, wait=True)
+
+
+def test_a_checkpoint_is_there_when_all_of_it_is_and_holds_what_was_saved(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, roles = threading.Event(), TwoRanks()
+
+    def late(shards: Shards, folder: str) -> Written:
+        assert shards.rank == 0 or may_write.wait(30)
+        return write_shards(shards, folder)
+
+    monkeypatch.setattr(background, "write_shards", late)
+    saving.begin(roles, 1, {"step": 1}, {})  # type: ignore[arg-type]
+    roles.weight.fill_(-1.0)
+    roles.writers[0].result("policy", wait=True)
+    assert not saving.finish(roles, wait=False)  # type: ignore[arg-type]
+    assert saving.is_under_way
+    assert saving.checkpoints.all() == []
+    assert saving.checkpoints.resolve("auto") is None
+    may_write.set()
+    assert saving.finish(roles, wait=True)  # type: ignore[arg-type]
+    assert not saving.is_under_way
+    (sealed,) = saving.checkpoints.all()
+    check(sealed)
+    assert read_state(sealed) == {"step": 1}
+    assert (sealed / "config.yaml").read_text() == saving.config_text
+    assert torch.equal(loaded(sealed), WHOLE)
+
+
+def assert_told_and_nothing_lost(saving: Saving, roles: Any, step: int, file: str, why: str) -> None:
+    before = saving.checkpoints.all()
+    with pytest.raises(CheckpointError) as caught:
+        save(saving, roles, step)
+    said = str(caught.value)
+    assert f"the checkpoint of step {step} was not saved: " in said
+    assert f"{file}" in said
+    assert why in said
+    assert said.endswith(f"run.resume=auto continues from {before[-1]}")
+    assert "\n" not in said
+    assert not saving.is_under_way
+    assert sorted(saving.checkpoints.folder.iterdir()) == before
+    assert saving.checkpoints.resolve("auto") == before[-1]
+
+
+@pytest.mark.parametrize("file", ["policy/__1_0.distcp", "policy/common.pt", "policy/.metadata", "state.json"])
+def test_a_full_disk_is_told_with_the_file_and_older_checkpoints_stay(
+    saving: Saving, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles, begin = TwoRanks(), CheckpointFolder.begin
+    save(saving, roles, 1)
+
+    def on_a_full_disk(folder: CheckpointFolder, step: int) -> Path:
+        path = begin(folder, step)
+        (path / "policy").mkdir()
+        (path / file).symlink_to("/dev/full")
+        return path
+
+    monkeypatch.setattr(CheckpointFolder, "begin", on_a_full_disk)
+    assert_told_and_nothing_lost(saving, roles, 2, Path(file).name if "policy/_" in file else ".writing_step_000002", "No space left on device")
+    monkeypatch.undo()
+    save(saving, roles, 3)
+    assert saving.checkpoints.resolve("auto") == saving.checkpoints.all()[-1]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_and_one_that_turns_read_only_cost_the_checkpoint_under_way_alone(small_disk: Path) -> None:
+    saving, roles = Saving(CheckpointFolder(small_disk / "checkpoints"), "{}", leads=True), TwoRanks()
+    save(saving, roles, 1)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+    assert_told_and_nothing_lost(saving, roles, 2, ".writing_step_000002", "No space left on device")
+    ballast.unlink()
+    save(saving, roles, 3)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert unwritable(small_disk) == unwritable(small_disk / "runs") == "Read-only file system"
+    assert_told_and_nothing_lost(saving, roles, 4, str(saving.checkpoints.temporary(4)), "Read-only file system")
+    assert torch.equal(loaded(saving.checkpoints.all()[-1]), WHOLE)
+
+
+def test_parts_that_do_not_make_whole_tensors_are_refused(tmp_path: Path) -> None:
+    first, second = write_shards(part(0), tmp_path), write_shards(part(1), tmp_path)
+    for parts in ([first], [first, first, second]):
+        with pytest.raises(CheckpointError, match="elements of 'weight', which has 24"):
+            join_shards(tmp_path, parts)
+    join_shards(tmp_path, [second, first])

@@ -1,0 +1,23 @@
+"""A role's checkpoint as a run writes it, without a run: each rank its part, and rank 0 the table of contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.dist_writer import join_shards, write_shards
+
+
+def save_role(role: Any, folder: str) -> None:
+    """Write the role's checkpoint into `folder`; collective over the world."""
+    write_parts(role.shards().on_host(), folder)
+
+
+def write_parts(shards: Any, folder: str) -> None:
+    """Write what all ranks' `shards` are the parts of into `folder`; collective over the world."""
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, write_shards(shards, folder))
+    if torch.distributed.get_rank() == 0:
+        join_shards(folder, parts)
+    torch.distributed.barrier()
