@@ -148,7 +148,7 @@ def _measure_by_srun(nodes: int, folder: str, plan: dict[str, Any]) -> list[dict
 
 def _srun(nodes: int, *words: str) -> None:
     command = [
-        "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpu-bind=none",
+        "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
         sys.executable, "-m", "megarl", "node", *words,
     ]  # fmt: skip
     try:

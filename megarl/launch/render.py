@@ -28,7 +28,7 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
     mounts = [str(cwd), *profile.mounts]
     total_s = profile.time_s
     return environment.get_template(f"{system}.sh.j2").render(
-        what=f"{job.command} {job.config_path.name} as {job.name}: {job.nodes} nodes, by {job.launcher}",
+        what=f"{job.command} {job.config_path.name} as {job.name}, by {job.launcher} on {job.nodes} node{'s' * (job.nodes > 1)}",
         version=__version__,
         submit_with=SUBMIT_WITH[system],
         script=script_path(job, system),

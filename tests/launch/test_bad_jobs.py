@@ -1,0 +1,163 @@
+"""What cannot run is said before anything waits in a queue: one sentence with the field, what it was, what to change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+from megarl.config import load_config
+from megarl.errors import ConfigError
+from megarl.launch.cluster_profile import ClusterProfile
+from megarl.launch.job import places_needed, plan_job
+from megarl.launch.preflight import check_partition, check_site, checkpoint_bytes, parse_partitions
+from megarl.launch.submit import job_number
+from megarl.trainers.roles import group_requests
+from megarl.workers.cluster import assign_places
+
+SINFO = "debug*|up|30:00|2|(null)\nh100|up|2-00:00:00|16|gpu:h100:8(S:0-1)\nold|down|infinite|4|gpu:4\n"
+
+MISTAKES = {
+    "too few GPUs": (
+        ["policy.layout.dp=24", "--nodes", "2"],
+        "nodes is 2, which have 16 GPUs, but the layouts need 24; ask for --nodes 3, or change policy.layout",
+    ),
+    "a node that would idle": (
+        ["policy.layout.dp=8", "--nodes", "2"],
+        "nodes is 2, but the layouts need 8 GPUs, which 1 hold; ask for --nodes 1, or raise policy.layout.dp",
+    ),
+    "an engine larger than a node": (
+        ["policy.layout.dp=8", "rollout.tp=8", "--gpus-per-node", "4"],
+        "rollout.tp is 8, but an engine lives on one node and gpus_per_node is 4; set rollout.tp to 4 or less",
+    ),
+    "no time for a step": (
+        ["--time", "00:10:00", "--step-seconds", "240"],
+        "time is 00:10:00, but the start (120 s), one step (240 s) and the warning (300 s before the end) take 660 s; "
+        "ask for at least --time 00:11:00",
+    ),
+    "a warning shorter than a step": (
+        ["--step-seconds", "400"],
+        "warn_s is 300, but the step in progress is finished before the run saves and takes 400 s; set --warn-s to 600 or more",
+    ),
+    "a warning before the start": (["--time", "00:05:00"], "time is 00:05:00, but the run is to be warned 300 s before"),
+    "no such time": (["--time", "soon"], "cluster profile: time is 'soon', but it must be HH:MM:SS or DAYS-HH:MM:SS"),
+    "a missing image": (["--runtime", "pyxis"], "runtime is pyxis, but image is missing; name the container image"),
+    "no such runtime": (["--runtime", "apptiner"], "(did you mean 'apptainer'?)"),
+    "CPU nodes without places": (["--gpus-per-node", "0"], "gpus_per_node is 0, but places_per_node is missing"),
+    "seeds in words": (["--seeds", "one"], "--seeds is 'one', but it must be whole numbers with commas between them"),
+    "an option without a value": (["--env", "A"], "--env is 'A', but it must be KEY=VALUE"),
+    "a Ray of somebody else": (["resources.ray_address=auto"], "ray_address is 'auto', but the job starts a Ray of its own"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_sentence(mistake: str, rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, sentence = MISTAKES[mistake]
+    assert main(["submit", "slurm", str(rl_yaml), *words, "--dry-run"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("megarl: ")
+    assert err.count("\n") == 1
+    assert sentence in err
+
+
+def test_a_layout_that_nodes_cannot_share_evenly_is_refused(sft_yaml: Path) -> None:
+    with pytest.raises(ConfigError, match="6 ranks, but 4 nodes of 4 GPUs cannot hold an equal share each; ask for --nodes 2"):
+        plan_job(sft_yaml, ["policy.layout.dp=6"], ClusterProfile(nodes=4, gpus_per_node=4))
+    job = plan_job(sft_yaml, ["policy.layout.dp=6"], ClusterProfile(gpus_per_node=4))
+    assert (job.launcher, job.command, job.nodes, job.ranks_per_node) == ("torchrun", "sft", 2, 3)
+
+
+def test_a_profile_with_an_unknown_field_names_the_nearest(
+    rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("gpu_per_node: 4\n")
+    assert main(["submit", "slurm", str(rl_yaml), "--cluster-profile", str(profile), "--dry-run"]) == 2
+    assert (
+        f"{profile}: gpu_per_node is not a field of a cluster profile (did you mean 'gpus_per_node'?)"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_folder_that_holds_a_run_is_not_continued_unasked(rl_yaml: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "runs" / "big" / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text(json.dumps({"step": 1, "time/step_s": 4000.0}) + "\n")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        plan_job(rl_yaml, [], ClusterProfile())
+    with pytest.raises(ConfigError, match=r"one step \(4000 s\)"):  # what the earlier start measured
+        plan_job(rl_yaml, ["run.resume=auto"], ClusterProfile(time="01:00:00"))
+
+
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+@pytest.mark.parametrize("extra", [[], ["algorithm.name=ppo", "critic.layout.dp=3"], ["reference.layout.dp=2"]])
+def test_places_are_counted_as_the_cluster_takes_them(rl_yaml: Path, placement: str, extra: list[str]) -> None:
+    words = [f"resources.placement={placement}", "policy.layout.dp=4", "rollout.engines=3", "rollout.tp=2", *extra]
+    config = load_config(rl_yaml, words)
+    taken = assign_places(group_requests(config), 3, 2, colocated=placement == "colocated").bundles
+    assert places_needed(config) == taken
+
+
+def test_partitions_are_read_from_sinfo_and_refused_with_a_way_out(rl_yaml: Path) -> None:
+    partitions = parse_partitions(SINFO)
+    assert [(p.name, p.is_default, p.is_up, p.time_s, p.nodes, p.gpus_per_node) for p in partitions] == [
+        ("debug", True, True, 1800, 2, 0), ("h100", False, True, 172_800, 16, 8), ("old", False, False, None, 4, 4),
+    ]  # fmt: skip
+
+    def refused(words: list[str], **fields: object) -> str:
+        profile = ClusterProfile.model_validate(fields)
+        with pytest.raises(ConfigError) as error:
+            check_partition(partitions, plan_job(rl_yaml, words, profile), profile)
+        return str(error.value)
+
+    assert "partition is 'h10', but the cluster has debug, h100, old (did you mean 'h100'?)" in refused([], partition="h10")
+    assert "partition 'old' is down; it may be debug, h100" in refused([], partition="old")
+    assert "gpus_per_node is 8, but partition 'debug' has nodes of 0" in refused([])
+    many = ["policy.layout.dp=136", "rollout.prompts_per_step=136"]
+    assert "the job needs 17 nodes, but partition 'h100' has 16" in refused(many, partition="h100")
+    assert "ask for --time 2-00:00:00 or less" in refused([], partition="h100", time="3-00:00:00")
+
+
+def test_a_missing_image_or_environment_is_found_before_the_queue(
+    rl_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    (fake / "sinfo").write_text("#!/bin/sh\necho 'h100*|up|infinite|2|gpu:8'\n")
+    (fake / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
+    near = tmp_path / "megarl.sif"
+    near.touch()
+    missing = ClusterProfile(runtime="apptainer", image=str(tmp_path / "megrl.sif"))
+    with pytest.raises(ConfigError, match="but there is no such file \\(did you mean '.*megarl.sif'"):
+        check_site(plan_job(rl_yaml, [], missing), missing)
+    elsewhere = ClusterProfile(venv=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="venv is '.*none', but there is no"):
+        check_site(plan_job(rl_yaml, [], elsewhere), elsewhere)
+    found = {finding.subject: finding for finding in check_site(plan_job(rl_yaml, [], ClusterProfile()), ClusterProfile())}
+    assert found["checkpoints"].fix.startswith("set run.save_every")
+
+
+def test_a_checkpoint_is_estimated_as_weights_and_optimizer(rl_yaml: Path) -> None:
+    parameters = 4096 // 2
+    assert checkpoint_bytes(plan_job(rl_yaml, [], ClusterProfile())) == parameters * (2 + 4 + 4 + 4)
+
+
+def test_the_job_s_number_is_found_in_each_batch_system_s_answer() -> None:
+    assert job_number("Submitted batch job 4711\n") == "4711"
+    assert job_number("4711.server\n") == "4711.server"
+    assert job_number("Job <4711> is submitted to queue <normal>.\n") == "4711"
+    with pytest.raises(ConfigError, match="answered no job number, but: nothing"):
+        job_number("")
+
+
+def test_without_a_batch_system_the_program_is_named(
+    rl_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["submit", "pbs", str(rl_yaml)]) == 2
+    assert "qsub is not on this machine; submit from a login node" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,130 @@
+"""Every script that `megarl submit` renders is clean shell, asks for what was asked, and hands the run its words unharmed."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import main
+
+SHELLCHECK = str(Path(sys.executable).with_name("shellcheck"))
+OPTIONS = {
+    "plain": [],
+    "array": ["--seeds", "3,5,8"],
+    "shared": ["--no-exclusive", "--cpus-per-node", "12"],
+    "full": [
+        "--partition", "gpu", "--account", "lab", "--qos", "high", "--time", "1-06:30:00", "--warn-s", "600",
+        "--interface", "ib0",
+        "--env", "NCCL_IB_HCA=mlx5", "--env", "NAME=two words", "--setup", "module load cuda/13.0", "--after", "afterok:17",
+        "--runtime", "apptainer", "--image", "/images/megarl 2.sif", "--mounts", "/data", "--directives=--comment=x",
+    ],
+}  # fmt: skip
+
+
+def rendered(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["submit", *words, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+def inner_scripts(script: str) -> dict[str, str]:
+    """The scripts that a script writes for the nodes, by name."""
+    return dict(re.findall(r"^cat >\"\$job/(\w+\.sh)\" <<'END'\n(.*?)^END$", script, re.M | re.S))
+
+
+def shellcheck(path: Path, text: str, *options: str) -> str:
+    path.write_text(text)
+    done = subprocess.run([SHELLCHECK, "--shell=bash", *options, str(path)], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("system", ["slurm", "pbs", "lsf"])
+def test_scripts_are_clean_shell(
+    system: str, kind: str, rl_yaml: Path, sft_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for config in (rl_yaml, sft_yaml):
+        script = rendered(capsys, system, str(config), "policy.layout.dp=16", *OPTIONS[kind])
+        assert shellcheck(tmp_path / "job.sh", script) == ""
+        scripts = inner_scripts(script)
+        assert (
+            {"driver.sh", "ray_node.sh"} <= scripts.keys()
+            if config == rl_yaml
+            else {"rank.sh", "torchrun_node.sh"} <= scripts.keys()
+        )
+        for text in scripts.values():
+            assert shellcheck(tmp_path / "inner.sh", text, "--exclude=SC1091,SC2154") == ""
+
+
+def test_an_odd_override_reaches_the_run_as_it_was_typed(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = 'data.system_prompt=it\'s "$HOME" `x` \\ *'
+    script = rendered(capsys, "slurm", str(rl_yaml), odd)
+    line = next(line for line in script.splitlines() if line.startswith("on_head bash"))
+    said = subprocess.run(
+        ["bash", "-c", f"on_head() {{ printf '%s\\n' \"$@\"; }}; job=J; options=(run.resume=auto)\n{line.removesuffix('&')}"],
+        capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert said == ["bash", "J/driver.sh", "J", str(rl_yaml), odd, "run.resume=auto"]
+
+
+def test_what_is_asked_of_the_batch_system_is_in_its_directives(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = rendered(capsys, "slurm", str(rl_yaml), "policy.layout.dp=16", *OPTIONS["full"])
+    directives = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    for expected in (
+        "--nodes=2", "--gpus-per-node=8", "--partition=gpu", "--account=lab", "--qos=high", "--time=1-06:30:00",
+        "--signal=B:USR1@600", "--requeue", "--dependency=afterok:17", "--comment=x",
+    ):  # fmt: skip
+        assert expected in directives
+    assert "export NAME='two words'" in script
+    assert script.index("module load cuda/13.0") < script.index("megarl node describe")
+    assert "apptainer exec --nv" in script
+    assert "'/images/megarl 2.sif'" in script
+    pbs = rendered(capsys, "pbs", str(rl_yaml), "policy.layout.dp=16", *OPTIONS["full"])
+    assert "#PBS -l select=2:ncpus=64:mpiprocs=1:ngpus=8\n" in pbs
+    assert "#PBS -l walltime=30:30:00\n" in pbs
+    lsf = rendered(capsys, "lsf", str(rl_yaml), "policy.layout.dp=16", *OPTIONS["full"])
+    assert "#BSUB -n 128\n" in lsf
+    assert "#BSUB -W 1830\n#BSUB -wa USR1 -wt 10\n" in lsf
+
+
+def test_an_array_is_one_run_for_each_seed(rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = rendered(capsys, "slurm", str(rl_yaml), *OPTIONS["array"])
+    assert "#SBATCH --array=0-2\n" in script
+    begin, end = script.index("# ---- this job"), script.index("mkdir -p")
+    facts = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n1"}
+    shown = subprocess.run(
+        ["bash", "-euc", script[begin:end] + 'echo "$run" "${options[@]}" "$job"'],
+        env=facts, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    run = f"{tmp_path}/runs/big-seed5"
+    assert shown == [run, "run.seed=5", "run.name=big-seed5", "run.resume=auto", f"{run}/jobs/40_1.0"]
+
+
+def test_the_same_job_is_the_same_script_and_nothing_is_written(
+    rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    assert rendered(capsys, "slurm", str(rl_yaml)) == rendered(capsys, "slurm", str(rl_yaml))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_profile_file_and_options_are_one_profile(rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = tmp_path / "cluster.yaml"
+    profile.write_text("gpus_per_node: 4\npartition: slow\nenv: {A: '1'}\n")
+    script = rendered(
+        capsys, "slurm", str(rl_yaml), "policy.layout.dp=8", "--cluster-profile", str(profile), "--partition", "quick"
+    )
+    assert "--nodes=2\n" in script
+    assert "--gpus-per-node=4\n" in script
+    assert "--partition=quick\n" in script
+    assert "export A=1\n" in script
+
+
+def test_a_job_for_a_ray_cluster_is_ray_s_own_command(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(rendered(capsys, "ray", str(rl_yaml), "run.steps=3", "--address", "http://head:8265"), comments=True)
+    assert words[1:4] == ["job", "submit", "--no-wait"]
+    assert words[-5:] == ["megarl", "train", str(rl_yaml), "run.steps=3", "run.resume=auto"]
