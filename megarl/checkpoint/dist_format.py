@@ -59,7 +59,7 @@ class DistFolder:
             CheckpointError: it is no such checkpoint, its metadata is damaged or names files that are missing or short, or
                 reading it could run code.
         """
-        from megarl.checkpoint.harmless import check_harmless, read_metadata  # a second to import
+        from megarl.checkpoint.harmless import read_metadata  # a second to import, which a dry run does not need
 
         self.path = Path(path)
         if not is_dist_checkpoint(self.path):
@@ -67,7 +67,6 @@ class DistFolder:
                 f"'{path}' is no megatron-core distributed checkpoint: it has no {METADATA}; it may be the folder of one role, "
                 "such as checkpoints/step_000010/policy"
             )
-        check_harmless(self.path)
         metadata = read_metadata(self.path / METADATA)
         try:
             described = metadata.state_dict_metadata

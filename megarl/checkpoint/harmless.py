@@ -29,9 +29,11 @@ _PLAIN = {
     ("builtins", "frozenset"): frozenset,
     ("builtins", "slice"): slice,
     ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): Path,
+    ("pathlib._local", "PosixPath"): Path,
 }
 # numpy's part of the random numbers' state is an array; its kinds of numbers are classes of their own
-_ARRAYS = [np.ndarray.__reduce__(np.zeros(0))[0], np.ndarray, np.dtype, *(type(np.dtype(code)) for code in "?bBhHiIqQefd")]
+_ARRAYS: list[Any] = [np.ndarray.__reduce__(np.zeros(0))[0], np.ndarray, np.dtype, *(type(np.dtype(code)) for code in "?bBhHiIqQefd")]
 
 
 def check_harmless(folder: str | Path) -> None:
@@ -82,7 +84,7 @@ class _Descriptions(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return torch.serialization._get_layout
-        if module in _DESCRIPTIONS:
+        if module in _DESCRIPTIONS or module.startswith("megatron.core.dist_checkpointing."):
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
                 return found

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megarl.checkpoint.dist_writer import Written
+from megarl.checkpoint.harmless import check_harmless
 from megarl.config import Config
 from megarl.config.fp8 import token_multiple
 from megarl.config.schema import TrainedRole
@@ -238,6 +239,7 @@ class Roles:
 
     def restore(self, folder: str, roles: Sequence[str] | None = None) -> None:
         """Read back a checkpoint of a run; every role of it unless `roles` says which."""
+        check_harmless(folder)
         for role in roles or self._changing():
             self._call(self.group_of(role), "load_role", (role, f"{folder}/{role}"), "resume", self._deadlines.save_s)
 
