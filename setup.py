@@ -97,7 +97,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["observe/page/*", "py.typed", "launch/templates/*.j2"]},
+    package_data={"megarl": ["observe/page/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"]},
     install_requires=REQUIRES,
     extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "mlflow": MLFLOW, "test": TEST},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from megarl.config import Config
+    from megarl.config import Config, SupervisedConfig
     from megarl.reshard.cost import Cost
     from megarl.reshard.plan import ReshardPlan
     from megarl.reshard.verify import Proof
@@ -26,19 +26,82 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     """Add the command `plan` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
     plan = commands.add_parser(
         "plan",
-        help="what a run of CONFIG will move, computed from config.json alone",
-        description="What a run of CONFIG will do, computed before anything is started. config.json is all that is read of the "
-        "model. --reshard: the way of the weights from the training ranks to the engines, bytes by link, and seconds.",
+        help="whether a run of CONFIG fits, and how long a step takes, computed from config.json alone",
+        description="What a run of CONFIG will need, computed before anything is started: memory on every GPU, seconds by "
+        "phase and what bounds them. config.json is all that is read of the model. Exit code 2 if the run does not fit.",
     )
     add_config(plan)
-    plan.add_argument("--reshard", action="store_true", help="plan, verify and price a weight update")
-    plan.add_argument("--cluster", metavar="FILE", help="YAML file with the cluster's rates (default: nodes of 8 H100)")
+    plan.add_argument("--gpu", default="h100", help="kind of GPU: h100, h200, a100, b200, cpu (default: h100)")
+    plan.add_argument("--gpus", type=int, metavar="N", help="GPUs that there are (default: as many as the layouts take)")
+    plan.add_argument("--search", action="store_true", help="rank the layouts that fit, and say why the others do not")
+    plan.add_argument("--calibrate", metavar="RUN", help="folder of a run whose recorded phases scale the seconds")
+    plan.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts (default: half the longest)")
+    plan.add_argument("--response-tokens", type=float, metavar="N", help="mean length of responses (default: half the longest)")
+    plan.add_argument("--json", action="store_true", help="the plan as JSON")
+    plan.add_argument("--reshard", action="store_true", help="plan, verify and price a weight update instead")
+    plan.add_argument(
+        "--cluster", metavar="FILE", help="with --reshard: YAML file with the cluster's rates (default: 8 H100s a node)"
+    )
     plan.set_defaults(run=lambda arguments: _plan(arguments, console()))
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
-    if not arguments.reshard:
-        raise ConfigError("megarl plan needs to know what to plan; it may be --reshard")
+    if arguments.reshard:
+        return _reshard(arguments, console)
+    if arguments.cluster:
+        raise ConfigError("--cluster is for `megarl plan --reshard`; the GPUs of a plan are named by --gpu")
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise ConfigError(f"--gpus is {arguments.gpus}, but it must be a whole number above 0")
+    for option in ("prompt_tokens", "response_tokens"):
+        value = getattr(arguments, option)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{option.replace('_', '-')} is {value:g}, but it must be a number above 0")
+    from megarl.config import check_models
+    from megarl.planning.calibration import Calibration
+    from megarl.planning.gpus import gpu_named
+    from megarl.planning.plan import lengths_of, make_plan
+    from megarl.planning.search import search, what_fits
+    from megarl.planning.show import as_json, found_tables, plan_tables
+
+    config = _any_config(arguments)
+    gpu = gpu_named(arguments.gpu)
+    check_models(config)
+    lengths, calibration = lengths_of(config, arguments.prompt_tokens, arguments.response_tokens), Calibration()
+    if arguments.calibrate:
+        from megarl.planning.fit import calibrated
+
+        calibration = calibrated(arguments.calibrate, gpu)
+    plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
+    found = None
+    if arguments.search or not plan.fits:
+        found = search(config, gpu, plan.available, lengths, calibration)
+    if arguments.json:
+        console.print(as_json(plan, found if arguments.search else None), markup=False, highlight=False, soft_wrap=True)
+    else:
+        for part in plan_tables(plan, config.model.path):
+            console.print(part, highlight=False)
+    if arguments.search and found is not None:
+        if not arguments.json:
+            console.print()
+            for part in found_tables(found):
+                console.print(part, highlight=False)
+        return 0
+    if not plan.fits:
+        assert found is not None
+        instead = what_fits(config, found, plan)
+        raise ConfigError(f"the run does not fit: {plan.excess}; {instead}")
+    return 0
+
+
+def _any_config(arguments: argparse.Namespace) -> Config | SupervisedConfig:
+    from megarl.config import load_config, load_supervised_config
+    from megarl.config.yaml_tree import read_yaml
+
+    load = load_supervised_config if "objective" in read_yaml(arguments.config) else load_config
+    return load(arguments.config, arguments.overrides)
+
+
+def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.config import check_models, load_config
     from megarl.reshard.cost import Cluster, cost_of
     from megarl.reshard.run_plan import plan_of_run

@@ -71,7 +71,6 @@ def test_a_process_group_takes_everything_whole(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["c.yaml"], "megarl plan needs to know what to plan; it may be --reshard"),
         (["c.yaml", "--reshard", "rollout.tp=6"], "rollout.tp is 6, but the model has 64 attention heads, 8 KV heads"),
         (["c.yaml", "--reshard", "policy.layout.pp=7"], "policy.layout.pp=7 does not divide the model's 80 layers; pp may be"),
         (["c.yaml", "--reshard", "rollout.engine_args.ep_size=3"], "target ep is 3, but it must divide the engine's 8 ranks"),

@@ -1,0 +1,148 @@
+"""What a layer keeps of every token for the backward pass, operation by operation, for the layer specs that there are.
+
+The lists of the `reference` spec are what autograd saves in megarl's own modules and is checked against it
+(tests/planning/test_memory.py); those of Transformer Engine follow its modules (LayerNormLinear, fused attention and SwiGLU)
+and have not been compared with a GPU. Bytes per token of the stream; full recomputation keeps a layer's input only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.config.layout import Layout
+from megarl.planning.shape import ModelShape
+
+STATISTICS = 4
+"""Bytes of a norm's statistics per row, of the log-sum-exp of a head: float32."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a run computes: bytes of an element, whether products are in FP8, their weights in FP8 only, what is recomputed."""
+
+    layer_spec: str
+    itemsize: int
+    recompute: str = "none"
+    fp8: bool = False
+    fp8_param: bool = False
+
+    @property
+    def operand(self) -> int:
+        """Bytes of an element that a matrix product reads."""
+        return 1 if self.fp8 else self.itemsize
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether layers are plain torch."""
+        return self.layer_spec != "transformer_engine"
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Bytes per token of this rank's stream (which context parallelism has shared out), of one layer.
+
+    `whole` is without recomputation, `core` what core attention saves of it, `core_inputs` what selective recomputation keeps
+    in its place, `checkpoint` what full recomputation keeps.
+    """
+
+    whole: float
+    core: float
+    core_inputs: float
+    checkpoint: float
+
+    def kept(self, recompute: str) -> float:
+        """What stays from the forward to the backward pass."""
+        if recompute == "full":
+            return self.checkpoint
+        return self.whole - self.core + self.core_inputs if recompute == "selective" else self.whole
+
+    def recomputed(self, recompute: str) -> float:
+        """What the layer under way has anew in the backward pass."""
+        return {"none": 0.0, "selective": self.core, "full": self.whole}[recompute]
+
+
+def layer_activations(
+    shape: ModelShape, layout: Layout, precision: Precision, *, has_experts: bool, mean_length: float
+) -> LayerActivations:
+    """The activations of a layer with or without experts. `mean_length`: tokens of the sequence that a token is in."""
+    rows = 1 / layout.tp if layout.sequence_parallel else 1.0
+    attention = (
+        _latent(shape, layout, precision, rows, mean_length) if shape.latent else _grouped(shape, layout, precision, rows)
+    )
+    outside, core, core_inputs = attention
+    mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
+    checkpoint = rows * shape.hidden * precision.itemsize
+    return LayerActivations(outside + core + mlp, core, core_inputs, checkpoint)
+
+
+def norm(width: float, precision: Precision) -> float:
+    """Bytes per row: torch keeps input and normalised input in float32; Transformer Engine its input."""
+    return 2 * 4 * width + STATISTICS if precision.is_reference else precision.itemsize * width + STATISTICS
+
+
+def _grouped(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> tuple[float, float, float]:
+    """(outside core attention, in it, its inputs)."""
+    size, query = precision.itemsize, shape.query / layout.tp
+    key = max(shape.key_value / layout.tp, shape.head_dim)  # fewer KV heads than ranks: each has a whole one
+    heads, key_heads = shape.heads / layout.tp, key / shape.head_dim
+    projected = (query + 2 * key) * size
+    outside = rows * (norm(shape.hidden, precision) + precision.operand * shape.hidden)
+    outside += 4 * shape.head_dim * size  # cosines and sines, of queries and of keys
+    outside += query * precision.operand  # the output projection's input
+    if shape.head_norms:
+        outside += norm(query, precision) + norm(key, precision) + STATISTICS * (heads + key_heads - 2)
+        if precision.is_reference and size == 4:
+            outside += projected - 4 * key  # the norm of the keys holds all that was projected
+    core_inputs = query * size + key * size + projected  # the values are a view of all that was projected
+    if precision.is_reference:
+        keys = (2 * layout.cp + 1) / 2 if layout.cp > 1 else 1.0  # gathered: those that a rank's early and late chunks look at
+        core = size * (3 * query + 2 * query * keys) + STATISTICS * heads
+        return outside, core, core_inputs
+    core = core_inputs + query * size + STATISTICS * heads
+    return outside - (0 if precision.fp8 else query * size), core, core_inputs + (0 if precision.fp8 else query * size)
+
+
+def _latent(
+    shape: ModelShape, layout: Layout, precision: Precision, rows: float, mean_length: float
+) -> tuple[float, float, float]:
+    latent, size, operand = shape.latent, precision.itemsize, precision.operand
+    assert latent is not None
+    heads = shape.heads / layout.tp
+    query, value, both = heads * shape.head_dim, heads * shape.value_dim, latent.key_value + latent.rope
+    outside = rows * (norm(shape.hidden, precision) + operand * shape.hidden)
+    if latent.query:
+        outside += rows * (norm(latent.query, precision) + operand * latent.query)
+    outside += rows * (norm(latent.key_value, precision) + operand * latent.key_value)
+    if precision.is_reference and size == 4:
+        outside += rows * 4 * latent.rope  # the norm's input is a view of latent and rotary key
+    outside += latent.rope * size  # cosines and sines
+    outside += value * operand  # the output projection's input
+    core_inputs = (2 * query + value + heads * latent.nope) * size
+    if precision.is_reference:  # widths of keys and values differ, for which torch computes all scores
+        core = size * (2 * query + 2 * value + heads * mean_length)
+        return outside, core, core_inputs
+    core = core_inputs + value * size + STATISTICS * heads
+    return outside + both * rows * size - (0 if precision.fp8 else value * size), core, core_inputs
+
+
+def _dense(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:
+    inputs = rows * (norm(shape.hidden, precision) + precision.operand * shape.hidden)
+    return inputs + _gated(shape.ffn / layout.tp, precision)
+
+
+def _gated(width: float, precision: Precision) -> float:
+    """Gate and up, and the second product's input; torch also keeps the activated gate and a copy of up."""
+    of_reference = 2 * precision.itemsize if precision.is_reference else 0
+    return width * (2 * precision.itemsize + of_reference + precision.operand)
+
+
+def _experts(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:
+    """As `_dense`, for tokens spread evenly over all experts: a rank gets as many as it sends."""
+    router = 4 * shape.experts + (1 + 4) * shape.experts + 36 * shape.top_k
+    total = norm(shape.hidden, precision) + router + precision.itemsize * shape.hidden
+    # Each of a token's copies is gathered to all ranks that share its expert.
+    copies = shape.top_k * layout.etp
+    width = shape.expert_ffn / layout.etp
+    of_reference = width * precision.itemsize if precision.is_reference else 0  # before it is weighted
+    total += copies * (precision.operand * shape.hidden + _gated(width, precision) + of_reference + STATISTICS)
+    return rows * total + (_gated(shape.shared_ffn / layout.tp, precision) if shape.shared_ffn else 0)

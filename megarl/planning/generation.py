@@ -1,0 +1,74 @@
+"""Seconds of generation by a roofline: every decoding step reads the weights and the cache of what is under way.
+
+The responses of one engine start together, as many as its cache holds, and end as the length distribution says; so the batch
+shrinks towards the longest. A prompt is computed once per group.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megarl.config import Config
+from megarl.data.plan import FlopsModel
+from megarl.planning.calibration import Calibration
+from megarl.planning.gpus import Gpu
+from megarl.planning.lengths import POINTS, Lengths
+from megarl.planning.memory import MemoryPlan
+from megarl.planning.roles import Engines, RunShape
+
+PREFILL_EFFICIENCY = 0.5
+"""Assumed share of the peak while prompts are read."""
+LAYER_LATENCY_S = 20e-6
+"""Assumed for each layer of a decoding step where ranks add up their shares: two small all-reduces."""
+
+
+def generation_seconds(
+    run: RunShape, gpu: Gpu, memory: MemoryPlan, lengths: Lengths, calibration: Calibration
+) -> dict[str, float]:
+    """Seconds of a step's generation by what bounds them: `memory bandwidth`, `arithmetic`, `latency`, `prefill`."""
+    config, engines, batch = run.config, run.engines, run.batch
+    assert isinstance(config, Config)
+    assert engines is not None
+    assert batch is not None
+    sequences = batch.sequences_per_step / engines.target.engines
+    per_group = config.rollout.samples_per_prompt
+    room = memory.kv_tokens * engines.target.dp / (lengths.prompt + lengths.response)
+    at_once = max(1.0, min(sequences, room))
+    longest = lengths.responses
+    # All but the last `at_once` go through full batches; the last ones leave one by one.
+    full_steps = (sequences - at_once) * lengths.response / at_once
+    ends = np.concatenate([[0.0], longest])
+    spans = np.diff(ends)
+    under_way = at_once * (POINTS - np.arange(POINTS)) / POINTS
+    context = lengths.prompt + (ends[:-1] + ends[1:]) / 2
+    spent: dict[str, float] = {}
+    for steps, active, tokens in (
+        *zip(spans.tolist(), under_way.tolist(), context.tolist(), strict=True),
+        (full_steps, at_once, lengths.prompt + lengths.response / 2),
+    ):
+        for name, seconds in decode_seconds(engines, gpu, active, tokens).items():
+            spent[name] = spent.get(name, 0.0) + steps * seconds
+    flops = FlopsModel.from_hf_config(engines.shape.config)
+    prompts = sequences / per_group * (flops.per_token * lengths.prompt + flops.per_pair * lengths.prompt**2 / 2)
+    spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
+    return {name: seconds / calibration.generation_efficiency for name, seconds in spent.items() if seconds}
+
+
+def decode_seconds(engines: Engines, gpu: Gpu, active: float, context: float) -> dict[str, float]:
+    """One decoding step of `active` sequences with `context` tokens each: the larger of reading and computing, and latency."""
+    shape, ranks = engines.shape, engines.target.ranks
+    read = engines.weight_bytes * _weights_touched(engines, active)
+    read += active / engines.target.dp * context * engines.kv_bytes_per_token
+    flops = FlopsModel.from_hf_config(shape.config)
+    operations = active * (flops.per_token + flops.per_logit_row + flops.per_pair * context) / ranks
+    of_memory, of_peak = read / gpu.hbm_gb_per_s / 1e9, operations / gpu.peak_flops()
+    bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
+    return bound | ({"latency": shape.layers * LAYER_LATENCY_S} if ranks > 1 else {})
+
+
+def _weights_touched(engines: Engines, active: float) -> float:
+    """The share of the weights that a step reads: of the experts those that some token goes to."""
+    shape = engines.shape
+    if not shape.experts:
+        return 1.0
+    return 1 - engines.expert_share * (1 - shape.top_k / shape.experts) ** active

@@ -1,0 +1,321 @@
+"""Bytes on every GPU, and in main memory: what each role keeps, what the engines keep, and what there is at the worst moment.
+
+Parameters are exact. A process keeps what its allocator once took, so the worst moments of processes that share a GPU add up,
+those of one process do not. Nothing is put to sleep between phases: engines keep weights and KV cache while the trainer works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megarl.checkpoint.naming import padded_vocab
+from megarl.config import SupervisedConfig
+from megarl.planning.activations import STATISTICS, Precision, layer_activations, norm
+from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, Gpu
+from megarl.planning.parameters import Parameters, stage_parameters
+from megarl.reshard.cost import STAGED_BUCKETS
+from megarl.reshard.plan import BUCKET_BYTES
+from megarl.reshard.run_plan import ITEMSIZE
+
+if TYPE_CHECKING:
+    from megarl.planning.roles import Engines, Role, RunShape
+
+LOGIT_CHUNK_BYTES = 64 * 2**20
+"""Of a chunk's float32 logits where `logit_chunk_tokens` is null (megatron/heads.py)."""
+GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
+STATIC = ("parameters", "gradients", "optimizer")
+MOMENTARY = ("activations", "logits", "communication")
+PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
+"""What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
+HOST_BYTES_OF_A_PARAMETER = MOMENT_BYTES + 2 * MASTER_BYTES
+"""In main memory of what is offloaded: both moments, the float32 weight, and its gradient."""
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """One role on a rank of one stage, in bytes by part (`STATIC`, `MOMENTARY`); `host` is in main memory."""
+
+    role: str
+    parts: Mapping[str, float]
+    host: float
+
+    @property
+    def static(self) -> float:
+        """What stays for the whole run."""
+        return sum(self.parts[part] for part in STATIC)
+
+    @property
+    def momentary(self) -> float:
+        """The most that a pass of this role takes besides."""
+        return sum(self.parts[part] for part in MOMENTARY)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a role is run on: `tokens` of a micro-batch, `scored` of them with a log-prob, `micro_batches` of an update."""
+
+    tokens: int
+    scored: int
+    micro_batches: int
+    mean_length: float
+
+
+def precision_of(run: RunShape, gpu: Gpu) -> Precision:
+    """How activations are kept on such a GPU."""
+    model = run.config.model
+    spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
+    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, model.fp8 != "none", model.fp8_param)
+
+
+def role_memory(role: Role, stage: int, precision: Precision, work: Workload) -> RoleMemory:
+    """The bytes of `role` on a rank of a pipeline stage.
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+    """
+    held = stage_parameters(role.shape, role.layout, value_head=role.value_head)[stage]
+    parameters = (held.dense + held.expert) * precision.itemsize + 4 * (held.value_head + held.buffers)
+    if precision.fp8 and not precision.fp8_param:
+        parameters += 2 * held.products  # FP8 copies for both directions, beside the BF16 weights; without these in their place
+    parts = dict.fromkeys((*STATIC, *MOMENTARY), 0.0) | {"parameters": float(parameters)}
+    host = 0.0
+    if role.trained is not None:
+        share, offloaded = _shard(held, role), role.trained.optimizer.offload_fraction
+        of_each = MOMENT_BYTES + (MASTER_BYTES if precision.itemsize < 4 else 0)
+        parts["gradients"] = float(GRADIENT_BYTES * held.trained)
+        parts["optimizer"] = (share * of_each + held.value_head / _replicas(role) * MOMENT_BYTES) * (1 - offloaded)
+        parts["activations"] = activation_bytes(role, stage, precision, work)
+        host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
+    if stage == role.layout.pp - 1 and not role.value_head:
+        parts["logits"] = _logits(role, precision, work)
+    parts["communication"] = _communication(role, precision, work)
+    return RoleMemory(role.name, parts, host)
+
+
+def _replicas(role: Role) -> int:
+    return role.layout.dp * role.layout.cp
+
+
+def _shard(held: Parameters, role: Role) -> float:
+    """Elements whose optimizer state this rank has."""
+    return held.dense / _replicas(role) + held.expert / role.layout.edp
+
+
+def activation_bytes(role: Role, stage: int, precision: Precision, work: Workload) -> float:
+    """The most that is kept for the backward pass at once: megatron-core's 1F1B schedule, interleaved where `vpp` is set."""
+    shape, layout, recompute = role.shape, role.layout, precision.recompute
+    tokens = work.tokens / layout.cp
+    layers = [layer for chunk in layout.stage_layers(shape.layers)[stage] for layer in chunk]
+    kinds = {
+        has_experts: layer_activations(shape, layout, precision, has_experts=has_experts, mean_length=work.mean_length)
+        for has_experts in {layer in shape.expert_layers for layer in layers}
+    }
+    each = [kinds[layer in shape.expert_layers] for layer in layers]
+    passes = in_flight(layout.pp, layout.vpp or 1, stage, work.micro_batches)
+    kept = passes * tokens * sum(layer.kept(recompute) for layer in each)
+    if stage == 0:
+        kept += passes * tokens * 8
+    if recompute == "full" and shape.latent is None:
+        kept += passes * tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
+    # The backward pass frees what follows the layers before it computes a layer anew.
+    return kept + max(_after_layers(role, stage, precision, work), tokens * max(layer.recomputed(recompute) for layer in each))
+
+
+def _after_layers(role: Role, stage: int, precision: Precision, work: Workload) -> float:
+    """On the last stage, where a single micro-batch is: the last norm and the rows that are scored."""
+    layout, hidden = role.layout, role.shape.hidden
+    if stage < layout.pp - 1:
+        return 0.0
+    rows = 1 / layout.tp if layout.sequence_parallel else 1.0
+    of_scored = hidden * precision.itemsize + 3 * 8 + 2 * STATISTICS
+    return (work.tokens * rows * norm(hidden, precision) + work.scored * of_scored) / layout.cp
+
+
+def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> float:
+    """How many micro-batches a stage holds at most at once; with virtual stages in parts of a micro-batch."""
+    if vpp == 1:
+        return min(micro_batches, pp - stage)
+    ahead = (pp - stage - 1) * 2 + (vpp - 1) * pp + 1
+    return min(-(-micro_batches // pp) * pp * vpp, ahead) / vpp
+
+
+def _logits(role: Role, precision: Precision, work: Workload) -> float:
+    """Two buffers of a chunk's logits; in the backward pass also the output matrix's gradient in float32 and its copy."""
+    rows = padded_vocab(role.shape.vocab, role.layout.tp) // role.layout.tp
+    scored = max(1, work.scored // role.layout.cp)
+    chunk = min(role.logit_chunk_tokens or max(1, LOGIT_CHUNK_BYTES // (4 * rows)), scored)
+    gradient = rows * role.shape.hidden * (4 + precision.itemsize) if role.trained is not None else 0
+    return 2.0 * chunk * rows * 4 + gradient + scored * role.shape.hidden * precision.itemsize
+
+
+def _communication(role: Role, precision: Precision, work: Workload) -> float:
+    """Buffers that no backward pass keeps: the gathered stream, what goes to a stage's neighbours, the experts' tokens."""
+    layout, shape = role.layout, role.shape
+    stream = work.tokens / layout.cp * shape.hidden * precision.itemsize
+    rows = 1 / layout.tp if layout.sequence_parallel else 1.0
+    total = stream if layout.sequence_parallel else 0.0
+    total += 2 * stream * rows if layout.pp > 1 else 0.0
+    if shape.experts and layout.ep * layout.etp > 1:
+        total += 2 * stream * rows * shape.top_k * layout.etp
+    return total
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The GPUs that hold the same, of which `first` is one: bytes by owner (a role, `engine`, `process`) and part."""
+
+    first: int
+    count: int
+    parts: dict[tuple[str, str], float]
+    host: float
+    processes: int
+
+    @property
+    def total(self) -> float:
+        """Bytes on each of these GPUs."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """All GPUs of a run, by what they hold. `kv_tokens` is what the engines' cache has room for, of `kv_wanted` at once."""
+
+    gpus: tuple[GpuMemory, ...]
+    usable: float
+    kv_tokens: int
+    kv_wanted: int
+
+    @property
+    def worst(self) -> GpuMemory:
+        """The fullest GPU."""
+        return max(self.gpus, key=lambda gpu: gpu.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU holds what is on it."""
+        return self.worst.total <= self.usable
+
+    @property
+    def host_bytes_of_a_node(self) -> float:
+        """In main memory of a node whose GPUs are all like the one with most there."""
+        return GPUS_PER_NODE * max(gpu.host for gpu in self.gpus)
+
+
+def plan_memory(run: RunShape, gpu: Gpu, *, response_tokens: float | None = None) -> MemoryPlan:
+    """What every GPU of a run holds. `response_tokens`: mean length of responses, for the KV cache (None: the longest).
+
+    Raises:
+        LayoutError: a layout does not divide its model.
+    """
+    precision = precision_of(run, gpu)
+    by_stage = {
+        role.name: [role_memory(role, stage, precision, workload(run, role)) for stage in range(role.layout.pp)]
+        for role in run.roles
+    }
+    places = run.places
+    kinds: dict[tuple[tuple[str, int], ...], list[range]] = {}
+    bounds = sorted(_bounds(run))
+    for number in bounds[:-1]:
+        held = [(role.name, _stage(role, number, places[role.group])) for role in run.roles if number in places[role.group]]
+        if number in places.get("engine", ()):
+            held.append(("engine", 0))
+        kinds.setdefault(tuple(held), []).append(range(number, bounds[bounds.index(number) + 1]))
+    counted = [_gpu(run, by_stage, held, numbers) for held, numbers in kinds.items()]
+    if run.engines is None:
+        return MemoryPlan(tuple(counted), gpu.usable_bytes, 0, 0)
+    room = min(gpu.usable_bytes - kind.total for kind in counted if ("engine", "parameters") in kind.parts)
+    tokens, wanted = _kv_tokens(run, run.engines, gpu, room, response_tokens)
+    cache = tokens * run.engines.kv_bytes_per_token
+    with_cache = [
+        replace(kind, parts=kind.parts | {("engine", "KV cache"): cache}) if ("engine", "parameters") in kind.parts else kind
+        for kind in counted
+    ]
+    return MemoryPlan(tuple(with_cache), gpu.usable_bytes, tokens, wanted)
+
+
+def workload(run: RunShape, role: Role) -> Workload:
+    """Full micro-batches of the longest sequences: the worst that a config allows."""
+    if run.batch is None:
+        rows = run.config.data.rows_per_step  # type: ignore[union-attr]
+        per_rank = max(1, rows // role.layout.dp)
+        return Workload(role.max_tokens, role.max_tokens, per_rank, run.longest)
+    batch, config = run.batch, run.config
+    per_rank = batch.sequences_per_mini_batch // role.layout.dp
+    micro_batches = max(1, math.ceil(per_rank / (role.max_tokens // batch.longest_sequence_tokens)))
+    tokens = min(role.max_tokens, per_rank * batch.longest_sequence_tokens)
+    scored = math.ceil(tokens * config.rollout.max_new_tokens / batch.longest_sequence_tokens)  # type: ignore[union-attr]
+    return Workload(tokens, scored, micro_batches, run.longest)
+
+
+def _bounds(run: RunShape) -> set[int]:
+    """The GPUs from which on others hold something else, and the number of all."""
+    found = {0, run.gpus}
+    for name, place in run.places.items():
+        layout = run.groups.get(name)
+        step = layout.world_size // layout.pp if layout is not None else len(place)
+        found |= {*range(place.start, place.stop, step), place.stop}
+    return found
+
+
+def _stage(role: Role, gpu: int, place: range) -> int:
+    return (gpu - place.start) // (role.layout.world_size // role.layout.pp)
+
+
+def _gpu(
+    run: RunShape, by_stage: Mapping[str, list[RoleMemory]], held: tuple[tuple[str, int], ...], numbers: list[range]
+) -> GpuMemory:
+    parts: dict[tuple[str, str], float] = {}
+    host, momentary = 0.0, dict[str, dict[tuple[str, str], float]]()
+    groups = {role.name: role.group for role in run.roles}
+    for name, stage in held:
+        if name == "engine":
+            assert run.engines is not None
+            parts["engine", "parameters"] = float(run.engines.weight_bytes)
+            parts["engine", "working"] = engine_working_bytes(run.engines)
+            continue
+        memory = by_stage[name][stage]
+        parts |= {(name, part): memory.parts[part] for part in STATIC}
+        host += memory.host
+        if memory.momentary > sum(momentary.get(groups[name], {}).values()):
+            momentary[groups[name]] = {(name, part): memory.parts[part] for part in MOMENTARY}
+    for of_group in momentary.values():
+        parts |= of_group
+    processes = len({groups.get(name, name) for name, _ in held})
+    parts["process", "contexts"] = processes * PROCESS_BYTES
+    if run.engines is not None and any(groups.get(name) == "policy" for name, _ in held):
+        parts["policy", "staging"] = staging_bytes(run.engines)
+    return GpuMemory(
+        numbers[0].start, sum(map(len, numbers)), {key: size for key, size in parts.items() if size}, host, processes
+    )
+
+
+def _kv_tokens(run: RunShape, engines: Engines, gpu: Gpu, room: float, response_tokens: float | None) -> tuple[int, int]:
+    """(tokens that the cache of a rank has room for, those that a step would fill at once)."""
+    config, batch = run.config, run.batch
+    assert batch is not None
+    assert not isinstance(config, SupervisedConfig)
+    length = config.data.max_prompt_tokens + (response_tokens or config.rollout.max_new_tokens)
+    ranks_sharing = engines.target.engines * engines.target.dp
+    wanted = max(run.longest, math.ceil(batch.sequences_per_step / ranks_sharing * length))
+    if engines.max_total_tokens is not None:
+        return engines.max_total_tokens, wanted
+    if engines.memory_fraction is not None:
+        pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes
+        return max(run.longest, int(pool / engines.kv_bytes_per_token)), wanted
+    return min(wanted, max(run.longest, int(room / engines.kv_bytes_per_token))), wanted
+
+
+def engine_working_bytes(engines: Engines) -> float:
+    """Activations and buffers of an engine, an estimate: prefill goes through `PREFILL_TOKENS` at a time."""
+    shape, ranks = engines.shape, engines.target.ranks
+    width = 6 * shape.hidden + 3 * max(shape.ffn, shape.expert_ffn * shape.top_k) / ranks
+    logits = padded_vocab(shape.vocab, ranks) * 4 * DECODED_AT_ONCE
+    return PREFILL_TOKENS * engines.itemsize * width + logits
+
+
+def staging_bytes(engines: Engines) -> float:
+    """On a training rank while weights are sent: a bucket that is filled while another is read, of those that it sends."""
+    return float(STAGED_BUCKETS * min(BUCKET_BYTES, engines.weight_bytes))

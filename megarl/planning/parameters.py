@@ -1,0 +1,67 @@
+"""How many parameters each rank of a layout holds, exactly, from the weight map: the rules that also load and save them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+from megarl.checkpoint.naming import padded_vocab
+from megarl.config.layout import Layout
+from megarl.models.weight_map import BoundRule, Rule
+from megarl.planning.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What every rank of a pipeline stage holds. `dense` and `expert` are elements, replicated over dp * cp and over edp.
+
+    `products` are those of them that are operands of the layers' matrix products, which FP8 may hold in a byte. `value_head` is
+    in float32, as are the `buffers`, which are not trained.
+    """
+
+    dense: int
+    expert: int
+    products: int
+    value_head: int
+    buffers: int
+
+    @property
+    def trained(self) -> int:
+        """Elements with a gradient."""
+        return self.dense + self.expert + self.value_head
+
+
+@cache
+def stage_parameters(shape: ModelShape, layout: Layout, *, value_head: bool = False) -> tuple[Parameters, ...]:
+    """The parameters of a rank of each pipeline stage; the ranks of a stage hold equally many.
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+    """
+    weight_map = shape.weight_map.without_output() if value_head else shape.weight_map
+    elements = {rule: _elements(rule, layout, shape) for rule in weight_map.rules}
+    stages = [[layer for chunk in chunks for layer in chunk] for chunks in layout.stage_layers(shape.layers)]
+    found = []
+    for stage, layers in enumerate(stages):
+        count = {"dense": 0, "expert": 0, "products": 0, "buffers": 0}
+        for rule in weight_map.rules:
+            held = _copies(rule, layers, stage, layout, shape.experts) * elements[rule]
+            count["buffers" if rule.dtype else "expert" if rule.is_expert else "dense"] += held
+            if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2 and "router" not in rule.megatron_name:
+                count["products"] += held
+        found.append(Parameters(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
+    return tuple(found)
+
+
+def _copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int) -> int:
+    """How many parameters of this rule a rank of a stage holds."""
+    if rule.stage == "layer":
+        return sum(map(rule.has_layer, layers)) * (experts // layout.ep if rule.is_expert else 1)
+    is_first, is_last = stage == 0, stage == layout.pp - 1
+    return int(is_first if rule.stage == "first" else is_last and not (rule.tied_copy and is_first))
+
+
+def _elements(rule: Rule, layout: Layout, shape: ModelShape) -> int:
+    bound = BoundRule(rule.megatron_name, rule.hf_names, rule.packing)
+    return math.prod(bound.shape(layout.etp if rule.is_expert else layout.tp, padded_vocab(shape.vocab, layout.tp)))

@@ -1,0 +1,186 @@
+"""Which layouts would do: every one that the sizes allow is planned, those that fit are ranked by the time of a step.
+
+All trained roles take the layout that is tried, the engines as many GPUs as there are; roles with layouts that the config gives
+them for themselves (a reference, a reward model) take the tried one too where they share the GPUs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import log2
+from typing import Any
+
+from megarl.config import Config, SupervisedConfig, check_models, parse_config, parse_supervised_config
+from megarl.config.layout import Layout, divisors
+from megarl.errors import ConfigError, LayoutError
+from megarl.planning.calibration import Calibration
+from megarl.planning.gpus import GPUS_PER_NODE, Gpu
+from megarl.planning.lengths import Lengths
+from megarl.planning.plan import Plan, make_plan
+from megarl.planning.shape import ModelShape
+
+LARGEST_CP = 8
+MORE = (2, 4, 8)
+"""Times as many GPUs, where nothing fits on those that there are."""
+SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing to try: a layout for training, what is recomputed, and the ranks of an engine."""
+
+    layout: Layout
+    recompute: str
+    engine_tp: int
+
+    @property
+    def stated(self) -> str:
+        """As overrides of the config, shortened."""
+        sizes = {name: getattr(self.layout, name) for name in SIZES}
+        text = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
+        ends = (self.layout.first_stage_layers, self.layout.last_stage_layers)
+        text += f",first={ends[0]},last={ends[1]}" if any(ends) else ""
+        return f"{text}, recompute {self.recompute}, engines of {self.engine_tp}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found: plans that fit, fastest first, and why others were refused, with how many each time."""
+
+    fitting: tuple[tuple[Choice, Plan], ...]
+    refused: Mapping[str, int]
+
+    @property
+    def tried(self) -> int:
+        """How many choices there were."""
+        return len(self.fitting) + sum(self.refused.values())
+
+
+def search(config: Config | SupervisedConfig, gpu: Gpu, gpus: int, lengths: Lengths, calibration: Calibration) -> Found:
+    """Try every choice on `gpus` GPUs."""
+    fitting: list[tuple[float, int, Choice, Plan]] = []
+    refused: dict[str, int] = defaultdict(int)
+    for number, choice in enumerate(choices(config, gpus)):
+        try:
+            tried = _with(config, choice, gpus)
+            plan = make_plan(tried, gpu, available=gpus, lengths=lengths, calibration=calibration)
+        except (ConfigError, LayoutError) as error:
+            refused[_kind(str(error))] += 1
+            continue
+        if plan.fits:
+            fitting.append((plan.times_without_sync, number, choice, plan))
+        else:
+            refused[_over(plan)] += 1
+    fitting.sort(key=lambda entry: entry[:2])
+    return Found(tuple((choice, plan) for _, _, choice, plan in fitting), dict(refused))
+
+
+def what_fits(config: Config | SupervisedConfig, found: Found, plan: Plan) -> str:
+    """The rest of the sentence about a plan that does not fit: the nearest that does, on as many GPUs or on more."""
+    for factor in (1, *MORE):
+        if factor > 1:
+            found = search(config, plan.gpu, plan.available * factor, plan.lengths, plan.calibration)
+        if found.fitting:
+            choice, _ = nearest_fitting(config, found)
+            more = "" if factor == 1 else f" needs {plan.available * factor:,} GPUs"
+            return f"the nearest that fits{more}: {choice.stated}"
+    return f"no layout that was tried fits on up to {plan.available * MORE[-1]:,} {plan.gpu.name}"
+
+
+def nearest_fitting(config: Config | SupervisedConfig, found: Found) -> tuple[Choice, Plan]:
+    """Of those that fit the one that changes least of what the config says."""
+    own = config.policy.layout
+
+    def distance(entry: tuple[Choice, Plan]) -> float:
+        choice = entry[0]
+        changes = sum(abs(log2(getattr(choice.layout, name) / getattr(own, name))) for name in SIZES)
+        return changes + (choice.recompute != config.model.recompute)
+
+    return min(found.fitting, key=distance)
+
+
+def choices(config: Config | SupervisedConfig, gpus: int) -> Iterator[Choice]:
+    """Everything that is worth trying: powers of two, tp within a node, stages as even as the layers allow."""
+    shape = ModelShape.read(config.model.path)
+    separate = isinstance(config, Config) and config.resources.placement == "separate"
+    of_engines = config.rollout.engines * config.rollout.tp if isinstance(config, Config) else 0
+    groups = 1 + (isinstance(config, Config) and config.uses_critic)
+    training = (gpus - of_engines) // groups if separate else gpus
+    engine_tps = _engine_tps(config, gpus, separate)
+    for tp, pp, cp in product(_powers(GPUS_PER_NODE), _powers(64), _powers(LARGEST_CP)):
+        if training % (tp * pp * cp) or pp > shape.layers:
+            continue
+        dp = training // (tp * pp * cp)
+        for ep, etp in _expert_sizes(shape, tp, tp * cp * dp):
+            layout = _with_stages(shape, {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp": dp})
+            for recompute, engine_tp in product(("none", "selective", "full"), engine_tps):
+                yield Choice(layout, recompute, engine_tp)
+
+
+def _engine_tps(config: Config | SupervisedConfig, gpus: int, separate: bool) -> list[int]:
+    if isinstance(config, SupervisedConfig):
+        return [1]
+    if separate or config.rollout.engine != "sglang" or config.rollout.engine_args:
+        return [config.rollout.tp]  # which engine_args go with
+    return [tp for tp in _powers(2 * GPUS_PER_NODE) if gpus % tp == 0]
+
+
+def _expert_sizes(shape: ModelShape, tp: int, per_stage: int) -> list[tuple[int, int]]:
+    if not shape.experts:
+        return [(1, 1)]
+    fit = [ep for ep in divisors(shape.experts) if per_stage % ep == 0 and ep in _powers(64)]
+    return [(ep, 1) for ep in fit if ep > 1] + [(1, tp)]
+
+
+def _with_stages(shape: ModelShape, sizes: dict[str, int]) -> Layout:
+    """The layout, with shorter first and last stages where equal ones cannot be."""
+    whole: dict[str, Any] = {**sizes, "sequence_parallel": sizes["tp"] > 1}
+    if shape.layers % sizes["pp"] == 0 or sizes["pp"] < 3:
+        return Layout(**whole)
+    of_each = -(-shape.layers // sizes["pp"])
+    ends = shape.layers - of_each * (sizes["pp"] - 2)
+    while ends < 2:
+        of_each -= 1
+        ends = shape.layers - of_each * (sizes["pp"] - 2)
+    return Layout(**whole, first_stage_layers=ends // 2, last_stage_layers=ends - ends // 2)
+
+
+def _with(config: Config | SupervisedConfig, choice: Choice, gpus: int) -> Any:
+    """`config` as it would be with a choice; checked as any config is."""
+    tree = config.model_dump()
+    layout = {name: value for name, value in vars(choice.layout).items() if value is not None}
+    tree["model"]["recompute"] = choice.recompute
+    tree["policy"]["layout"] = layout
+    if isinstance(config, SupervisedConfig):
+        tried: Any = parse_supervised_config(tree)
+    else:
+        tree["critic"]["layout"] = layout
+        for role in ("reference", "reward_model"):
+            if tree[role]["layout"] is not None:
+                tree[role]["layout"] = layout
+        if config.resources.placement == "colocated" and config.rollout.engine == "sglang":
+            tree["rollout"] |= {"tp": choice.engine_tp, "engines": max(1, gpus // choice.engine_tp)}
+        tried = parse_config(tree)
+    check_models(tried)
+    return tried
+
+
+def _kind(sentence: str) -> str:
+    """What an error is about, without its numbers: up to the first `is N`."""
+    field, _, rest = sentence.partition(" is ")
+    reason = rest.partition("but ")[2].partition(";")[0].split("(")[0].strip()
+    return f"{field}: {''.join(c if not c.isdigit() else '#' for c in reason)}" if reason else sentence.split(";")[0]
+
+
+def _over(plan: Plan) -> str:
+    if plan.run.gpus > plan.available:
+        return "takes more GPUs than there are"
+    owner, part = max(plan.memory.worst.parts, key=lambda key: plan.memory.worst.parts[key])
+    return f"a GPU is too small: most is {part} of the {owner}"
+
+
+def _powers(most: int) -> list[int]:
+    return [2**n for n in range(most.bit_length()) if 2**n <= most]

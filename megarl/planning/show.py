@@ -1,0 +1,127 @@
+"""A plan as tables for a terminal, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.table import Table
+
+from megarl.planning.memory import MOMENTARY, STATIC
+from megarl.planning.plan import Plan
+from megarl.planning.search import Found
+
+PARTS = (*STATIC, "KV cache", *MOMENTARY, "working", "staging", "contexts")
+SHOWN = 10
+"""Choices of a search that are shown."""
+
+
+def plan_tables(plan: Plan, model: str) -> list[Table | str]:
+    """What the run is, the fullest GPU by owner and part, and the phases of a step."""
+    return [_facts(plan, model), "", *_memory(plan), "", *_times(plan)]
+
+
+def found_tables(found: Found) -> list[Table | str]:
+    """The choices that fit, fastest first, and why the others were refused."""
+    fitting = Table("layout", "GB of a GPU", "s of a step", box=None, pad_edge=False)
+    title = f"{len(found.fitting):,} of {found.tried:,} choices fit; seconds are estimates, without weight updates"
+    for choice, plan in found.fitting[:SHOWN]:
+        fitting.add_row(choice.stated, f"{plan.memory.worst.total / 1e9:,.1f}", f"{plan.times_without_sync:,.1f}")
+    refused = Table("refused", "why", box=None, pad_edge=False)
+    for why, count in sorted(found.refused.items(), key=lambda entry: -entry[1]):
+        refused.add_row(f"{count:,}", why)
+    return [title, fitting, "", refused]
+
+
+def as_json(plan: Plan, found: Found | None) -> str:
+    """The same in full."""
+    worst, times = plan.memory.worst, plan.times
+    tree: dict[str, Any] = {
+        "gpu": plan.gpu.name,
+        "gpus": plan.run.gpus,
+        "available": plan.available,
+        "fits": plan.fits,
+        "calibration": plan.calibration.source,
+        "lengths": {"prompt": plan.lengths.prompt, "response": plan.lengths.response, "longest": plan.lengths.longest},
+        "memory": {
+            "usable_bytes": plan.memory.usable,
+            "fullest_gpu": worst.first,
+            "bytes": worst.total,
+            "parts": {f"{owner}/{part}": size for (owner, part), size in worst.parts.items()},
+            "host_bytes_of_a_node": plan.memory.host_bytes_of_a_node,
+            "kv_cache_tokens": plan.memory.kv_tokens,
+            "kv_cache_tokens_wanted": plan.memory.kv_wanted,
+        },
+        "times": {
+            "step_s": times.step_seconds,
+            "phases": {phase.name: {"seconds": phase.seconds, "parts": dict(phase.parts)} for phase in times.phases},
+        },
+    }
+    if found is not None:
+        tree["search"] = {
+            "fitting": [
+                {"choice": choice.stated, "bytes": own.memory.worst.total, "step_s": own.times_without_sync}
+                for choice, own in found.fitting
+            ],
+            "refused": dict(found.refused),
+        }
+    return json.dumps(tree, indent=2)
+
+
+def _facts(plan: Plan, model: str) -> Table:
+    run, memory, lengths = plan.run, plan.memory, plan.lengths
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("model", model)
+    for role in run.roles:
+        sizes = {name: getattr(role.layout, name) or 1 for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
+        stated = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
+        trained = "trained" if role.trained is not None else "frozen"
+        where = f"in the processes of {role.group}"
+        table.add_row(role.name, f"{trained}, {role.layout.world_size:,} ranks ({stated}), {where}")
+    if run.engines is not None:
+        target = run.engines.target
+        cache = f"KV cache of {memory.kv_tokens:,} tokens a rank ({memory.kv_wanted:,} would be filled at once)"
+        table.add_row("engines", f"{target.engines:,} of {target.ranks} ranks, {cache}")
+    place = "on the same GPUs" if run.colocated else "each on GPUs of its own"
+    table.add_row("GPUs", f"{run.gpus:,} of {plan.available:,} {plan.gpu.name}, {place}")
+    if run.batch is not None:
+        for label, value in run.batch.rows():
+            table.add_row(label, value)
+    responses = f"responses of {lengths.response:,.0f}, at most {lengths.longest:,}"
+    table.add_row("lengths", f"prompts of {lengths.prompt:,.0f} tokens on average, {responses}")
+    return table
+
+
+def _memory(plan: Plan) -> list[Table | str]:
+    worst, memory = plan.memory.worst, plan.memory
+    owners = list(dict.fromkeys(owner for owner, _ in worst.parts))
+    table = Table("GB of the fullest GPU", box=None, pad_edge=False)
+    for owner in owners:
+        table.add_column(owner, justify="right")
+    for part in PARTS:
+        sizes = [worst.parts.get((owner, part)) for owner in owners]
+        if any(sizes):
+            table.add_row(part, *("" if size is None else f"{size / 1e9:,.2f}" for size in sizes))
+    sums = (sum(size for (one, _), size in worst.parts.items() if one == owner) for owner in owners)
+    table.add_row("sum", *(f"{size / 1e9:,.2f}" for size in sums))
+    verdict = "fits" if memory.fits else "does not fit"
+    of_all = f"{worst.total / 1e9:,.1f} of {memory.usable / 1e9:,.1f} GB"
+    stated = f"GPU {worst.first} (one of {worst.count:,} alike): {of_all}, {verdict}"
+    if memory.host_bytes_of_a_node:
+        stated += f"; main memory of a node: {memory.host_bytes_of_a_node / 1e9:,.0f} GB"
+    return [table, stated]
+
+
+def _times(plan: Plan) -> list[Table | str]:
+    times = plan.times
+    table = Table("phase", box=None, pad_edge=False)
+    for column in ("seconds", "share"):
+        table.add_column(column, justify="right")
+    table.add_column("bound by")
+    for phase in times.phases:
+        if phase.seconds:
+            bound = f"{phase.bound} ({phase.parts[phase.bound] / phase.seconds:.0%})"
+            table.add_row(phase.name, f"{phase.seconds:,.3g}", f"{phase.seconds / times.step_seconds:.0%}", bound)
+    step = times.step_seconds
+    table.add_row("step", f"{step:,.3g}", "", f"{times.tokens / step / plan.run.gpus:,.0f} tokens/s of each GPU")
+    return [table, f"Seconds are estimates, by {plan.calibration.source}"]

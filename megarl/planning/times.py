@@ -1,0 +1,196 @@
+"""Seconds of a step by phase, and what bounds each: arithmetic, memory, links. Estimates, until a run has calibrated them.
+
+Training: operations over peak times an efficiency, longer by the pipeline's bubble, plus what the ranks tell each other, none
+of it at the same time. Generation: a roofline over the length distribution (`generation.py`). The weights' way to the engines:
+the reshard plan. The names of phases are those of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.config import Config, SupervisedConfig
+from megarl.data.plan import FlopsModel
+from megarl.planning.calibration import Calibration
+from megarl.planning.generation import generation_seconds
+from megarl.planning.gpus import GPUS_PER_NODE, Gpu
+from megarl.planning.lengths import Lengths
+from megarl.planning.memory import GRADIENT_BYTES, MemoryPlan, precision_of
+from megarl.planning.parameters import stage_parameters
+from megarl.planning.roles import Role, RunShape
+from megarl.reshard.cost import cost_of
+
+OPTIMIZER_BYTES = 4 + 3 * 8 + 2
+"""Read and written for each parameter of a shard in Adam's step: gradient, both moments and master weight, new weight."""
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """Seconds of a phase in one step by what they are spent on; `bound` is what takes longest."""
+
+    name: str
+    parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        return max(self.parts, key=lambda part: self.parts[part]) if self.seconds else "nothing"
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """The phases of a step. `takes_turns`: one after the other; else generation runs beside the rest."""
+
+    phases: tuple[PhaseTime, ...]
+    takes_turns: bool
+    tokens: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a whole step."""
+        generation = sum(phase.seconds for phase in self.phases if phase.name == "generate")
+        rest = sum(phase.seconds for phase in self.phases) - generation
+        return generation + rest if self.takes_turns else max(generation, rest)
+
+    def seconds(self, name: str) -> float:
+        """Of one phase, 0 where there is none of this name."""
+        return sum(phase.seconds for phase in self.phases if phase.name == name)
+
+
+def plan_times(
+    run: RunShape, gpu: Gpu, memory: MemoryPlan, lengths: Lengths, calibration: Calibration, *, sync: bool = True
+) -> TimePlan:
+    """The phases of one step of a run, without the update of the engines unless `sync`."""
+    config = run.config
+    roles = {role.name: role for role in run.roles}
+    if isinstance(config, SupervisedConfig):
+        rows = float(config.data.rows_per_step)
+        passes = {name: _pass(run, roles[name], gpu, lengths, rows, calibration) for name in roles}
+        phases = [PhaseTime("update", _update(run, roles["policy"], gpu, passes["policy"], rows, 1, calibration))]
+        if "reference" in roles:
+            phases.insert(0, PhaseTime("log_probs", passes["reference"]))
+        return TimePlan(tuple(phases), True, rows * (lengths.prompt + lengths.response))
+    assert run.batch is not None
+    samples, updates = float(run.batch.sequences_per_step), run.batch.optimizer_steps_per_step
+    passes = {name: _pass(run, role, gpu, lengths, samples, calibration) for name, role in roles.items()}
+    phases = []
+    if run.engines is not None:
+        if sync:
+            phases.append(PhaseTime("sync", _sync(run, gpu, calibration)))
+        phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths, calibration)))
+    scored = passes.get("reward_model", {})
+    phases.append(PhaseTime("reward", _added({"rewards": samples * calibration.reward_s_per_sample}, scored)))
+    answering = [name for name in ("policy", "reference", "critic") if name in roles]
+    if not _needs_old_log_probs(config):
+        answering.remove("policy")
+    phases.append(PhaseTime("log_probs", _added(*(passes[name] for name in answering))))
+    of_roles = [
+        _update(run, roles[name], gpu, passes[name], samples * config.algorithm.epochs, updates, calibration)
+        for name in ("critic", "policy")
+        if name in roles
+    ]
+    # Roles on GPUs of their own update at the same time.
+    longest = max(of_roles, key=lambda parts: sum(parts.values()))
+    phases.append(PhaseTime("update", _added(*of_roles) if run.colocated else longest))
+    phases.append(PhaseTime("other", {"driver": calibration.other_s}))
+    tokens = samples * (lengths.prompt + lengths.response)
+    return TimePlan(tuple(phases), config.rollout.schedule.mode == "sync", tokens)
+
+
+def _needs_old_log_probs(config: Config) -> bool:
+    """As `trainers/experience.py` has it."""
+    algorithm = config.algorithm
+    in_reward = algorithm.kl.coef > 0 and algorithm.kl.where == "reward"
+    return algorithm.epochs * algorithm.mini_batches > 1 or in_reward or algorithm.correction.mode != "none"
+
+
+def _added(*several: Mapping[str, float]) -> dict[str, float]:
+    return {part: sum(one.get(part, 0.0) for one in several) for part in dict.fromkeys(p for one in several for p in one)}
+
+
+def _pass(
+    run: RunShape, role: Role, gpu: Gpu, lengths: Lengths, sequences: float, calibration: Calibration
+) -> dict[str, float]:
+    """Seconds of a forward pass over `sequences`."""
+    layout, shape = role.layout, role.shape
+    precision = precision_of(run, gpu)
+    flops = FlopsModel.from_hf_config(shape.config)
+    prompt, response = round(lengths.prompt), max(1, round(lengths.response))
+    operations = sequences * flops.cost(prompt, [response])
+    if role.value_head:
+        operations -= sequences * response * flops.per_logit_row
+    of_stages = [sum(map(len, chunks)) for chunks in layout.stage_layers(shape.layers)]
+    peak = gpu.peak_flops(fp8=precision.fp8) / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
+    compute = operations / layout.world_size / (peak * calibration.train_efficiency)
+    compute *= max(of_stages) * layout.pp / shape.layers
+    tokens = sequences * (prompt + response) / layout.dp  # of a replica
+    micro_batches = max(1.0, tokens / role.max_tokens)
+    links = _links(role, gpu, precision.itemsize, tokens, max(of_stages))
+    spent = {"arithmetic": compute, **links}
+    bubble = (layout.pp - 1) / (micro_batches * (layout.vpp or 1))
+    return spent | {"pipeline bubble": bubble * sum(spent.values())}
+
+
+def _links(role: Role, gpu: Gpu, itemsize: int, tokens: float, layers: int) -> dict[str, float]:
+    """Seconds of a forward pass's messages of one rank, for `tokens` of its replica and `layers` of its stage."""
+    layout, shape = role.layout, role.shape
+    row = shape.hidden * itemsize
+    local = tokens / layout.cp
+    tensor = 4 * layers * local * row * (layout.tp - 1) / layout.tp
+    width = (2 * shape.key_value if shape.latent is None else shape.heads * (shape.head_dim + shape.value_dim)) / layout.tp
+    context = layers * tokens * width * itemsize * (layout.cp - 1) / layout.cp
+    with_experts = layers * len(shape.expert_layers) / shape.layers
+    rows = local / (layout.tp if layout.sequence_parallel else 1)
+    experts = 2 * with_experts * rows * shape.top_k * layout.etp * row * (layout.ep - 1) / layout.ep
+    pipeline = 2 * rows * row * (layout.vpp or 1) if layout.pp > 1 else 0.0
+    # Ranks of a node share experts over NVLink; of the rest of the group all is beyond it.
+    of_node = min(1.0, GPUS_PER_NODE / (layout.ep * layout.etp))
+    seconds = {
+        "tensor parallel": tensor / gpu.link_gb_per_s(layout.tp) / 1e9,
+        "context parallel": context / gpu.link_gb_per_s(layout.tp * layout.cp) / 1e9,
+        "expert parallel": experts * (of_node / gpu.nvlink_gb_per_s + (1 - of_node) / gpu.network_gb_per_s) / 1e9,
+        "pipeline": pipeline / gpu.network_gb_per_s / 1e9,
+    }
+    return {name: spent for name, spent in seconds.items() if spent}
+
+
+def _update(
+    run: RunShape,
+    role: Role,
+    gpu: Gpu,
+    one_pass: Mapping[str, float],
+    sequences: float,
+    updates: int,
+    calibration: Calibration,
+) -> dict[str, float]:
+    """Forward and backward over `sequences` in `updates` optimizer steps; `one_pass` is a forward pass over a step's."""
+    precision = precision_of(run, gpu)
+    of_step = run.batch.sequences_per_step if run.batch is not None else sequences
+    epochs = sequences / of_step
+    factor = (4.0 if precision.recompute == "full" else 3.0) * epochs
+    held = max(stage_parameters(role.shape, role.layout, value_head=role.value_head), key=lambda stage: stage.trained)
+    replicas = role.layout.dp * role.layout.cp
+    nbytes = (GRADIENT_BYTES + precision.itemsize) * (
+        held.dense * (replicas - 1) / replicas + held.expert * (role.layout.edp - 1) / role.layout.edp
+    )
+    shard = held.dense / replicas + held.expert / role.layout.edp
+    offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
+    return {name: factor * seconds for name, seconds in one_pass.items()} | {
+        "data parallel": updates * nbytes / gpu.link_gb_per_s(role.layout.world_size // role.layout.pp) / 1e9,
+        "optimizer": updates
+        * shard
+        * ((1 - offloaded) * OPTIMIZER_BYTES / gpu.hbm_gb_per_s + offloaded * OPTIMIZER_BYTES / gpu.host_gb_per_s)
+        / 1e9,
+    }
+
+
+def _sync(run: RunShape, gpu: Gpu, calibration: Calibration) -> dict[str, float]:
+    assert run.engines is not None
+    cost = cost_of(run.engines.plan, gpu.cluster, colocated=run.colocated)
+    return {cost.bound.name: cost.seconds / calibration.sync_efficiency}
