@@ -27,8 +27,9 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
     environment.filters["quote"] = lambda text: shlex.quote(str(text))
     mounts = [str(cwd), *profile.mounts]
     total_s = profile.time_s
+    nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
     return environment.get_template(f"{system}.sh.j2").render(
-        what=f"{job.command} {job.config_path.name} as {job.name}, by {job.launcher} on {job.nodes} node{'s' * (job.nodes > 1)}",
+        what=f"{job.command} {job.config_path.name} as {job.name}, by {job.launcher} on {nodes}",
         version=__version__,
         submit_with=SUBMIT_WITH[system],
         script=script_path(job, system),

@@ -132,10 +132,10 @@ def test_a_missing_image_or_environment_is_found_before_the_queue(
     near = tmp_path / "megarl.sif"
     near.touch()
     missing = ClusterProfile(runtime="apptainer", image=str(tmp_path / "megrl.sif"))
-    with pytest.raises(ConfigError, match="but there is no such file \\(did you mean '.*megarl.sif'"):
+    with pytest.raises(ConfigError, match=r"but there is no such file \(did you mean '.*megarl.sif'"):
         check_site(plan_job(rl_yaml, [], missing), missing)
     elsewhere = ClusterProfile(venv=str(tmp_path / "none"))
-    with pytest.raises(ConfigError, match="venv is '.*none', but there is no"):
+    with pytest.raises(ConfigError, match=r"venv is '.*none', but there is no"):
         check_site(plan_job(rl_yaml, [], elsewhere), elsewhere)
     found = {finding.subject: finding for finding in check_site(plan_job(rl_yaml, [], ClusterProfile()), ClusterProfile())}
     assert found["checkpoints"].fix.startswith("set run.save_every")

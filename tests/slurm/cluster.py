@@ -104,6 +104,11 @@ class Slurm:
         assert not check or done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout.strip()
 
+    def finished(self) -> list[dict[str, str]]:
+        """Every end of a job, in order, as `jobcomp/filetxt` wrote it: JobId, JobState, NodeList, ..."""
+        lines = (self.folder / "jobs.txt").read_text().splitlines()
+        return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
+
     def logs(self) -> str:
         """The ends of the daemons' logs."""
         return "\n".join(f"== {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.folder.glob("slurm*.log")))
