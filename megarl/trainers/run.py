@@ -109,7 +109,7 @@ class Run(ABC):
         state = read_state(resume_from) if resume_from is not None else None
         self.step = state["step"] if state is not None else 0
         self._refuse_to_overwrite()
-        self.was_finished = self.finished
+        self.was_finished = self.finished and (self.folder / "summary.json").exists()
         if self.leads:
             if (why := unwritable(self.folder)) is not None:
                 raise ConfigError(f"run.folder is '{config.run.folder}', but nothing can be written to {self.folder} ({why})")
@@ -238,18 +238,16 @@ class Run(ABC):
     def finish(self) -> dict[str, Any]:
         """Write `summary.json` and return it; a run that was already finished keeps the summary that it has.
 
-        Raises:
-            CheckpointError: the run had done its last step, but its summary is missing.
+        One that did its last step and was then killed does only what is still to be done.
         """
         path = self.folder / "summary.json"
         if self.was_finished:
-            if not path.exists():
-                raise CheckpointError(f"{self.folder} is finished, but {path} is missing; resume from an earlier checkpoint")
             self.progress.say(f"{self.folder} is finished; its summary is in {path}")
             return json.loads(path.read_text())
-        if self._settings.run.export:
+        model = self.folder / "model"
+        if self._settings.run.export and not self.roles.groups[POLICY].agree(model.exists()):
             with self.phases("export"):
-                self.roles.export(POLICY, str((self.folder / "model").resolve()))
+                self.roles.export(POLICY, str(model.resolve()))
         self.timeline.record(self.step, self.roles)
         summary = build_summary(
             self._settings,
