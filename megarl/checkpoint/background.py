@@ -5,26 +5,34 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from megarl.checkpoint.dist_writer import Written, write_shards
-
-if TYPE_CHECKING:
-    from megarl.megatron.shards import Shards
+from megarl.megatron.shards import Shards, host_memory
 
 _NICENESS = 10
 
 
 class BackgroundWriter:
-    """A thread that writes one role's part after the other and leaves the processor to whoever else wants it."""
+    """A thread that writes one role's part after the other and leaves the processor to whoever else wants it.
+
+    The memory that a role is copied into is kept: getting it anew costs several times what the copy does.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._writing: dict[str, Future[Written]] = {}
+        self._memory: dict[str, Tensor] = {}
 
     def begin(self, role: str, shards: Shards, folder: str) -> None:
-        """Start to write `shards`, which nobody may change any more."""
-        self._writing[role] = self._pool.submit(write_shards, shards, folder)
+        """Copy `shards` and start to write the copy; on return, training may go on."""
+        if role in self._writing:
+            self._writing[role].exception()  # waits: the one before needs the memory, if its checkpoint was given up
+        memory = self._memory.get(role)
+        if memory is None or memory.nbytes < shards.nbytes:
+            memory = self._memory[role] = host_memory(shards.nbytes)
+        self._writing[role] = self._pool.submit(write_shards, shards.copied_into(memory), folder)
 
     def result(self, role: str, *, wait: bool) -> Written | None:
         """What was written of what was begun last, durable by now; None if it is not yet there and `wait` is not asked for.

@@ -44,19 +44,26 @@ class Shards:
     objects: dict[str, bytes]
     common: dict[str, Any] | None
 
-    def on_host(self) -> Shards:
-        """A copy in main memory, pinned where there is a device, that training does not change."""
-        starts, end = [], 0
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a copy needs."""
+        return sum(map(_aligned, self.boxes))
+
+    def copied_into(self, memory: Tensor) -> Shards:
+        """A copy in `memory` from `host_memory`, which training does not change."""
+        boxes, start = [], 0
         for box in self.boxes:
-            starts.append(end)
-            end += box.data.nbytes + -box.data.nbytes % _ALIGNMENT
-        memory = torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=platform.cuda_present())
-        boxes = []
-        for box, start in zip(self.boxes, starts, strict=True):
             place = memory[start : start + box.data.nbytes].view(box.data.dtype)
             boxes.append(replace(box, data=place.copy_(box.data, non_blocking=True)))
-        platform.current().synchronize()
+            start += _aligned(box)
+        if platform.cuda_present():
+            platform.current().synchronize()
         return replace(self, boxes=boxes)
+
+
+def host_memory(nbytes: int) -> Tensor:
+    """So much main memory, pinned where there is a device that copies into it."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=platform.cuda_present())
 
 
 def shards_of(state: dict[str, Any], owned: Sequence[Box]) -> Shards:
@@ -113,6 +120,10 @@ def flat_boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[t
 def plain(tensor: Tensor) -> Tensor:
     """The values of a tensor, also of one that Transformer Engine holds in FP8."""
     return (tensor.dequantize() if is_float8tensor(tensor) else tensor).detach()
+
+
+def _aligned(box: Box) -> int:
+    return box.data.nbytes + -box.data.nbytes % _ALIGNMENT
 
 
 def _parts(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:

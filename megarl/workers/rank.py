@@ -141,7 +141,7 @@ class Rank:
         from megarl.checkpoint.background import BackgroundWriter
 
         self.writer = self.writer or BackgroundWriter()
-        self.writer.begin(role, self.roles[role].shards().on_host(), folder)
+        self.writer.begin(role, self.roles[role].shards(), folder)
 
     def saved_role(self, role: str, wait: bool) -> Any:
         """What `save_role` wrote, a `Written`, once it is on the disk; None if it is not yet and `wait` is not asked for."""

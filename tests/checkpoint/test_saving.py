@@ -120,7 +120,8 @@ def test_a_full_disk_is_told_with_the_file_and_older_checkpoints_stay(
         return path
 
     monkeypatch.setattr(CheckpointFolder, "begin", on_a_full_disk)
-    assert_told_and_nothing_lost(saving, roles, 2, Path(file).name if "policy/_" in file else ".writing_step_000002", "No space left on device")
+    named = Path(file).name if "policy/_" in file else ".writing_step_000002"
+    assert_told_and_nothing_lost(saving, roles, 2, named, "No space left on device")
     monkeypatch.undo()
     save(saving, roles, 3)
     assert saving.checkpoints.resolve("auto") == saving.checkpoints.all()[-1]

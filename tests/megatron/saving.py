@@ -7,14 +7,20 @@ from typing import Any
 import torch
 
 from megarl.checkpoint.dist_writer import join_shards, write_shards
+from megarl.megatron.shards import Shards, host_memory
 
 
 def save_role(role: Any, folder: str) -> None:
     """Write the role's checkpoint into `folder`; collective over the world."""
-    write_parts(role.shards().on_host(), folder)
+    write_parts(copied(role.shards()), folder)
 
 
-def write_parts(shards: Any, folder: str) -> None:
+def copied(shards: Shards) -> Shards:
+    """What is not changed by what the role does next."""
+    return shards.copied_into(host_memory(shards.nbytes))
+
+
+def write_parts(shards: Shards, folder: str) -> None:
     """Write what all ranks' `shards` are the parts of into `folder`; collective over the world."""
     parts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(parts, write_shards(shards, folder))

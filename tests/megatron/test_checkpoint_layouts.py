@@ -15,7 +15,7 @@ import torch
 from megarl.config.layout import Layout
 from tests.families import build_folder
 from tests.megatron.moments import MOMENTS, adams, assert_equal, everything, merged, role_in, update
-from tests.megatron.saving import save_role, write_parts
+from tests.megatron.saving import copied, save_role, write_parts
 from tests.world import World
 
 UPDATES = 2
@@ -72,7 +72,7 @@ def save(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str, 
     for _ in range(updates):
         update(role, rank)
     draws()
-    shards = role.shards().on_host()
+    shards = copied(role.shards())
     answer = answer_of(role, rank)  # it trains on, which what is being saved does not see
     write_parts(shards, checkpoint)
     return answer
