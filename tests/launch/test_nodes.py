@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -142,3 +144,22 @@ def test_doctor_over_one_node_says_that_it_is_alone(
     assert main(["doctor", "--cluster", "--shared", str(tmp_path)]) in (0, 1)
     assert "this machine alone" in capsys.readouterr().out
     assert main(["doctor", "--cluster", "--shared", str(tmp_path / "none")]) == 2
+
+
+def test_clocks_and_links_are_measured_between_processes() -> None:
+    port = free_port_blocks()[-1]
+    measure = (
+        "import json, sys, time; from megarl.launch import network\n"
+        "plan = json.loads(sys.argv[1]); ahead = 30.0 * plan['rank']; now = time.time\n"
+        "network.time.time = lambda: now() + ahead\n"
+        "print(json.dumps(network.measure(plan)))"
+    )
+    plan = {"world_size": 2, "address": "127.0.0.1", "port": port, "interface": "lo", "backend": "gloo"}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", measure, json.dumps(plan | {"rank": rank})], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    found = [json.loads(rank.communicate(timeout=60)[0].splitlines()[-1]) for rank in ranks]
+    assert found[0]["clock_s"] == 0.0
+    assert found[1]["clock_s"] == pytest.approx(30.0, abs=0.2)  # its clock was put ahead
+    assert all(link["gb_per_s"] > 0.01 and 0 < link["latency_s"] < 1 for link in found)
