@@ -4,9 +4,10 @@
 
 Colocated updates (shared memory) are compared with two processes that hand the same bytes through shared memory, bucket by
 bucket: one copies them in, the other copies them out, neither while the other does. Disaggregated updates (a process group)
-are compared with a plain Gloo broadcast of the same bytes. An update is what a run does: begin, every bucket, end; with the
-comparison of every tensor's checksum, and without it. Plain transfers and updates take turns. The readers have one
-thread each, engine and sender all cores, as in a run.
+are compared with a plain Gloo broadcast of the same bytes. An update is what a run with one training rank does: begin, every
+bucket (colocated: those of the reshard plan, cut from Megatron's parameters), end; with the comparison of every checksum, and
+without it. Plain transfers and updates take turns. The plain readers have one thread each, engine and sender all cores, as in
+a run.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from workload import machine
 
+from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
+from megarl.reshard.pieces import RankPlan
 from megarl.rollout.payload import sharing_by_file
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_server import HOST, ServerOptions
-from megarl.workers.weight_sync import BUCKET_BYTES, Pusher, open_sender
+from megarl.workers.weight_sync import BUCKET_BYTES, Pusher, open_sender, plan_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 ONE_BILLION = LlamaConfig(
@@ -154,10 +157,22 @@ def timed(action: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def moved(weights: Weights, by: float) -> None:
+def moved(weights: list[Tensor], by: float) -> None:
     """Change every weight a little, in place, as a training step does."""
-    for _, weight in weights:
+    for weight in weights:
         weight.mul_(1 + by)
+
+
+def as_a_rank(
+    pusher: Pusher, engine: SglangEngine, weights: Weights, transport: str
+) -> tuple[list[Tensor], Callable[[bool], Any]]:
+    """What a run's only training rank holds, and what sends that to the engine, with or without checksums."""
+    plan = plan_for(engine.endpoint, transport, engine.endpoint.layout.model, Layout(), 1)
+    if plan is None:
+        return [weight for _, weight in weights], lambda verify: pusher.push(iter(weights), None, None, verify)
+    mine, hf = RankPlan(plan, 0), dict(weights)
+    shards = {rule.megatron_name: rule.shard_from_hf(hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
+    return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify)
 
 
 async def updates(engine: SglangEngine, weights: Weights, transport: str, plain: Any, repeats: int) -> dict[str, Any]:
@@ -165,16 +180,17 @@ async def updates(engine: SglangEngine, weights: Weights, transport: str, plain:
     pusher = Pusher()
     pusher.connect(0, partial(open_sender, engine.endpoint, transport, (HOST, free_port()), "gloo"))
     assert not pusher.unreachable, pusher.unreachable
+    held, push = as_a_rank(pusher, engine, weights, transport)
     number = (engine.weight_version or 0) + 1
     rows: dict[str, list[dict[str, float]]] = {"plain": [], "checked": [], "unchecked": []}
     for _ in range(repeats + 1):
         rows["plain"].append({"total_s": timed(plain.once)})
         for how in ("checked", "unchecked"):
-            moved(weights, 1e-4)
+            moved(held, 1e-4)
             began = time.perf_counter()
             await engine.begin_update(number)
             begun = time.perf_counter()
-            pushed = await asyncio.to_thread(pusher.push, iter(weights), None, None, how == "checked")
+            pushed = await asyncio.to_thread(push, how == "checked")
             sent = time.perf_counter()
             assert pushed[0].error is None, pushed[0].error
             await engine.end_update(number, pushed[0].checksums)

@@ -93,6 +93,38 @@ def _keep_full_precision(tensor: Any, values: Tensor, trainable: bool) -> None:
         tensor.clear_high_precision_init_val()
 
 
+def local_shards(
+    chunks: Sequence[torch.nn.Module], options: ModelOptions, weight_map: WeightMap, quantiser: Quantiser | None = None
+) -> dict[str, Tensor]:
+    """What this rank holds, by the weight map's names: views, without value head and tied copies.
+
+    With a `quantiser` what it applies to is quantised, and its part of the extras beside it; that is collective over the ranks
+    that share a parameter. Without one nothing is.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in global_tensors(chunks):
+        if _is_value_head(name, options):
+            continue
+        rule = weight_map.rule_for(name)
+        if rule.tied_copy:
+            continue
+        if quantiser is None or not quantiser.applies_to(rule):
+            found[rule.megatron_name] = tensor.detach()
+            continue
+        group = _tensor_group(rule)
+        exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
+        place = _place(rule, options)
+        values, extras = quantiser(rule, tensor.detach(), *place, exchange)
+        found |= {rule.megatron_name: values} | quantiser.own_extras(rule, extras, *place)
+    return found
+
+
+def _tensor_group(rule: BoundRule) -> Any:
+    if rule.expert is None:
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
 class Quantiser(Protocol):
     """Makes of a rank's shard fewer bytes, and tensors beside them, such as scales; see `reshard.quantise`."""
 
@@ -108,6 +140,9 @@ class Quantiser(Protocol):
         self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Callable[[Tensor], None]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The shard in `dtype` and the whole extras. `exchange` makes a tensor the element-wise largest of all the ranks'."""
+
+    def own_extras(self, rule: BoundRule, extras: dict[str, Tensor], tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+        """By Megatron name, this rank's part of the extras: together the ranks have each of them once."""
 
 
 def export_weights(

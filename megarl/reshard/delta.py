@@ -1,14 +1,11 @@
-"""Which weights have changed since the last update: what one training rank remembers of what it sent.
+"""What has changed since the last update: what one training rank remembers of what it sent.
 
-A digest of each tensor's bits, not the tensor: 32 bytes each. Tensors are sent whole or not at all.
+A checksum of each piece's bits, not the piece: a few bytes each. Pieces (the plan's boxes) are sent whole or not at all.
 """
 
 from __future__ import annotations
 
-import hashlib
-
-import torch
-from torch import Tensor
+from collections.abc import Hashable
 
 
 def base_for(confirmed: int | None, version: int, every: int) -> int | None:
@@ -21,28 +18,22 @@ def base_for(confirmed: int | None, version: int, every: int) -> int | None:
 
 
 class SentWeights:
-    """Digests of the weights of the last version sent, by name; `version` is None before the first."""
+    """Checksums of the pieces of the last version sent, by their places; `version` is None before the first."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        self._digests: dict[str, bytes] = {}
-        self._next: dict[str, bytes] = {}
+        self._checksums: dict[Hashable, str] = {}
+        self._next: dict[Hashable, str] = {}
 
     def begin(self) -> None:
         """A push begins; what an earlier one that was broken off has left is forgotten."""
         self._next = {}
 
-    def changed(self, name: str, weight: Tensor) -> bool:
-        """Whether any bit of `weight` differs from what was sent under this name; remembers it for `sent`."""
-        self._next[name] = digest(weight)
-        return self._digests.get(name) != self._next[name]
+    def changed(self, place: Hashable, checksum: str) -> bool:
+        """Whether any bit differs from what was sent to this place; remembers it for `sent`."""
+        self._next[place] = checksum
+        return self._checksums.get(place) != checksum
 
     def sent(self, version: int) -> None:
         """Everything given to `changed` since `begin` is what engines will have as `version`."""
-        self.version, self._digests, self._next = version, self._next, {}
-
-
-def digest(weight: Tensor) -> bytes:
-    """SHA-256 of a tensor's bits."""
-    flat = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(flat.cpu().numpy().data).digest()
+        self.version, self._checksums, self._next = version, self._next, {}

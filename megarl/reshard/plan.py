@@ -20,6 +20,7 @@ from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
+from megarl.reshard.block_scales import quantised_map
 from megarl.reshard.slices import Slices, engine_slices
 from megarl.reshard.sources import Sources
 from megarl.reshard.targets import EVERY_RANK, Target, check_target
@@ -245,11 +246,17 @@ def _is_for(ranks: Ints, engine_rank: int) -> npt.NDArray[np.bool_]:
 
 
 def plan_reshard(
-    hf_config: HFConfig, layout: Layout, target: Target, *, itemsize: int = 2, bucket_bytes: int = BUCKET_BYTES
+    hf_config: HFConfig,
+    layout: Layout,
+    target: Target,
+    *,
+    itemsize: int = 2,
+    bucket_bytes: int = BUCKET_BYTES,
+    fp8: bool = False,
 ) -> ReshardPlan:
     """Plan the way from training ranks in `layout` to engines; the config is all that is read of the model.
 
-    `itemsize` are the bytes of an element as it is sent (2: bfloat16).
+    `itemsize` are the bytes of an element as it is sent (2: bfloat16). With `fp8` linear layers are sent in FP8, with scales.
 
     Raises:
         LayoutError: the training layout or the engines cannot hold the model, or `bucket_bytes` is less than a row of a tensor.
@@ -259,6 +266,7 @@ def plan_reshard(
     check_target(hf_config, target)
     vocab = int(architecture.gpt_kwargs(hf_config)["vocab_size"])
     weight_map = architecture.weight_map(hf_config)
+    weight_map = quantised_map(weight_map) if fp8 else weight_map
     return plan_of_map(weight_map, layout, target, padded_vocab(vocab, layout.tp), itemsize, bucket_bytes)
 
 

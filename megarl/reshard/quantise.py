@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.fp8 import BLOCK, LARGEST, SCALE_SUFFIX
-from megarl.checkpoint.naming import is_linear_weight
 from megarl.models.weight_map import BoundRule
+from megarl.reshard.block_scales import BlockScales, is_quantised
 
 Scales = Literal["float", "power_of_two"]
 Exchange = Callable[[Tensor], None]
@@ -46,7 +46,7 @@ class Fp8Quantiser:
 
     def applies_to(self, rule: BoundRule) -> bool:
         """Whether FP8 checkpoints quantise the parameter."""
-        return is_linear_weight(rule)
+        return is_quantised(rule.megatron_name)
 
     def extras(self, rule: BoundRule) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the scales."""
@@ -57,6 +57,13 @@ class Fp8Quantiser:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See `quantise_shard`."""
         return quantise_shard(rule, shard, tp_rank, tp_size, exchange, self.scales)
+
+    def own_extras(self, rule: BoundRule, extras: dict[str, Tensor], tp_rank: int, tp_size: int) -> dict[str, Tensor]:
+        """The scales that a plan has this rank send, under the name that it has for them."""
+        axis, scales = rule.tp_axis or 0, [extras[name + SCALE_SUFFIX] for name in rule.hf_names]
+        runs = BlockScales(rule.packing).runs(tp_rank, tp_size, None)
+        parts = [scales[part].narrow(axis, start, stop - start) for part, start, stop in runs if part is not None]
+        return {rule.megatron_name + SCALE_SUFFIX: torch.cat(parts, dim=axis)}
 
 
 def raise_to_largest(largest: Tensor, part: Tensor, box: Box) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.yaml_tree import describe_value
@@ -42,7 +44,17 @@ def target_of_run(config: Config) -> Target:
     rollout = config.rollout
     if rollout.engine == "replay":
         raise ConfigError("rollout.engine is 'replay', which takes no weights; it may be 'sglang' or 'embedded'")
-    arguments = dict(rollout.engine_args)
+    whole: Literal["none", "experts", "all"] = "all" if rollout.sync == "process_group" else "experts"
+    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines, whole=whole)
+
+
+def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> Target:
+    """One SGLang engine of `ranks` ranks, started with these arguments beside `tp_size`.
+
+    Raises:
+        ConfigError, LayoutError: as `plan_of_run`.
+    """
+    arguments = dict(engine_args)
     if arguments.pop("enable_dp_attention", False):
         arguments["attn_dp_size"] = arguments.pop("dp_size", 1)
     for name in NOT_PLANNED:
@@ -52,10 +64,9 @@ def target_of_run(config: Config) -> Target:
                 "not known to reshard plans; leave it out"
             )
     ep, dp = (_size(arguments, name) for name in ("ep_size", "attn_dp_size"))
-    if rollout.tp % dp:
-        raise LayoutError(f"rollout.engine_args.attn_dp_size is {dp}, but it must divide rollout.tp={rollout.tp}")
-    whole: Literal["none", "experts", "all"] = "all" if rollout.sync == "process_group" else "experts"
-    return Target(tp=rollout.tp // dp, ep=ep, dp=dp, engines=rollout.engines, whole=whole)
+    if ranks % dp:
+        raise LayoutError(f"rollout.engine_args.attn_dp_size is {dp}, but it must divide rollout.tp={ranks}")
+    return Target(tp=ranks // dp, ep=ep, dp=dp)
 
 
 def _size(arguments: dict[str, Any], name: str) -> int:

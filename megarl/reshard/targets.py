@@ -18,6 +18,7 @@ from megarl.models.architecture import HFConfig
 from megarl.models.packings import GateUp, GroupedQKV, Vocabulary
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import Rule
+from megarl.reshard.block_scales import BlockScales
 from megarl.reshard.tensors import Ints
 
 VOCAB_PADDING = 64
@@ -101,6 +102,10 @@ class Target:
     def own_intervals(self, rule: Rule, part: int) -> list[Interval]:
         """What each rank holds: as `intervals` where nothing is taken whole."""
         axis = rule.packing.tp_axis
+        if isinstance(rule.packing, BlockScales):
+            inner = replace(rule, packing=rule.packing.of)
+            length = rule.packing.of.hf_shapes[part][axis or 0]
+            return [BlockScales.blocks(*held, length, rule.hf_names[part]) for held in self.own_intervals(inner, part)]
         length = rule.packing.hf_shapes[part][axis or 0]
         if rule.is_expert:
             return _even(length, self.expert_tp)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.checksums import compare, sha256_start
+from megarl.rollout.checksums import compare, digest
 from megarl.rollout.engine import Bucket, FinishReason, Generation, Progress, SamplingParams, check_request
 from megarl.rollout.hub_names import hub_tensors
 from megarl.rollout.weight_state import WeightState
@@ -194,14 +194,14 @@ class EmbeddedEngine:
                 if held.shape != weight.shape:
                     raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(held.shape)}")
                 held.copy_(weight.detach())
-                self._sent[name] = sha256_start([weight.detach().to(held.dtype)])
+                self._sent[name] = digest(weight.detach().to(held.dtype))
 
     async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
         self._weights.check(version)
         try:
             compare(
                 {**self._sent, **(checksums or {})},
-                {name: sha256_start([tensor]) for name, tensor in self._held.items()},
+                {name: digest(tensor) for name, tensor in self._held.items()},
             )
         except EngineError:
             self._weights.fail()

@@ -1,8 +1,7 @@
 """Weights as bytes that an SGLang server can read, made without importing SGLang (on a CPU).
 
-A request carries only a handle; the values lie in shared memory (CPU) or are reached over CUDA IPC. Whole weights travel in
-SGLang's own format `flattened_bucket`: one byte tensor and where each weight lies in it. Slices, where every tensor-parallel
-rank is handed its own, travel in the format that `slice_loader.load` reads inside the server.
+A request carries only a handle; the values lie in shared memory (CPU) or are reached over CUDA IPC, in the format that
+`slice_loader.load` reads inside the server: where in the bytes each piece lies, and where in a parameter it belongs.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing
 
-WHOLE = "flattened_bucket"
+from megarl.reshard.pieces import Held, Piece
+from megarl.reshard.targets import EVERY_RANK
+
 SLICED = "megarl.rollout.slice_loader.load"
 ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 BUFFERS = 2  # one is filled while the engine reads the other
@@ -28,49 +28,46 @@ _STRATEGY = threading.Lock()  # torch's sharing strategy is one for the process
 
 
 class Place(NamedTuple):
-    """Bytes `start:stop` of a buffer are the weight, or the slice of the weight, `name`."""
+    """Bytes `start:stop` of a buffer are what an engine is to hold as `held`."""
 
-    name: str
+    held: Held
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The weight, where it lies."""
+        """The values, where they lie."""
         return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
 
 
 class Staged:
-    """A bucket in a buffer that other processes can read: `places[r]` is where the weights of tensor-parallel rank r lie.
+    """Pieces in a buffer that other processes can read. `name` is the buffer's: another under this name has replaced it."""
 
-    One entry of `places` stands for all ranks: each gets whole weights.
-    """
-
-    def __init__(self, buffer: torch.Tensor, places: Sequence[Sequence[Place]]) -> None:
-        self.buffer, self.places = buffer, places
+    def __init__(self, buffer: torch.Tensor, places: Sequence[Place], name: str) -> None:
+        self.buffer, self.places, self.name = buffer, places, name
         self.readers: list[Future[Any]] = []
 
-    def tensors(self, rank: int = 0) -> list[tuple[str, torch.Tensor]]:
-        """What a rank is given, as views of the buffer."""
-        return [(place.name, place.view(self.buffer)) for place in self.places[rank]]
+    def only(self, places: Sequence[Place]) -> Staged:
+        """The same buffer, of which only these places are to be read."""
+        return Staged(self.buffer, places, self.name)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and values, as views of the buffer."""
+        return [(place.held.tensor, place.view(self.buffer)) for place in self.places]
 
     def payloads(self, ranks: int) -> list[str]:
-        """One payload per rank of the engine, base64 text of about 100 bytes per weight; the values lie in memory once.
+        """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in memory once.
 
         The payloads are not interchangeable: each holds a reference to the shared memory which the rank that opens it gives
         back, and with the last of them the memory is gone.
         """
-        if len(self.places) == 1:
-            content = {"flattened_tensor": self.buffer, "metadata": [_for_sglang(place) for place in self.places[0]]}
-            return [_serialize(content, self.buffer) for _ in range(ranks)]
-        specs = [[(*p[:1], str(p.dtype).removeprefix("torch."), *p[2:]) for p in places] for places in self.places]
-        return [_serialize([(spec, self.buffer)], self.buffer) for spec in specs]
-
-    @property
-    def load_format(self) -> str:
-        """How the server is to read the payloads."""
-        return WHOLE if len(self.places) == 1 else SLICED
+        of_ranks: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
+        for held, dtype, _, start, stop in self.places:
+            spec = (*held, str(dtype).removeprefix("torch."), start, stop)
+            for rank in range(ranks) if held.engine_rank == EVERY_RANK else (held.engine_rank,):
+                of_ranks[rank].append(spec)
+        return [serialize([((self.name, specs), self.buffer)], self.buffer.is_cuda) for specs in of_ranks]
 
 
 class Staging:
@@ -80,8 +77,8 @@ class Staging:
     filled again before everything in its bucket's `readers` is done. `align_bytes` 1 packs weights without gaps.
     """
 
-    def __init__(self, buffers: int = BUFFERS, align_bytes: int = ALIGN_BYTES) -> None:
-        self._align_bytes = align_bytes
+    def __init__(self, buffers: int = BUFFERS, align_bytes: int = ALIGN_BYTES, name: str = "") -> None:
+        self._align_bytes, self._name = align_bytes, name
         self._buffers: list[torch.Tensor | None] = [None] * buffers
         self._staged: list[Staged | None] = [None] * buffers
         self._next = 0
@@ -91,22 +88,18 @@ class Staging:
         """Memory that the buffers take."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
-    def stage(self, bucket: Sequence[tuple[str, Sequence[torch.Tensor]]]) -> Staged:
-        """Copy the weights `(name, one tensor for all ranks or one for each)` into the next buffer.
-
-        Ranks that are given the same tensor object share its place.
-        """
+    def stage(self, pieces: Sequence[Piece]) -> Staged:
+        """Copy `pieces` into the next buffer."""
         number, self._next = self._next, (self._next + 1) % len(self._buffers)
         before = self._staged[number]
         if before is not None:
             for reader in before.readers:
                 reader.exception()  # waits; a failure is its owner's to report
-        places, size = _places(bucket, self._align_bytes)
-        buffer = self._at_least(number, size, bucket[0][1][0].device)[:size]
-        for (_, tensors), *of_ranks in zip(bucket, *places, strict=True):
-            for place, tensor in dict(zip(of_ranks, tensors, strict=True)).items():
-                place.view(buffer).copy_(tensor.detach())
-        staged = self._staged[number] = Staged(buffer, places)
+        places, size = _places(pieces, self._align_bytes)
+        buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
+        for place, piece in zip(places, pieces, strict=True):
+            place.view(buffer).copy_(piece.tensor.detach())
+        staged = self._staged[number] = Staged(buffer, places, f"{self._name}/{number}")
         return staged
 
     def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
@@ -119,35 +112,20 @@ class Staging:
         return buffer
 
 
-def _places(bucket: Sequence[tuple[str, Sequence[torch.Tensor]]], align_bytes: int) -> tuple[list[list[Place]], int]:
-    """Per rank the places of `bucket`'s weights, and the bytes of all."""
-    ranks: list[list[Place]] = [[] for _ in bucket[0][1]]
-    offset = end = 0
-    for name, tensors in bucket:
-        known: dict[int, Place] = {}
-        for rank, tensor in enumerate(tensors):
-            if id(tensor) not in known:
-                end = offset + tensor.numel() * tensor.element_size()
-                known[id(tensor)] = Place(name, tensor.dtype, tuple(tensor.shape), offset, end)
-                offset = -(-end // align_bytes) * align_bytes
-            ranks[rank].append(known[id(tensor)])
-    return ranks, end
+def _places(pieces: Sequence[Piece], align_bytes: int) -> tuple[list[Place], int]:
+    """The places of `pieces`, and the bytes of all."""
+    places: list[Place] = []
+    end = 0
+    for held, tensor in pieces:
+        start = -(-end // align_bytes) * align_bytes
+        end = start + tensor.numel() * tensor.element_size()
+        places.append(Place(held, tensor.dtype, tuple(tensor.shape), start, end))
+    return places, end
 
 
-def _for_sglang(place: Place) -> SimpleNamespace:
-    """A place in SGLang's fields, of which `numel` is bytes, too."""
-    return SimpleNamespace(
-        name=place.name,
-        shape=torch.Size(place.shape),
-        dtype=place.dtype,
-        start_idx=place.start,
-        end_idx=place.stop,
-        numel=place.stop - place.start,
-    )
-
-
-def _serialize(content: Any, buffer: torch.Tensor) -> str:
-    if buffer.is_cuda:
+def serialize(content: Any, has_cuda: bool) -> str:
+    """Tensors by reference, anything else by value, as text."""
+    if has_cuda:
         # SGLang names CUDA devices by UUID in its own pickles; its serializer is the one that knows how.
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions

@@ -13,12 +13,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import torch
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.checksums import UNCHECKED, EngineLayout, compare, is_of_experts
+from megarl.reshard.pieces import Held
+from megarl.reshard.run_plan import engine_target
+from megarl.rollout.checksums import UNCHECKED, EngineLayout, compare
 from megarl.rollout.engine import Bucket, Generation, Progress, SamplingParams, check_request
+from megarl.rollout.payload import SLICED, serialize, sharing_by_file
 from megarl.rollout.sglang_senders import Endpoint, TensorSender
 from megarl.rollout.sglang_server import ServerOptions, SglangServer
+from megarl.rollout.slice_loader import answer_bytes, checking, read_answer
 from megarl.rollout.weight_state import WeightState
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
@@ -40,7 +45,6 @@ class SglangEngine:
         self._weights = WeightState(initial_version)
         self._paused = False
         self._session_open = False
-        self._parameters: set[str] = set()
         self._sender = TensorSender(self.endpoint)
         self._rounds: set[_Round] = set()
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
@@ -48,7 +52,9 @@ class SglangEngine:
     @classmethod
     async def start(cls, options: ServerOptions, initial_version: int | None = None) -> SglangEngine:
         """Start a server and return its engine; see `EngineLayout.of_model` and `SglangServer.start` for what is raised."""
-        layout = EngineLayout.of_model(options.model_path, options.dtype, options.tp, options.device)
+        target = engine_target(options.tp, options.extra)
+        model_path = options.extra.get("model_path", options.model_path)
+        layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
         server = SglangServer(options)
         await asyncio.to_thread(server.start)
         try:
@@ -173,14 +179,15 @@ class SglangEngine:
         self._weights.receive()
         await asyncio.to_thread(self._sender.send, bucket)
 
-    async def end_update(self, version: int, checksums: Mapping[str, str] | None = None) -> None:
+    async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
         self._weights.check(version)
         with self._failing():
-            sent = {**self._sender.checksums(), **(checksums or {})}
+            sent: dict[Held, str] = {**self._sender.checksums(), **(checksums or {})}
+            missing = dict.fromkeys(self.endpoint.layout.missing(sent), UNCHECKED)
             async with self._session(CONTROL_TIMEOUT_S) as session:
+                compare(sent, {**(await self._held(session, sent)), **missing})
                 await self._post(session, "end_weight_update", {})
                 self._session_open = False
-                compare(sent, await self._held(session, values=UNCHECKED not in sent.values()))
                 await self._post(session, "flush_cache", {})
                 await self._set_server_version(session, version)
                 self._weights.confirm()
@@ -200,22 +207,35 @@ class SglangEngine:
             self._weights.lose()
             raise
 
-    async def _held(self, session: aiohttp.ClientSession, *, values: bool) -> dict[str, str]:
-        """`<parameter>@<tp rank>` -> checksum of what the server holds, as far as what was sent can say what it must be.
+    async def _held(self, session: aiohttp.ClientSession, sent: Mapping[Held, str]) -> dict[Held, str]:
+        """The digests of what was sent as the server's ranks read them back from their parameters.
 
-        Without `values` the server is only asked if it has never said which parameters it has.
+        Where no digest was taken the server is not asked.
+
+        Raises:
+            EngineError: a rank has a parameter of which something was not sent.
         """
-        if not values and self._parameters:
-            return dict.fromkeys(self._parameters, UNCHECKED)
-        answer = await self._post(session, "weights_checker", {"action": "checksum"})
-        held = {
-            f"{name}@{rank['parallelism_info'][0]['tp_rank']}": value
-            for rank in answer["ranks"]
-            for name, value in rank["checksums"].items()
-            if self.endpoint.layout.checks_experts or not is_of_experts(name)
-        }
-        self._parameters = set(held)
+        held = dict.fromkeys(sent, UNCHECKED)
+        ranks = [[box for box, value in sent.items() if value != UNCHECKED and box.engine_rank == rank] for rank in self._ranks]
+        if not any(ranks):
+            return held
+        answers = [torch.zeros(answer_bytes(len(boxes)), dtype=torch.uint8) for boxes in ranks]
+        with sharing_by_file():
+            for answer in answers:
+                answer.share_memory_()
+        payloads = [serialize(checking(*of_rank), has_cuda=False) for of_rank in zip(ranks, answers, strict=True)]
+        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
+        await self._post(session, "update_weights_from_tensor", body)
+        for rank, boxes in enumerate(ranks):
+            digests, uncovered = read_answer(answers[rank])
+            if uncovered:
+                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
+            held |= zip(boxes, digests, strict=True)
         return held
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.endpoint.layout.target.ranks)
 
     async def _set_server_version(self, session: aiohttp.ClientSession, version: int) -> None:
         body = {"new_version": str(version), "abort_all_requests": False}

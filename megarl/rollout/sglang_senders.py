@@ -19,11 +19,13 @@ import torch
 
 from megarl.bearer import bearer
 from megarl.errors import EngineError
-from megarl.rollout.checksums import EngineLayout, SentChecksums, held_slices
+from megarl.reshard.pieces import Held, Piece
+from megarl.reshard.targets import EVERY_RANK
+from megarl.rollout.checksums import UNCHECKED, EngineLayout, digest
 from megarl.rollout.engine import Bucket
-from megarl.rollout.payload import ALIGN_BYTES, WHOLE, Staged, Staging
+from megarl.rollout.payload import ALIGN_BYTES, SLICED, Staged, Staging
 
-POLL_S = 0.005
+POLL_S = 0.001
 ALIVE_S = 30.0
 
 
@@ -46,15 +48,15 @@ class _Sender:
     def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
         self._staging: Staging | None = None
-        self._checksums = self.new_checksums()
+        self._checksums: dict[Held, str] = {}
 
-    def slices(self, bucket: Bucket) -> list[tuple[str, Sequence[torch.Tensor]]]:
-        """What `Staging.stage` must be given for this engine."""
-        return [(name, [weight]) for name, weight in bucket]
+    def pieces(self, bucket: Bucket) -> list[Piece]:
+        """What `Staging.stage` must be given of whole weights for this engine."""
+        return [Piece(Held.whole(name, weight), weight) for name, weight in bucket]
 
-    def new_checksums(self, values: bool = True) -> SentChecksums:
-        """What takes the checksums of an update to this engine, or to any other of the same layout."""
-        return SentChecksums(self.endpoint.layout, values)
+    def held(self, staged: Staged) -> list[Piece]:
+        """What the engine's ranks must hold of what was staged, cut as they hold it."""
+        raise NotImplementedError
 
     def deliver(self, staged: Staged) -> None:
         """Send what has been staged; returns when its buffer may be filled again, or raises EngineError."""
@@ -64,7 +66,7 @@ class _Sender:
         """Return when the engine has taken over everything that was delivered, or raise EngineError."""
 
     def send(self, bucket: Bucket) -> None:
-        """Send `bucket`; returns when the engine has taken it over.
+        """Send `bucket`, whole weights, in the engine's dtype; returns when it has taken them over.
 
         Raises:
             EngineError: no update is open, or the engine refused the weights. A process group is then out of step: close it.
@@ -72,21 +74,23 @@ class _Sender:
         if not bucket:
             return
         self._staging = self._staging or Staging(1, self.align_bytes)
-        hashing = _Hashing(self._checksums, bucket)
-        try:
-            self.deliver(self._staging.stage(self.slices(bucket)))
-            self.finish()
-        finally:
-            hashing.join()
-        hashing.check()
+        staged = self._staging.stage(self.pieces([(name, weight.to(self.endpoint.layout.dtype)) for name, weight in bucket]))
+        self._checksums |= taken(self.held(staged))
+        self.deliver(staged)
+        self.finish()
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self) -> dict[Held, str]:
         """Checksums of everything that `send` sent since the last call; ends this sender's part of the update."""
-        done, self._checksums = self._checksums, self.new_checksums()
-        return done.result()
+        done, self._checksums = self._checksums, {}
+        return done
 
     def close(self) -> None:
         """Give back what the engine and this process hold for the connection."""
+
+
+def taken(pieces: Sequence[Piece], values: bool = True) -> dict[Held, str]:
+    """The checksums of `pieces`; without `values`, and of what SGLang's own loader cuts, that there is none."""
+    return {held: digest(tensor) if values and held.engine_rank != EVERY_RANK else UNCHECKED for held, tensor in pieces}
 
 
 class TensorSender(_Sender):
@@ -97,15 +101,19 @@ class TensorSender(_Sender):
     def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
         super().__init__(endpoint, timeout_s)
 
-    def slices(self, bucket: Bucket) -> list[tuple[str, Sequence[torch.Tensor]]]:
-        """The slices of every tensor-parallel rank; see `checksums.held_slices`."""
-        return [(name, held_slices(name, weight, self.endpoint.layout)) for name, weight in bucket]
+    def pieces(self, bucket: Bucket) -> list[Piece]:
+        """The slices of every rank."""
+        return [piece for name, weight in bucket for piece in self.endpoint.layout.pieces(name, weight)]
+
+    def held(self, staged: Staged) -> list[Piece]:
+        """What was staged."""
+        return [Piece(place.held, place.view(staged.buffer)) for place in staged.places]
 
     def deliver(self, staged: Staged) -> None:
         """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
         body = {
-            "serialized_named_tensors": staged.payloads(self.endpoint.layout.tp),
-            "load_format": staged.load_format,
+            "serialized_named_tensors": staged.payloads(self.endpoint.layout.target.ranks),
+            "load_format": SLICED,
             "flush_cache": False,  # once, at the end of the update
         }
         call(self.endpoint, "update_weights_from_tensor", body, self.timeout_s)
@@ -117,7 +125,7 @@ class DistributedSender(_Sender):
     `backend` is `gloo` on CPU and `nccl` on CUDA. Use as a context manager: leaving it destroys the group on both sides.
     """
 
-    align_bytes = 1  # SGLang's receiving side knows no gaps
+    align_bytes = 1  # SGLang's receiving side, whose format is `flattened_bucket`, knows no gaps
 
     def __init__(
         self,
@@ -131,7 +139,7 @@ class DistributedSender(_Sender):
     ) -> None:
         super().__init__(endpoint, timeout_s)
         self.group_name = group_name
-        world_size = 1 + endpoint.layout.tp
+        world_size = 1 + endpoint.layout.target.ranks
         check_alive(endpoint)  # else the rendezvous would wait for a server that is gone
         joining = _Call(
             endpoint,
@@ -151,18 +159,22 @@ class DistributedSender(_Sender):
         self._group: Any = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
         joining.result()
 
+    def held(self, staged: Staged) -> list[Piece]:
+        """What each rank cuts from the whole weights."""
+        return [piece for name, weight in staged.tensors() for piece in self.endpoint.layout.pieces(name, weight)]
+
     def deliver(self, staged: Staged) -> None:
         """Broadcast the staged weights to the engine's ranks; returns when they have left, or raises EngineError.
 
         The engine may still be loading them then: it hears of the next ones meanwhile.
         """
-        places = staged.places[0]
+        places = staged.places
         body = {
-            "names": [place.name for place in places],
+            "names": [place.held.tensor for place in places],
             "dtypes": [str(place.dtype).removeprefix("torch.") for place in places],
             "shapes": [list(place.shape) for place in places],
             "group_name": self.group_name,
-            "load_format": WHOLE,
+            "load_format": "flattened_bucket",
             "flush_cache": False,
         }
         before, self._loading = self._loading, None
@@ -262,31 +274,6 @@ class _Call:
         """Wait for the answer; raises EngineError if it is one."""
         self._thread.join()
         self.raise_if_failed()
-
-
-class _Hashing:
-    """Checksums of a bucket, computed in a thread while the engine loads it (hashing releases the GIL)."""
-
-    def __init__(self, checksums: SentChecksums, bucket: Bucket) -> None:
-        self._error: Exception | None = None
-        self._checksums, self._bucket = checksums, bucket
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._checksums.add(self._bucket)
-        except Exception as error:  # noqa: BLE001 - raised again in the caller's thread by check()
-            self._error = error
-
-    def join(self) -> None:
-        """Wait until the bucket has been read."""
-        self._thread.join()
-
-    def check(self) -> None:
-        """Raise what hashing raised."""
-        if self._error is not None:
-            raise self._error
 
 
 def _join_group(

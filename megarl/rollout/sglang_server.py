@@ -75,7 +75,7 @@ class ServerOptions:
             "sleep_on_idle": True,  # else the scheduler burns a core while training runs
             "max_total_tokens": self.max_total_tokens,
             "max_running_requests": self.max_running_requests,
-            "custom_weight_loader": SLICED if self.tp > 1 else None,
+            "custom_weight_loader": SLICED,
             "log_level": "warning",
         }
         if self.device == "cpu":

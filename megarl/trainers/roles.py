@@ -180,8 +180,12 @@ class Roles:
         """Write `role` as a Hugging Face model folder, whole or not at all."""
         self._call(self.group_of(role), "export_role", (role, folder), f"export of {role}", self._deadlines.save_s)
 
-    def open_senders(self, targets: Sequence[Any] | Mapping[int, Any], transport: str, deadline_s: float) -> None:
+    def open_senders(
+        self, targets: Sequence[Any] | Mapping[int, Any], transport: str, deadline_s: float, engines: int | None = None
+    ) -> None:
         """Connect the policy's ranks to engines by number, one stage after the other (each may open a process group).
+
+        `engines` are all that the run has, if these are not all.
 
         Engines that were restarted are connected anew, the others are left as they are. One that is not reached, or takes
         longer than half of `deadline_s`, is an error of the next push.
@@ -190,7 +194,7 @@ class Roles:
         assert isinstance(policy, WorkerGroup), "engines are reached from Ray actors"
         numbered = dict(targets) if isinstance(targets, Mapping) else dict(enumerate(targets))
         for actor in policy.actors:
-            reference = actor.open_senders.remote(numbered, transport, deadline_s / 2)
+            reference = actor.open_senders.remote(numbered, transport, deadline_s / 2, engines)
             wait_for([reference], phase="connection to the engines", deadline_s=deadline_s)
 
     def push(

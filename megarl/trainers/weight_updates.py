@@ -80,7 +80,7 @@ class WeightUpdates:
             except MegarlError as error:
                 failed[engine] = error
         if targets:
-            self.roles.open_senders(targets, self.rollout.sync, deadline_s)
+            self.roles.open_senders(targets, self.rollout.sync, deadline_s, len(self.engines))
             self._connected |= targets.keys()
         return failed
 

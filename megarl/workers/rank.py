@@ -32,6 +32,8 @@ class Rank:
         torch.set_num_threads(threads)
         self.roles: dict[str, Any] = {}
         self.pusher: Any = None
+        self.plan: Any = None
+        self.quantiser: Any = None
         self.engines: set[int] = set()
         self.writer: Any = None
 
@@ -92,12 +94,15 @@ class Rank:
 
         write_role(self.roles[role], folder)
 
-    def open_senders(self, targets: Mapping[int, Any], transport: str, timeout_s: float = 300.0) -> None:
+    def open_senders(
+        self, targets: Mapping[int, Any], transport: str, timeout_s: float = 300.0, engines: int | None = None
+    ) -> None:
         """Connect to engines by number, or anew to those that were restarted, where this rank has weights to send them.
 
-        Each stage's replicas share the engines evenly, and the leading rank of a replica's stage sends; replicas of a model
-        with experts hold no more than a part of them each, so there it is the first replica alone. An engine that cannot be
-        reached is an error of the next push. `timeout_s` is as in `open_sender`.
+        Servers that take slices are sent what the reshard plan for all `engines` (None: those in `targets`) says, by every
+        rank that it names. Whole tensors are sent by the leading ranks of stages: each stage's replicas share the engines
+        evenly; replicas of a model with experts hold no more than a part of them each, so there it is the first one alone.
+        An engine that cannot be reached is an error of the next push. `timeout_s` is as in `open_sender`.
 
         Raises:
             EngineError: an engine serves another model than the policy.
@@ -106,30 +111,53 @@ class Rank:
         from megarl.rollout.same_model import ModelFacts, check_same_model
         from megarl.workers.weight_sync import Pusher, model_of, open_sender
 
-        at, replicas = self.layout.coords(self.rank), 1 if self.roles["policy"].weight_map.num_experts else self.layout.dp
-        mine = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
-        self.engines |= mine.keys()
-        if at.tp:
-            return
-        self.pusher = self.pusher or Pusher()
-        backend = self.platform.collective_backend
         policy = self.roles["policy"].options
         trainer = ModelFacts(load_hf_config(policy.path), policy.dtype)
+        self.plan = self.plan or self._plan(trainer, targets, transport, engines or len(targets))
+        if self.plan is not None:
+            mine = {engine: target for engine, target in targets.items() if engine in self.plan.engines}
+        else:
+            at, replicas = self.layout.coords(self.rank), 1 if trainer.has_experts else self.layout.dp
+            mine = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
+        self.engines |= mine.keys()
+        if self.plan is None and self.layout.coords(self.rank).tp:
+            return
+        self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}")
+        backend = self.platform.collective_backend
         for engine, target in mine.items():
             if (serves := model_of(target)) is not None:
                 check_same_model(serves, trainer)
             self.pusher.connect(engine, partial(open_sender, target, transport, self.address(), backend, timeout_s))
 
+    def _plan(self, trainer: Any, targets: Mapping[int, Any], transport: str, engines: int) -> Any:
+        """This rank's part of the reshard plan; None if the engines take whole tensors."""
+        from megarl.reshard.pieces import RankPlan
+        from megarl.reshard.verify import verify
+        from megarl.workers.weight_sync import plan_for, quantiser_for
+
+        one = next(iter(targets.values()))
+        self.quantiser = quantiser_for(one)
+        plan = plan_for(one, transport, trainer, self.layout, engines)
+        if plan is not None and self.rank == 0:
+            verify(plan)  # once is enough: all ranks make the same plan, this one first
+        return RankPlan(plan, self.rank) if plan is not None else None
+
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
     ) -> dict[int, Any]:
-        """Send this rank's part of the weights to engines: by engine what came of it, a `Pushed`; see `Pusher.push`."""
+        """Send this rank's part of the weights to engines: by engine what came of it, a `Pushed`; see `Pusher.push_loads`."""
         bases = dict.fromkeys(self.engines) if bases is None else bases
         mine = {engine: bases[engine] for engine in self.engines & bases.keys()}
         policy = self.roles[role]
+        if self.plan is not None:
+            from megarl.megatron.weights import local_shards
+
+            shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser)
+            return self.pusher.push_loads(self.plan.loads(shards, mine), mine, version, verify)
         if not mine and not policy.weight_map.num_experts:
             return {}
-        tensors = policy.export(replicas=(0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,))
+        replicas = (0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,)
+        tensors = policy.export(self.quantiser, replicas)
         if self.pusher is not None:
             return self.pusher.push(tensors, mine, version, verify)
         for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one

@@ -1,7 +1,8 @@
-"""Pushing a role's weights from the training ranks into the engines, bucket by bucket, with a checksum per tensor.
+"""Pushing a role's weights from the training ranks into the engines, bucket by bucket, with a checksum per piece.
 
-Each pipeline stage's leading rank sends its own tensors straight to the engines; nothing is gathered across stages. An engine
-that fails is left behind; the others get everything.
+Every rank sends what the reshard plan has it send, cut from its own shards (`Pusher.push_loads`); where engines take whole
+tensors only, each pipeline stage's leading rank sends those of its stage (`Pusher.push`). An engine that fails is left behind;
+the others get everything.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 import ray
 from torch import Tensor
 
+from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.reshard.delta import SentWeights
-from megarl.rollout.checksums import SentChecksums
-from megarl.rollout.payload import ALIGN_BYTES, Staged, Staging
+from megarl.reshard.pieces import Held, Load, Piece
+from megarl.reshard.plan import ReshardPlan, plan_reshard
+from megarl.reshard.quantise import Fp8Quantiser
+from megarl.rollout.checksums import digest
+from megarl.rollout.payload import ALIGN_BYTES, Place, Staged, Staging
 from megarl.rollout.same_model import ModelFacts
-from megarl.rollout.sglang_senders import DistributedSender, Endpoint, TensorSender
+from megarl.rollout.sglang_senders import DistributedSender, Endpoint, TensorSender, taken
 
 BUCKET_BYTES = 64 * 2**20
 """Tensors sent at once, at most."""
@@ -32,9 +37,9 @@ Target = Any
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push to one engine came to: the checksum of every tensor sent, or in one sentence why the engine failed."""
+    """What a push to one engine came to: the checksum of every piece sent, or in one sentence why the engine failed."""
 
-    checksums: dict[str, str] = field(default_factory=dict)
+    checksums: dict[Held, str] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -45,11 +50,11 @@ class Sender(Protocol):
     in_flight: int
     """How many buckets it may be given at a time, each in a thread of its own."""
 
-    def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
-        """What `Staging.stage` must be given for this engine; the same for all engines of a run."""
+    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Piece]:
+        """What `Staging.stage` must be given of whole tensors for this engine; the same for all engines of a run."""
 
-    def new_checksums(self, values: bool) -> SentChecksums | None:
-        """What takes the checksums of an update, or without `values` only sees that it is complete; None: the engine does."""
+    def held(self, staged: Staged) -> list[Piece]:
+        """What the engine's ranks must hold of what was staged; nothing if the engine takes checksums itself."""
 
     def deliver(self, staged: Staged) -> None:
         """Send what has been staged; returns when its buffer may be filled again, or raises EngineError."""
@@ -70,13 +75,13 @@ class ActorSender:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
+    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Piece]:
         """Whole tensors."""
-        return [(name, [tensor]) for name, tensor in bucket]
+        return [Piece(Held.whole(name, tensor), tensor) for name, tensor in bucket]
 
-    def new_checksums(self, values: bool) -> SentChecksums | None:
-        """None: see the class."""
-        return None
+    def held(self, staged: Staged) -> list[Piece]:
+        """Nothing: see the class."""
+        return []
 
     def deliver(self, staged: Staged) -> None:
         """Hand the tensors to the engine by way of Ray's object store."""
@@ -120,6 +125,22 @@ def open_sender(
     )
 
 
+def plan_for(target: Target, transport: str, trainer: ModelFacts, layout: Layout, engines: int) -> ReshardPlan | None:
+    """How ranks in `layout` send their slices to `engines` servers like `target`; None if these take whole tensors only."""
+    if transport != "tensors" or not isinstance(target, Endpoint) or target.layout.takes_whole_experts:
+        return None
+    to = replace(target.layout.target, engines=engines)
+    itemsize = target.layout.dtype.itemsize
+    fp8 = target.layout.model.fp8_scales is not None
+    return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=BUCKET_BYTES // to.ranks, fp8=fp8)
+
+
+def quantiser_for(target: Target) -> Fp8Quantiser | None:
+    """What makes an FP8 engine's weights of the trainer's; None: they are sent as they are."""
+    scales = target.layout.model.fp8_scales if isinstance(target, Endpoint) else None
+    return Fp8Quantiser(scales) if scales is not None else None
+
+
 class Bucket:
     """Gathers named tensors, in order, into lists of at most `BUCKET_BYTES`; a larger tensor is a bucket of its own."""
 
@@ -142,9 +163,13 @@ class Bucket:
 
 
 class Pusher:
-    """One rank's connections to the engines, by the engine's number, and the two buffers that all of them read from."""
+    """One rank's connections to the engines, by the engine's number, and the two buffers that all of them read from.
 
-    def __init__(self) -> None:
+    `name` tells its buffers from those of the other ranks.
+    """
+
+    def __init__(self, name: str = "0") -> None:
+        self.name = name
         self.senders: dict[int, Sender] = {}
         self.unreachable: dict[int, str] = {}
         self._sent = SentWeights()
@@ -178,51 +203,69 @@ class Pusher:
         version: int | None = None,
         verify: bool = True,
     ) -> dict[int, Pushed]:
-        """Send tensors, the weights of `version`, to the engines in `bases` (None: all): by engine what came of it.
+        """As `push_loads`, of whole tensors to all engines in `bases` (None: all). Always exhausts `tensors`."""
+        bases = dict.fromkeys([*self.senders, *self.unreachable]) if bases is None else bases
+        reached = [engine for engine in bases if engine in self.senders]
+        pieces = self.senders[reached[0]].pieces if reached else None
+
+        def loads() -> Iterator[Load]:
+            bucket = Bucket()
+            for name, tensor in tensors:
+                for full in bucket.add(name, tensor):
+                    if pieces is not None:  # else the export is collective all the same
+                        yield Load(pieces(full), frozenset(reached))
+            for rest in bucket.rest():
+                if pieces is not None:
+                    yield Load(pieces(rest), frozenset(reached))
+
+        return self.push_loads(loads(), bases, version, verify)
+
+    def push_loads(
+        self, loads: Iterator[Load], bases: Mapping[int, int | None], version: int | None = None, verify: bool = True
+    ) -> dict[int, Pushed]:
+        """Send loads, weights of `version`, to those of their engines that are in `bases`: by engine what came of it.
 
         An engine whose base is the version that this rank sent last gets what has changed since; any other gets everything.
-        Without `verify` no checksums are taken: the engine then only knows that all weights have come.
+        Without `version` nothing is remembered. Without `verify` no checksums are taken: the engine then only knows that
+        everything has come.
 
-        Always exhausts `tensors`. The next bucket is filled while the engines read the last one, each in its own time; a
-        buffer is filled again when every engine has read it or failed.
+        Always exhausts `loads`. The next one is staged while the engines read the last, each in its own time; a buffer is
+        filled again when every engine has read it or failed.
         """
-        if bases is None:
-            bases = dict.fromkeys([*self.senders, *self.unreachable])
         failed = {engine: Pushed(error=self.unreachable[engine]) for engine in bases if engine in self.unreachable}
         lanes = {engine: _Lane(self.senders[engine]) for engine in bases if engine in self.senders}
         if not lanes:
-            for _ in tensors:  # the export is collective
+            for _ in loads:
                 pass
             return failed
-        known = self._sent.version
-        deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == known}
+        deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
         one = next(iter(lanes.values())).sender
-        staging = self._staging.setdefault(one.align_bytes, Staging(align_bytes=one.align_bytes))
-        hashing = _Hashing(one.new_checksums(verify))
+        staging = self._staging.setdefault(one.align_bytes, Staging(align_bytes=one.align_bytes, name=self.name))
+        hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._sent.begin()
         try:
-            for bucket, is_changed in self._buckets(tensors, version):
-                to = [lane for engine, lane in lanes.items() if is_changed or engine not in deltas]
-                staged = staging.stage(one.slices(bucket))
-                staged.readers += [hashing.submit(staged), *(lane.submit(staged) for lane in to)]
-            checksums = hashing.result()
-            return failed | {engine: lane.result(checksums) for engine, lane in lanes.items()}
+            for load in loads:
+                staged = staging.stage(load.pieces)
+                of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
+                checksums = hashing.submit(taken, one.held(staged), verify)
+                staged.readers.append(checksums)
+                changed = self._changed(staged) if version is not None else staged.places
+                for engine, lane in of_lanes:
+                    lane.checksums.append(checksums)
+                    if engine not in deltas:
+                        staged.readers.append(lane.submit(staged))
+                    elif changed:
+                        staged.readers.append(lane.submit(staged.only(changed)))
+            if version is not None:
+                self._sent.sent(version)
+            return failed | {engine: lane.result() for engine, lane in lanes.items()}
         finally:
-            for pool in (hashing.pool, *(lane.pool for lane in lanes.values())):
+            for pool in (hashing, *(lane.pool for lane in lanes.values())):
                 pool.shutdown()
 
-    def _buckets(
-        self, tensors: Iterator[tuple[str, Tensor]], version: int | None
-    ) -> Iterator[tuple[list[tuple[str, Tensor]], bool]]:
-        """Buckets of weights that have changed since the last push, and of those that have not; without a version all have."""
-        self._sent.begin()
-        kinds = {True: Bucket(), False: Bucket()}
-        for name, tensor in tensors:
-            is_changed = version is None or self._sent.changed(name, tensor)
-            yield from ((bucket, is_changed) for bucket in kinds[is_changed].add(name, tensor))
-        for is_changed, bucket in kinds.items():
-            yield from ((rest, is_changed) for rest in bucket.rest())
-        if version is not None:
-            self._sent.sent(version)
+    def _changed(self, staged: Staged) -> list[Place]:
+        """The places whose bits are not those of the last push; remembers what they are."""
+        return [place for place in staged.places if self._sent.changed(place.held, digest(place.view(staged.buffer)))]
 
 
 class _Lane:
@@ -231,6 +274,7 @@ class _Lane:
     def __init__(self, sender: Sender) -> None:
         self.sender = sender
         self.error: str | None = None
+        self.checksums: list[Future[dict[Held, str]]] = []
         self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push")
         self._all: list[Future[None]] = []
 
@@ -246,42 +290,14 @@ class _Lane:
             except EngineError as error:
                 self.error = self.error or str(error)
 
-    def result(self, checksums: dict[str, str]) -> Pushed:
-        """Wait for the engine, and say what came of it."""
+    def result(self) -> Pushed:
+        """Wait for the engine, and say what came of it; raises what taking the checksums raised."""
         for future in self._all:
             future.result()
         self._unless_failed(self.sender.finish)
-        return Pushed(checksums) if self.error is None else Pushed(error=self.error)
-
-
-class _Hashing:
-    """Checksums of everything staged, taken in a thread while the engines load it (hashing releases the GIL)."""
-
-    def __init__(self, checksums: SentChecksums | None) -> None:
-        self._checksums = checksums
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="hash")
-        self._all: list[Future[None]] = []
-
-    def submit(self, staged: Staged) -> Future[None]:
-        """Take the checksums of `staged` after what was submitted before."""
-        self._all.append(self.pool.submit(self._add, staged))
-        return self._all[-1]
-
-    def _add(self, staged: Staged) -> None:
-        if self._checksums is not None:
-            of_ranks = [staged.tensors(rank) for rank in range(len(staged.places))]
-            if len(of_ranks) == 1:
-                self._checksums.add(of_ranks[0])
-            else:
-                self._checksums.add_slices(
-                    [(parts[0][0], [part for _, part in parts]) for parts in zip(*of_ranks, strict=True)]
-                )
-
-    def result(self) -> dict[str, str]:
-        """The checksums; raises what taking them raised."""
-        for future in self._all:
-            future.result()
-        return self._checksums.result() if self._checksums is not None else {}
+        if self.error is not None:
+            return Pushed(error=self.error)
+        return Pushed({held: checksum for of_load in self.checksums for held, checksum in of_load.result().items()})
 
 
 def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:

@@ -6,6 +6,7 @@ The bytes are those of the checkpoint that the ranks loaded, read as whole tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,34 +23,38 @@ from megarl.reshard.targets import Target
 from tests.families import build_folder
 from tests.world import World
 
-TPS = (1, 2, 4)
-
 
 class Collecting:
-    """An engine's side of the transport: reads each rank's places of the shared buffer, as its payload names them."""
+    """An engine's side of the transport: writes what each rank's payload names into what that rank holds of every tensor."""
 
     align_bytes = 16
     in_flight = 1
 
     def __init__(self, layout: Any) -> None:
         self.layout = layout
-        self.found: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.tp)}
+        self.held_by: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.target.ranks)}
+        self.written: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.target.ranks)}
 
-    def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
-        """As the sender through shared memory."""
-        from megarl.rollout.checksums import held_slices
+    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Any]:
+        """As a sender of whole tensors."""
+        from megarl.reshard.pieces import Held, Piece
 
-        return [(name, held_slices(name, weight, self.layout)) for name, weight in bucket]
+        return [Piece(Held.whole(name, weight), weight) for name, weight in bucket]
 
-    def new_checksums(self, values: bool) -> None:
+    def held(self, staged: Any) -> list[Any]:
         """The bytes themselves are compared."""
+        return []
 
     def deliver(self, staged: Any) -> None:
-        """Copy what the payloads of all ranks point at."""
-        for engine_rank, found in self.found.items():
-            for name, part in staged.tensors(engine_rank):
-                assert name not in found, f"{name} was sent twice"
-                found[name] = part.clone()
+        """Copy what the places point at, and count it."""
+        for place in staged.places:
+            box, values = place.held, place.view(staged.buffer)
+            values = values.float().reshape(box.rows, box.cols)
+            for rank in self.held_by if box.engine_rank < 0 else [box.engine_rank]:
+                width = next(h.cols for h in self.layout.slices[box.tensor] if box.engine_rank < 0 or h.engine_rank == rank)
+                for store, part in ((self.held_by, values), (self.written, torch.ones_like(values))):
+                    mine = store[rank].setdefault(box.tensor, torch.zeros(box.of_rows, max(width, box.cols)))
+                    mine[box.row : box.row + box.rows, box.col : box.col + box.cols] += part
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -58,46 +63,68 @@ class Collecting:
         """Nothing is held."""
 
 
-def engine_layout(folder: str, tp: int) -> Any:
+def engine_layout(folder: str, tp: int, ep: int = 1) -> Any:
     """How an engine of `tp` ranks holds the model of `folder`."""
-    from megarl.models.hf_folder import HFFolder
     from megarl.rollout.checksums import EngineLayout
+    from megarl.rollout.same_model import ModelFacts
 
-    config = HFFolder(folder).config
-    tied, kv_heads = bool(config.get("tie_word_embeddings")), config["num_key_value_heads"]
-    return EngineLayout(kv_heads=kv_heads, tied_embeddings=tied, dtype=torch.float32, tp=tp)
+    return EngineLayout(ModelFacts(load_hf_config(folder), "float32"), Target(tp=tp, ep=ep))
 
 
-def received(rank: int, world_size: int, folder: str, layout: Layout) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """What this rank hands to each rank of engines of every size in `TPS`: (tp, engine rank) -> name -> slice."""
+def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32") -> Any:
+    """This process as a rank of a run, with the model loaded."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
     from megarl.megatron.roles import Role
-    from megarl.workers import weight_sync
+    from megarl.workers.rank import Rank
 
     initialize_layout(layout, seed=1)
-    role = Role(ModelOptions(folder, layout))
-    found: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for tp in TPS:
-        pusher, engine = weight_sync.Pusher(), Collecting(engine_layout(folder, tp))
-        at = layout.coords(rank)
-        if not (at.tp or at.dp or at.cp):
-            pusher.connect(0, lambda engine=engine: engine)  # type: ignore[misc]
-        with mock.patch.object(weight_sync, "BUCKET_BYTES", 2**13):
-            pushed = pusher.push(role.export())
-        assert all(one.error is None for one in pushed.values())
-        found |= {(tp, engine_rank): tensors for engine_rank, tensors in engine.found.items()}
+    mine = Rank("policy", rank, layout, threads=1)
+    mine.roles["policy"] = Role(ModelOptions(folder, layout, dtype=dtype))
+    return mine
+
+
+def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, None]], planned: bool) -> list[Any]:
+    """What this rank, as a run drives it, gives to engines that take slices (`planned`) or whole tensors."""
+    from megarl.rollout.sglang_senders import Endpoint
+    from megarl.workers import weight_sync
+
+    def opened(target: Any, *_: Any) -> Collecting:
+        return engines[int(target.url)] if planned else target
+
+    targets = {
+        number: Endpoint(str(number), engine.layout, "token") if planned else engine for number, engine in engines.items()
+    }
+    found = []
+    with mock.patch.multiple(weight_sync, model_of=lambda target: None, open_sender=opened, BUCKET_BYTES=2**13):
+        mine.open_senders(targets, "tensors")
+        for some in bases:
+            pushed = mine.push_weights("policy", some)
+            assert all(one.error is None for one in pushed.values())
+            found.append({number: (engines[number].held_by, engines[number].written) for number in pushed})
+            for engine in engines.values():
+                engine.held_by, engine.written = ({rank: {} for rank in engine.held_by} for _ in range(2))
     return found
 
 
-def merged(answers: Sequence[dict[tuple[int, int], dict[str, Tensor]]]) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """What all training ranks together handed over; nothing may come from two of them."""
-    together: dict[tuple[int, int], dict[str, Tensor]] = {}
+def sent_in_turn(rank: int, world_size: int, folder: str, layout: Layout, targets: list[tuple[int, int]]) -> list[Any]:
+    """What this rank sends to two engines of each of `targets` (tp, ep)."""
+    mine, found = rank_of(rank, folder, layout), []
+    for tp, ep in targets:
+        engines = {number: Collecting(engine_layout(folder, tp, ep)) for number in range(2)}
+        mine.plan, mine.pusher, mine.engines = None, None, set()
+        found += given(mine, engines, [{0: None, 1: None}], planned=True)
+    return found
+
+
+def together(answers: Sequence[Any], engine: int, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The sums of what all training ranks wrote into a rank of an engine, and of how often."""
+    sums: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for answer in answers:
-        for place, tensors in answer.items():
-            assert not together.setdefault(place, {}).keys() & tensors.keys()
-            together[place] |= tensors
-    return together
+        for total, part in zip(sums, answer.get(engine, ({}, {})), strict=True):
+            for name, values in part.get(rank, {}).items():
+                total[name] = total[name] + values if name in total else values
+    return sums
 
 
 @pytest.mark.parametrize(
@@ -105,28 +132,35 @@ def merged(answers: Sequence[dict[tuple[int, int], dict[str, Tensor]]]) -> dict[
     [
         ("llama", Layout()),
         ("llama", Layout(pp=4)),
+        ("llama", Layout(tp=4)),
         ("qwen2", Layout(tp=2, pp=2)),
         ("qwen3", Layout(tp=2, pp=2, vpp=2)),
         ("mistral", Layout(dp=2, pp=2, first_stage_layers=3)),
+        ("llama", Layout(tp=2, cp=2)),
         ("mixtral", Layout(dp=4, ep=2)),
         ("qwen3_moe", Layout(tp=2, dp=2, ep=2, etp=2)),
+        ("mixtral", Layout(tp=2, dp=2, ep=4)),
     ],
 )
-def test_every_rank_of_an_engine_is_handed_the_bytes_of_its_boxes(
+def test_every_rank_of_an_engine_is_handed_the_bytes_of_its_boxes_once_by_the_ranks_that_have_them(
     world: World, tmp_path: Path, family: str, layout: Layout
 ) -> None:
     build_folder(family, tmp_path / "model")
     whole = load_file(tmp_path / "model" / "model.safetensors")
-    together = merged(world.call(received, str(tmp_path / "model"), layout, size=layout.world_size))
-    for tp in TPS:
-        plan = plan_reshard(load_hf_config(tmp_path / "model"), layout, Target(tp=tp, whole="experts"))
-        for engine_rank in range(tp):
-            handed = {name: part for name, part in together[tp, engine_rank].items() if part.numel()}
+    has_experts = family in ("mixtral", "qwen3_moe")
+    targets = [(1, 1), (2, 1), (4, 1), *([(2, 2), (4, 2)] if has_experts else [])]
+    answers = world.call(sent_in_turn, str(tmp_path / "model"), layout, targets, size=layout.world_size)
+    for number, (tp, ep) in enumerate(targets):
+        plan = plan_reshard(load_hf_config(tmp_path / "model"), layout, Target(tp=tp, ep=ep))
+        for engine, engine_rank in product(range(2), range(tp)):
+            values, counts = together([answer[number] for answer in answers], engine, engine_rank)
             boxes = plan.slices(engine_rank)
-            assert handed.keys() == boxes.keys()
+            assert values.keys() == boxes.keys()
             for name, (row, rows, col, cols) in boxes.items():
                 tensor = whole[name].reshape(len(whole[name]), -1)[row : row + rows, col : col + cols]
-                assert torch.equal(handed[name].reshape(rows, cols), tensor), (tp, engine_rank, name)
+                assert torch.equal(values[name], tensor), (tp, ep, engine, engine_rank, name)
+                assert bool((counts[name] == 1).all()), (tp, ep, engine, engine_rank, name)
+        assert all(sum(len(part) for part in answer[number].values()) for answer in answers), "a rank sends nothing"
 
 
 def exported_by_replicas(rank: int, world_size: int, folder: str, layout: Layout) -> list[dict[str, Tensor]]:
@@ -150,26 +184,11 @@ def test_each_replica_can_export_everything_on_its_own(world: World, tmp_path: P
             assert all(torch.equal(tensor, whole[name]) for name, tensor in answer[way].items())
 
 
-def given_to_engines(rank: int, world_size: int, folder: str, layout: Layout) -> list[dict[int, dict[str, Tensor]]]:
-    """What this rank gives to each of three engines in an update of all, and then in one of engine 1 alone."""
-    from megarl.megatron.build import initialize_layout
-    from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
-    from megarl.workers import weight_sync
-    from megarl.workers.rank import Rank
-
-    initialize_layout(layout, seed=1)
-    mine = Rank("policy", rank, layout, threads=1)
-    mine.roles["policy"] = Role(ModelOptions(folder, layout))
-    found = []
-    for bases in ({0: None, 1: None, 2: None}, {1: None}):
-        engines = {number: Collecting(engine_layout(folder, 1)) for number in range(3)}
-        with mock.patch.multiple(weight_sync, model_of=lambda target: None, open_sender=lambda target, *_: target):
-            mine.open_senders(engines, "tensors")
-        pushed = mine.push_weights("policy", bases)
-        assert all(one.error is None for one in pushed.values())
-        found.append({number: engines[number].found[0] for number in pushed})
-    return found
+def given_whole(rank: int, world_size: int, folder: str, layout: Layout) -> list[dict[int, dict[str, Tensor]]]:
+    """What this rank gives to each of three engines that take whole tensors, all of them and then engine 1 alone."""
+    engines = {number: Collecting(engine_layout(folder, 1)) for number in range(3)}
+    found = given(rank_of(rank, folder, layout), engines, [dict.fromkeys(range(3)), {1: None}], planned=False)
+    return [{number: held[0] for number, (held, _) in answer.items()} for answer in found]
 
 
 @pytest.mark.parametrize(
@@ -179,15 +198,15 @@ def given_to_engines(rank: int, world_size: int, folder: str, layout: Layout) ->
         ("mixtral", Layout(dp=4, ep=2), [{0: {0, 1, 2}}, {0: {1}}]),
     ],
 )
-def test_replicas_share_the_engines_but_those_that_share_experts_send_as_one(
+def test_replicas_share_engines_that_take_whole_tensors_but_those_that_share_experts_send_as_one(
     world: World, tmp_path: Path, family: str, layout: Layout, senders: list[dict[int, set[int]]]
 ) -> None:
     build_folder(family, tmp_path / "model")
     whole = load_file(tmp_path / "model" / "model.safetensors")
-    answers = world.call(given_to_engines, str(tmp_path / "model"), layout, size=4)
+    answers = world.call(given_whole, str(tmp_path / "model"), layout, size=4)
     for update, of_ranks in enumerate(senders):
         assert {rank: set(answer[update]) for rank, answer in enumerate(answers) if answer[update]} == of_ranks
         for answer in answers:
             for tensors in answer[update].values():
                 assert tensors.keys() == whole.keys()
-                assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors.items())
+                assert all(torch.equal(tensor.view_as(whole[name]), whole[name]) for name, tensor in tensors.items())

@@ -1,14 +1,23 @@
-"""On real ranks, an export in FP8 is what quantising the exported whole tensors gives, bit for bit."""
+"""On real ranks, what is exported and pushed in FP8 is what quantising the whole tensors gives, bit for bit."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megarl.config.layout import Layout
+from megarl.errors import EngineError, LayoutError
+from megarl.models.registry import load_hf_config
+from megarl.reshard.plan import plan_reshard
+from megarl.reshard.targets import Target
+from megarl.reshard.verify import verify
+from megarl.rollout.same_model import ModelFacts
 from tests.families import build_folder
+from tests.reshard.test_execution import Collecting, given, rank_of, together
 from tests.world import World
 
 
@@ -54,3 +63,84 @@ def test_an_export_in_fp8_is_the_quantised_export(
     answers = world.call(differences, str(tmp_path / "model"), layout, size=layout.world_size)
     assert [wrong for wrong, _ in answers] == [[]] * layout.world_size
     assert sum(count for _, count in answers) == quantised
+
+
+WIDE = {"vocab_size": 131, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def wide_folder(family: str, folder: Path) -> Path:
+    """A model of which two ranks of an engine hold whole blocks of 128."""
+    import transformers
+
+    settings = WIDE | {"intermediate_size": 256, "tie_word_embeddings": False} | (EXPERTS if family == "Mixtral" else {})
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def pushed_in_fp8(rank: int, world_size: int, folder: str, layout: Layout, targets: list[tuple[int, int]]) -> list[Any]:
+    """What this rank, as a run drives it, sends to an FP8 engine of each of `targets` (tp, ep)."""
+    from megarl.rollout.checksums import EngineLayout
+
+    mine, found = rank_of(rank, folder, layout, dtype="bfloat16"), []
+    for tp, ep in targets:
+        config = load_hf_config(folder) | {"quantization_config": FP8}
+        engine = Collecting(EngineLayout(ModelFacts(config, "bfloat16"), Target(tp=tp, ep=ep)))
+        mine.plan, mine.pusher, mine.engines = None, None, set()
+        found += given(mine, {0: engine}, [{0: None}], planned=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("Llama", Layout(tp=4)),
+        ("Llama", Layout(tp=2, pp=2)),
+        ("Mixtral", Layout(tp=2, dp=2, ep=2, etp=2)),
+        ("Mixtral", Layout(pp=2, dp=2, ep=2)),
+    ],
+)
+def test_a_run_sends_an_fp8_engines_ranks_their_boxes_of_the_whole_tensors_quantised(
+    world: World, tmp_path: Path, family: str, layout: Layout
+) -> None:
+    from megarl.checkpoint.fp8 import SCALE_SUFFIX, quantise_rows
+
+    folder = wide_folder(family, tmp_path / "model")
+    expected: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        expected[name] = tensor
+        if "_proj" in name or ".experts." in name:
+            expected[name], expected[name + SCALE_SUFFIX] = quantise_rows(tensor)
+    targets = [(1, 1), (2, 1), *([(2, 2)] if family == "Mixtral" else [])]
+    answers = world.call(pushed_in_fp8, str(folder), layout, targets, size=layout.world_size)
+    for number, (tp, ep) in enumerate(targets):
+        plan = plan_reshard(load_hf_config(folder), layout, Target(tp=tp, ep=ep), fp8=True)
+        verify(plan)
+        for engine_rank in range(tp):
+            values, counts = together([answer[number] for answer in answers], 0, engine_rank)
+            boxes = plan.slices(engine_rank)
+            assert values.keys() == boxes.keys()
+            assert {name for rank in range(tp) for name in plan.slices(rank)} == expected.keys()
+            for name, (row, rows, col, cols) in boxes.items():
+                whole = expected[name].float().reshape(len(expected[name]), -1)
+                assert torch.equal(values[name], whole[row : row + rows, col : col + cols]), (tp, ep, engine_rank, name)
+                assert bool((counts[name] == 1).all()), (tp, ep, engine_rank, name)
+
+
+def test_an_engine_whose_ranks_would_share_a_block_is_refused(tmp_path: Path) -> None:
+    folder = wide_folder("Llama", tmp_path / "model")
+    with pytest.raises(LayoutError, match=r"0 to 64 of '.*_scale_inv'.*whole blocks of 128; use a smaller target tp"):
+        plan_reshard(load_hf_config(folder), Layout(), Target(tp=4), fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "scales"),
+    [(None, None), (FP8, "float"), (FP8 | {"scale_fmt": "ue8m0"}, "power_of_two")],
+)
+def test_how_an_engines_model_is_quantised_decides_what_it_is_sent(quantisation: Any, scales: str | None) -> None:
+    assert ModelFacts({"quantization_config": quantisation}, "bfloat16").fp8_scales == scales
+    with pytest.raises(EngineError, match=r"says 'awq' with weight_block_size None.*or 'fp8' with \[128, 128\]"):
+        _ = ModelFacts({"quantization_config": {"quant_method": "awq"}}, "bfloat16").fp8_scales

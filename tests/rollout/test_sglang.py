@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import pickle
 import socket
 import subprocess
 import sys
@@ -48,13 +48,13 @@ def free_port() -> int:
 
 
 SENDS_A_FILE = """
-import json, sys, torch
+import pickle, sys, torch
 from megarl.rollout.checksums import EngineLayout
 from megarl.rollout.sglang_senders import Endpoint, TensorSender
 url, token, model_path, weights_file = sys.argv[1:]
 sender = TensorSender(Endpoint(url, EngineLayout.of_model(model_path, "float32"), token))
 sender.send(list(torch.load(weights_file).items()))
-print(json.dumps(sender.checksums()))
+print(pickle.dumps(sender.checksums()).hex())
 """
 
 
@@ -75,7 +75,7 @@ def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangE
         other = await asyncio.create_subprocess_exec(sys.executable, "-c", SENDS_A_FILE, *arguments, stdout=subprocess.PIPE)
         await sglang_engine.apply_update(mine)
         printed, _ = await asyncio.wait_for(other.communicate(), 120)
-        await sglang_engine.end_update(4, json.loads(printed))
+        await sglang_engine.end_update(4, pickle.loads(bytes.fromhex(printed.decode())))
         groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8), n=2)
         assert largest_difference(new, PROMPTS, groups) < 1e-5
 
@@ -124,17 +124,16 @@ def test_a_value_damaged_on_the_way_is_named(
 
     async def scenario() -> None:
         weights = weights_of(load(tiny_path, seed=5))
-        stage = payload.Staging.stage
+        deliver = TensorSender.deliver
 
-        def damaging(staging: payload.Staging, bucket: Any) -> payload.Staged:
-            staged = stage(staging, bucket)
-            for place in staged.places[0]:
-                if place.name == "model.layers.1.mlp.up_proj.weight":
+        def damaging(sender: TensorSender, staged: payload.Staged) -> None:
+            for place in staged.places:
+                if place.held.tensor == "model.layers.1.mlp.up_proj.weight":
                     staged.buffer[place.start + 8] ^= 1
-            return staged
+            deliver(sender, staged)
 
-        monkeypatch.setattr(payload.Staging, "stage", damaging)
-        with pytest.raises(EngineError, match=r"1 differ, 0 missing.*model\.layers\.1\.mlp\.gate_up_proj\.weight@0$"):
+        monkeypatch.setattr(TensorSender, "deliver", damaging)
+        with pytest.raises(EngineError, match=r"1 differ, 0 missing.*model\.layers\.1\.mlp\.up_proj\.weight@0$"):
             await sync(sglang_engine, weights, 20)
         assert sglang_engine.weight_version is None
         monkeypatch.undo()
@@ -198,7 +197,7 @@ def test_an_update_whose_values_are_not_compared_must_still_be_complete(sglang_e
 
         await update(51, weights_of(new))
         await holds_what_was_sent(sglang_engine, new)
-        with pytest.raises(EngineError, match=r"0 differ, 1 missing.*nobody sent model\.norm\.weight"):
+        with pytest.raises(EngineError, match=r"0 differ, 1 missing.*nobody sent model\.norm\.weight@0"):
             await update(52, [pair for pair in weights_of(new) if pair[0] != "model.norm.weight"])
         assert sglang_engine.weight_version is None
         await update(53, weights_of(new))
@@ -217,7 +216,7 @@ def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
         deliver = TensorSender.deliver
 
         def watched(sender: TensorSender, staged: payload.Staged) -> None:
-            sent.extend(place.name for place in staged.places[0])
+            sent.extend(place.held.tensor for place in staged.places)
             deliver(sender, staged)
 
         monkeypatch.setattr(TensorSender, "deliver", watched)

@@ -15,9 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.rollout.checksums import EngineLayout, SentChecksums, compare, sha256_start
+from megarl.reshard.pieces import Piece
+from megarl.reshard.targets import EVERY_RANK
+from megarl.rollout.checksums import UNCHECKED, EngineLayout
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.sglang_engine import SglangEngine
+from megarl.rollout.sglang_senders import taken
 from megarl.rollout.sglang_server import ServerOptions
 from tests.families import FAMILIES, build_folder
 from tests.rollout.test_hub_names import other_values, update
@@ -30,7 +33,7 @@ def sparse_everywhere(family: str, folder: Path) -> Path:
     """A random model of `family` in which, as SGLang has it, every layer has experts."""
     sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     widths = {"intermediate_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}
-    settings = sizes | FAMILIES[family].settings | (widths if family == "qwen3_moe" else {"intermediate_size": 32})
+    settings = sizes | FAMILIES[family].settings | (widths if family == "qwen3_moe" else {"intermediate_size": 64})
     config = getattr(transformers, f"{FAMILIES[family].class_prefix}Config")(**settings, initializer_range=0.2)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -38,17 +41,16 @@ def sparse_everywhere(family: str, folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "tp"), [("qwen3_moe", 1), ("mixtral", 2)])
+def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tp: int, tmp_path: Path) -> None:
     """The reference is transformers, which loads a folder that holds the weights which were sent."""
     folder = sparse_everywhere(family, tmp_path / "model")
     weights = other_values(folder)
     write_hf_folder(tmp_path / "sent", weights, HFFolder(folder).config)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", dtype=torch.float32)
     name = next(name for name, _ in weights if ".layers.1." in name and ".experts.3." in name)
-    options = ServerOptions(
-        str(folder), tmp_path / "log", threads=1, max_total_tokens=2048, max_running_requests=8, start_timeout_s=400
-    )
+    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
+    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
 
     async def scenario() -> None:
         engine = await SglangEngine.start(options)
@@ -56,7 +58,7 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tmp_
             await update(engine, weights)
             groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
             assert largest_difference(after, PROMPTS, groups) < 1e-5
-            with pytest.raises(EngineError, match=r"only \d+ of the \d+ weights that make model\.layers\.1\..*experts\.w"):
+            with pytest.raises(EngineError, match=rf"0 differ, {tp} missing.*nobody sent {name}@0"):
                 await update(engine, [pair for pair in weights if pair[0] != name], 2)
             assert engine.weight_version is None
         finally:
@@ -65,48 +67,28 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tmp_
     asyncio.run(scenario())
 
 
-def checksums(layout: EngineLayout, experts: int, *, swap: bool = False) -> tuple[dict[str, str], torch.Tensor, torch.Tensor]:
-    """What is expected after sending random experts, and SGLang's fused parameters made of them."""
-    gate, up, down = torch.randn(experts, 4, 6), torch.randn(experts, 4, 6), torch.randn(experts, 6, 4)
-    sent = SentChecksums(layout)
-    for expert in reversed(range(experts)):
-        prefix = f"model.layers.0.block_sparse_moe.experts.{expert}"
-        first, last = (up, gate) if swap else (gate, up)
-        sent.add([(f"{prefix}.w2.weight", down[expert])])
-        sent.add([(f"{prefix}.w3.weight", last[expert]), (f"{prefix}.w1.weight", first[expert])])
-    return sent.result(), torch.cat([gate, up], dim=1), down
-
-
-def test_the_checksum_of_a_layers_experts_is_that_of_the_fused_parameter() -> None:
-    layout = EngineLayout(kv_heads=2, tied_embeddings=False, dtype=torch.float32, num_experts=12)
-    found, w13, w2 = checksums(layout, 12)
-    prefix = "model.layers.0.block_sparse_moe.experts"
-    held = {f"{prefix}.w13_weight@0": sha256_start([w13]), f"{prefix}.w2_weight@0": sha256_start([w2])}
-    assert found == held
-    compare(found, held)
-    swapped, w13, w2 = checksums(layout, 12, swap=True)
-    with pytest.raises(EngineError, match="1 differ"):
-        compare(swapped, {f"{prefix}.w13_weight@0": sha256_start([w13]), f"{prefix}.w2_weight@0": sha256_start([w2])})
-
-
 def config_only(folder: Path, **config: Any) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, **config}))
     return folder
 
 
-@pytest.mark.parametrize(("device", "tp"), [("cuda", 1), ("cpu", 2)])
-def test_where_the_order_of_experts_is_not_known_this_is_said_and_the_rest_checked(
-    device: str, tp: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_where_the_order_of_experts_is_not_known_they_are_sent_whole_this_is_said_and_the_rest_checked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = config_only(tmp_path / "model", model_type="mixtral", num_local_experts=4)
+    folder = sparse_everywhere("mixtral", tmp_path / "model")
     with caplog.at_level(logging.WARNING):
-        layout = EngineLayout.of_model(folder, "float32", tp, device)
+        layout = EngineLayout.of_model(folder, "float32", 2, "cuda")
     assert "the checksums of expert weights are not compared" in caplog.text
-    assert checksums(layout, 4)[0] == {}
-    dense = config_only(tmp_path / "dense", model_type="llama")
+    for name, held in layout.slices.items():
+        whole = ".experts." in name
+        assert [box.engine_rank for box in held] == ([EVERY_RANK] if whole else [0, 1])
+        checksums = taken([Piece(box, torch.zeros(box.rows, box.cols)) for box in held])
+        assert (set(checksums.values()) == {UNCHECKED}) is whole
     caplog.clear()
-    assert EngineLayout.of_model(dense, "float32", tp, device).num_experts == 0
+    assert not EngineLayout.of_model(folder, "float32", 2, "cpu").takes_whole_experts
+    dense = config_only(tmp_path / "dense", model_type="llama")
+    assert not EngineLayout.of_model(dense, "float32", 2, "cuda").takes_whole_experts
     assert caplog.text == ""
 
 

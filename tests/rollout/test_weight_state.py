@@ -16,9 +16,11 @@ import torch
 from transformers import LlamaConfig
 
 from megarl.errors import EngineError
-from megarl.rollout.checksums import EngineLayout, sha256_start
+from megarl.reshard.pieces import Held
+from megarl.rollout.checksums import UNCHECKED, EngineLayout, digest
 from megarl.rollout.embedded import EmbeddedEngine
 from megarl.rollout.engine import SamplingParams
+from megarl.rollout.same_model import ModelFacts
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_server import ServerOptions, SglangServer
 from megarl.rollout.weight_state import Weights, WeightState
@@ -150,11 +152,13 @@ async def follows_the_model(engine: Any, weights: Any, checksums: dict[str, str]
         assert one.weight_versions == [model.version]
 
 
+SMALLEST = {"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
 @pytest.fixture(scope="module")
 def smallest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model so small that thousands of updates take seconds."""
-    sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
-    return save_tiny(tmp_path_factory.mktemp("smallest"), LlamaConfig(vocab_size=8, **sizes))
+    return save_tiny(tmp_path_factory.mktemp("smallest"), LlamaConfig(**SMALLEST))
 
 
 def sequences() -> list[tuple[str, ...]]:
@@ -166,7 +170,7 @@ def sequences() -> list[tuple[str, ...]]:
 def test_the_embedded_engine_answers_with_complete_weights_alone(smallest: Path) -> None:
     engine = EmbeddedEngine(smallest)
     weights = weights_of(load(smallest))
-    checksums = {name: sha256_start([weight]) for name, weight in weights}
+    checksums = {name: digest(weight) for name, weight in weights}
 
     async def scenario() -> None:
         for calls in sequences():
@@ -193,8 +197,6 @@ class Wire:
             if self.session == (endpoint == "begin_weight_update"):
                 raise EngineError(f"{endpoint} answered 400")
             self.session = not self.session
-        elif endpoint == "weights_checker":
-            return {"ranks": [{"parallelism_info": [{"tp_rank": 0}], "checksums": {"w": "1"}}]}
         elif endpoint == "update_weight_version":
             self.version = body["new_version"]
         elif endpoint in ("release_memory_occupation", "resume_memory_occupation"):
@@ -208,17 +210,23 @@ class Wire:
         return {}
 
 
+def everything(layout: EngineLayout) -> dict[Held, str]:
+    """All that an engine holds, sent without checksums."""
+    return dict.fromkeys((held for of_tensor in layout.slices.values() for held in of_tensor), UNCHECKED)
+
+
 class WireSender:
-    """Sends to nobody and says that `w` was sent."""
+    """Sends to nobody and says that everything was sent."""
 
     def __init__(self, endpoint: Any) -> None:
-        self.sent: dict[str, str] = {}
+        self.layout = endpoint.layout
+        self.sent: dict[Held, str] = {}
 
     def send(self, bucket: Any) -> None:
-        """Count it."""
-        self.sent = {"w@0": "1"}
+        """Take note of it."""
+        self.sent = everything(self.layout)
 
-    def checksums(self) -> dict[str, str]:
+    def checksums(self) -> dict[Held, str]:
         """What was sent."""
         return self.sent
 
@@ -226,12 +234,12 @@ class WireSender:
 def test_the_sglang_engine_answers_with_complete_weights_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The same sequences; the server's side is a table here, since thousands of real updates would take minutes."""
     monkeypatch.setattr("megarl.rollout.sglang_engine.TensorSender", WireSender)
-    layout = EngineLayout(kv_heads=1, tied_embeddings=True, dtype=torch.float32)
+    layout = EngineLayout(ModelFacts(LlamaConfig(architectures=["LlamaForCausalLM"], **SMALLEST).to_dict(), "float32"))
 
     async def scenario() -> None:
         for calls in sequences():
             engine = SglangEngine(SglangServer(ServerOptions("model", tmp_path / "log")), layout)
             engine._post = Wire().post  # type: ignore[method-assign]
-            await follows_the_model(engine, [("w", torch.zeros(1))], {"w@0": "1"}, calls)
+            await follows_the_model(engine, [("w", torch.zeros(1))], everything(layout), calls)
 
     asyncio.run(scenario())

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megarl.errors import EngineError
 from megarl.reshard.delta import base_for
-from megarl.rollout.checksums import EngineLayout, SentChecksums, held_slices
+from megarl.reshard.pieces import Held, Load, Piece
 from megarl.rollout.embedded import EmbeddedEngine
-from megarl.rollout.payload import Place, Staged, Staging
+from megarl.rollout.payload import Staged, Staging
 from megarl.workers import weight_sync
 from megarl.workers.weight_sync import Pushed, Pusher, merge
 from tests.rollout.tiny import TINY, load, save_tiny, weights_of
@@ -46,13 +46,13 @@ class Direct:
         self.engine, self.dies_at, self.slow_s = engine, dies_at, slow_s
         self.tried, self.is_closed = 0, False
 
-    def slices(self, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Sequence[Tensor]]]:
+    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Piece]:
         """Whole tensors."""
-        return [(name, [weight]) for name, weight in bucket]
+        return [Piece(Held.whole(name, weight), weight) for name, weight in bucket]
 
-    def new_checksums(self, values: bool) -> SentChecksums | None:
-        """The engine takes them."""
-        return None
+    def held(self, staged: Staged) -> list[Piece]:
+        """The engine takes the checksums."""
+        return []
 
     def deliver(self, staged: Staged) -> None:
         """Half of the last bucket's time passes before the engine reads, so that a buffer filled too early is seen."""
@@ -138,7 +138,7 @@ class Counting(Direct):
 
     def deliver(self, staged: Staged) -> None:
         """Write down the names."""
-        self.names += [place.name for place in staged.places[0]]
+        self.names += [place.held.tensor for place in staged.places]
         super().deliver(staged)
 
 
@@ -232,42 +232,56 @@ def test_at_most_two_buckets_are_staged_and_none_is_overwritten_before_the_engin
 
     with ThreadPoolExecutor(2) as pool:
         for number, (name, weight) in enumerate(weights):
-            staged = staging.stage([(name, [weight])])
+            staged = staging.stage([Piece(Held.whole(name, weight), weight)])
             staged.readers += [pool.submit(read, staged, float(number), threading.Event()) for _ in range(2)]
     assert wrong == []
     assert staging.bytes == 2 * 4000
 
 
-@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 2), (2, 1)])
-def test_every_rank_is_given_its_own_slices_and_every_byte_is_staged_once(tp: int, kv_heads: int) -> None:
-    """Against what SGLang's documentation says of its layers: column, row and vocabulary parallel, kv heads replicated."""
-    layout = EngineLayout(kv_heads=kv_heads, tied_embeddings=True, dtype=torch.float32, tp=tp)
-    weights = {
-        "model.embed_tokens.weight": torch.randn(500, 8),
-        "model.layers.0.self_attn.q_proj.weight": torch.randn(16, 8),
-        "model.layers.0.self_attn.k_proj.weight": torch.randn(4 * kv_heads, 8),
-        "model.layers.0.self_attn.k_proj.bias": torch.randn(4 * kv_heads),
-        "model.layers.0.self_attn.o_proj.weight": torch.randn(8, 16),
-        "model.layers.0.mlp.down_proj.weight": torch.randn(8, 32),
-        "model.layers.0.input_layernorm.weight": torch.randn(8),
-    }
-    staged = Staging().stage([(name, held_slices(name, weight, layout)) for name, weight in weights.items()])
-    for rank in range(tp):
-        given = dict(staged.tensors(rank))
-        head = rank * kv_heads // tp if kv_heads < tp else slice(rank * kv_heads // tp, (rank + 1) * kv_heads // tp)
-        keys = weights["model.layers.0.self_attn.k_proj.weight"].view(kv_heads, 4, 8)[head].reshape(-1, 8)
-        assert torch.equal(given["model.layers.0.self_attn.k_proj.weight"], keys)
-        rows = 512 // tp
-        assert torch.equal(
-            given["model.embed_tokens.weight"], weights["model.embed_tokens.weight"][rank * rows : (rank + 1) * rows]
-        )
-        columns = weights["model.layers.0.mlp.down_proj.weight"][:, rank * 32 // tp : (rank + 1) * 32 // tp]
-        assert torch.equal(given["model.layers.0.mlp.down_proj.weight"], columns)
-        assert torch.equal(given["model.layers.0.input_layernorm.weight"], weights["model.layers.0.input_layernorm.weight"])
-    places: set[Place] = {place for places in staged.places for place in places}
-    assert sum(place.stop - place.start for place in places) == sum(weight.nbytes for weight in weights.values())
+def load_of(weights: dict[str, Tensor], engines: set[int]) -> Load:
+    """Weights for the only rank of some engines."""
+    pieces = [Piece(Held.whole(name, weight)._replace(engine_rank=0), weight) for name, weight in weights.items()]
+    return Load(pieces, frozenset(engines))
+
+
+class Taking(Counting):
+    """Takes checksums of what it sends, and keeps it instead of handing it to an engine."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # type: ignore[arg-type]
+        self.values: dict[str, Tensor] = {}
+
+    def held(self, staged: Staged) -> list[Piece]:
+        """What was staged."""
+        return [Piece(place.held, place.view(staged.buffer)) for place in staged.places]
+
+    def deliver(self, staged: Staged) -> None:
+        """Keep a copy."""
+        self.names += [place.held.tensor for place in staged.places]
+        self.values |= {name: tensor.clone() for name, tensor in staged.tensors()}
+
+
+def test_a_load_goes_to_its_own_engines_and_their_checksums_are_of_all_that_they_must_hold() -> None:
+    """Engine 0 has version 1 and is sent changes; of what has not changed it is told the checksum all the same."""
+    pusher, senders = Pusher(), [Taking(), Taking()]
+    for number, sender in enumerate(senders):
+        pusher.connect(number, lambda sender=sender: sender)
+    first, second = ({f"{name}{i}": torch.full((100,), float(i)) for i in range(3)} for name in "ab")
+    loads = [load_of(first, {0}), load_of(second, {0, 1})]
+    pushed = pusher.push_loads(iter(loads), {0: None, 1: None}, version=1)
+    assert [set(sender.values) for sender in senders] == [{*first, *second}, {*second}]
+    first["a1"] = first["a1"] + 1
+    for sender in senders:
+        sender.names.clear()
+    loads = [load_of(first, {0}), load_of(second, {0, 1})]
+    again = pusher.push_loads(iter(loads), {0: 1}, version=2)
+    assert (senders[0].names, senders[1].names) == (["a1"], [])
+    assert again.keys() == {0}
+    differ = [held.tensor for held, checksum in again[0].checksums.items() if pushed[0].checksums[held] != checksum]
+    assert (differ, again[0].checksums.keys()) == (["a1"], pushed[0].checksums.keys())
 
 
 def test_the_errors_and_checksums_of_all_stages_are_put_together() -> None:
-    merged = merge([{0: Pushed({"a": "1"}), 1: Pushed({"a": "1"})}, {}, {0: Pushed({"b": "2"}), 1: Pushed(error="gone")}])
-    assert merged == {0: Pushed({"a": "1", "b": "2"}), 1: Pushed({"a": "1"}, "gone")}
+    a, b = (Held.whole(name, torch.empty(1)) for name in "ab")
+    merged = merge([{0: Pushed({a: "1"}), 1: Pushed({a: "1"})}, {}, {0: Pushed({b: "2"}), 1: Pushed(error="gone")}])
+    assert merged == {0: Pushed({a: "1", b: "2"}), 1: Pushed({a: "1"}, "gone")}
