@@ -72,6 +72,8 @@ GPU = [
 ]
 
 WANDB = ["wandb>=0.18"]
+# the site built from docs/: 60 MB, nearly all of it the icons of mkdocs-material
+DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
 MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 
 TEST = [
@@ -100,6 +102,6 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl": ["observe/page/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"]},
     install_requires=REQUIRES,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "mlflow": MLFLOW, "test": TEST},
+    extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "mlflow": MLFLOW, "docs": DOCS, "test": TEST},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )
