@@ -11,7 +11,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -46,13 +46,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 done, 1 doctor found a problem, 2 the user's mistake, 75 stopped by a batch system's signal and saved, 130 Ctrl-C.
     """
-    try:
+
+    def run() -> int:
         arguments = _parse(argv)
         arguments.is_watched = argv is None
         # Also where the shell starts programs with SIGINT ignored, as in the background; a batch system sends SIGTERM.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
-        return arguments.run(arguments)
+        return int(arguments.run(arguments))
+
+    return reported(run)
+
+
+def reported(run: Callable[[], int]) -> int:
+    """What `run` returns, or the exit code of what it raised, which is said on stderr."""
+    try:
+        return run()
     except MegarlError as error:
         print(f"megarl: {redacted(str(error))}", file=sys.stderr)
         return STOPPED if isinstance(error, RunStopped) else USER_ERROR
