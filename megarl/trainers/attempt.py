@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import psutil
 
+from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
 from megarl.rollout.process_tree import descendants, end_tree
 from megarl.workers.fate import adopt_orphans, end_with_parent
@@ -47,6 +48,8 @@ class Outcome:
     """The phase that it was in last."""
     failure: dict[str, Any] | None = None
     """`kind`, `who` and `what` of the error that ended it, or of what was noticed from outside."""
+    was_told: bool = False
+    """It left because it was told to."""
     failed_at: float = 0.0
     """When that was noticed, in `time.monotonic()`."""
 
@@ -68,6 +71,10 @@ class Report:
         what = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")[:500]
         kinds = [kind.__name__ for kind in type(error).__mro__]
         self._tell({"failure": {"kinds": kinds, "who": getattr(error, "who", "") or "driver", "what": what}})
+
+    def leaves(self) -> None:
+        """Tell that the attempt leaves because it was told to."""
+        self._tell({"was_told": True})
 
     def _beat(self) -> None:
         while True:
@@ -145,8 +152,9 @@ class Attempt:
         while self._read():
             pass
         os.close(self.pipe)
-        if self.outcome.failure is None and code < 0:
-            self._fail({"kinds": [], "who": "driver", "what": f"it was killed by {signal.Signals(-code).name}"})
+        if self.outcome.failure is None and code and not self.outcome.was_told:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._fail({"kinds": [], "who": "driver", "what": f"it {how}"})
         self.outcome.code = code
         end_descendants()
         return self.outcome
@@ -181,6 +189,7 @@ class Attempt:
                 self.on_step()
             self.outcome.steps = said["steps"]
         self.outcome.phase = said.get("phase") or self.outcome.phase
+        self.outcome.was_told |= said.get("was_told", False)
         if "failure" in said:
             self._fail(said["failure"])
 
@@ -224,9 +233,13 @@ def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None
     return None
 
 
-def report_failure(error: BaseException) -> None:
-    """Tell the parent why this attempt fails."""
-    if _report is not None:
+def report_end(error: BaseException) -> None:
+    """Tell the parent why this attempt ends before it is done."""
+    if _report is None:
+        return
+    if isinstance(error, (RunStopped, KeyboardInterrupt)):
+        _report.leaves()
+    else:
         _report.failed(error)
 
 

@@ -5,7 +5,6 @@ valid checkpoint, a bounded number of times, each failure in the run folder's `f
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from megarl.atomic import write_text_atomically
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config, SupervisedConfig
 from megarl.errors import RunStopped, WorkerError
-from megarl.trainers.attempt import Outcome, Signals, report_failure, start_attempt
+from megarl.trainers.attempt import Outcome, Signals, report_end, start_attempt
 
 AnyConfig = TypeVar("AnyConfig", Config, SupervisedConfig)
 
@@ -87,7 +86,7 @@ class _Supervision:
                     self._recovered()
                 self.has_run |= bool(outcome.steps)
                 if outcome.failure is None or not self._is_worth_another(outcome.failure["kinds"]):
-                    return self._exit_code(outcome)
+                    return outcome.code
                 failed_in_a_row = 1 if outcome.steps else failed_in_a_row + 1
                 wait_s = min(FIRST_WAIT_S * 2 ** (failed_in_a_row - 1), LONGEST_WAIT_S)
                 self._note(outcome, wait_s)
@@ -98,8 +97,7 @@ class _Supervision:
         try:
             self.train(config)
         except BaseException as error:
-            if not isinstance(error, (RunStopped, KeyboardInterrupt)):
-                report_failure(error)
+            report_end(error)
             raise
         return 0
 
@@ -109,17 +107,12 @@ class _Supervision:
             return True
         return any(kind in kinds for kind in (*ENVIRONMENT, *(ONCE_IT_RAN if self.has_run else ())))
 
-    def _exit_code(self, outcome: Outcome) -> int:
-        if outcome.code < 0:
-            raise RunStopped(f"stopped by {signal.Signals(-outcome.code).name}; {self._how_to_go_on()}")
-        return outcome.code
-
     def _note(self, outcome: Outcome, wait_s: float) -> None:
         """Write the failure down and say what follows.
 
         Raises:
             WorkerError: no more restarts are left.
-            RunStopped: the run had been told to stop.
+            RunStopped, KeyboardInterrupt: the run had been told to stop.
         """
         assert outcome.failure is not None
         who, what = outcome.failure["who"], outcome.failure["what"]
@@ -131,8 +124,7 @@ class _Supervision:
         self._failed_at = outcome.failed_at
         self._write()
         where = f"in phase '{outcome.phase}', {who}: {what}"
-        if self.signals.received:
-            raise RunStopped(f"stopped by {self.signals.received[0]}, and failed {where}; {self._how_to_go_on()}")
+        self._leave_if_told(f"it failed {where}")
         if not again:
             raise WorkerError(
                 f"the run failed for the {_ordinal(len(self.faults))} time {where}; run.restarts is "
@@ -147,9 +139,14 @@ class _Supervision:
     def _wait(self, wait_s: float) -> None:
         ends_at = time.monotonic() + wait_s
         while (left_s := ends_at - time.monotonic()) > 0:
-            if self.signals.received:
-                raise RunStopped(f"stopped by {self.signals.received[0]} before a restart; {self._how_to_go_on()}")
+            self._leave_if_told("it was to be begun again")
             time.sleep(min(left_s, 0.2))
+
+    def _leave_if_told(self, meanwhile: str) -> None:
+        if "SIGINT" in self.signals.received:
+            raise KeyboardInterrupt
+        if self.signals.received:
+            raise RunStopped(f"stopped by {self.signals.received[0]}; {meanwhile}; {self._how_to_go_on()}")
 
     def _continued(self) -> Any:
         """The config of the next attempt: from this run's newest checkpoint; a named one counts until there is a newer one."""

@@ -5,6 +5,7 @@ Only processes that this run started are ever ended, each by its own handle.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import math
 import os
@@ -26,6 +27,7 @@ from megarl.workers.group import WorkerGroup
 from megarl.workers.rank_actor import RankActor
 
 EngineActor: Any = engine_actor.EngineActor
+SHUTDOWN_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,20 @@ class Cluster:
         return self.engines
 
     def shutdown(self) -> None:
-        """End engines, ranks and, if this run started it, Ray; safe to call twice."""
+        """End engines, ranks and, if this run started it, Ray; safe to call twice.
+
+        If that is not done in time this process ends itself, with its stacks on stderr, and all of them with it.
+        """
         if not ray.is_initialized():
             return
+        # with a Ray that is half gone some of these calls may not return
+        faulthandler.dump_traceback_later(SHUTDOWN_S, exit=True, file=2)
+        try:
+            self._end_all()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _end_all(self) -> None:
         if self.engines:
             stops = [engine.stop.remote() for engine in self.engines]
             ray.wait(stops, num_returns=len(stops), timeout=30)

@@ -1,0 +1,191 @@
+"""Which failures of a run are begun again, from where, how often, and what is left of them: with runs that do nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from megarl import errors
+from megarl.config import parse_config
+from megarl.observe.phases import Phases
+from megarl.trainers import attempt, supervise
+
+folder, behaviour, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+supervise.FIRST_WAIT_S = 0.1
+attempt.BEAT_S, attempt.SILENT_S, attempt.TEARDOWN_S = 0.1, 3.0, 1.0
+
+def train(config):
+    tries = folder / "tries"
+    number = len(tries.read_text().split()) if tries.exists() else 0
+    with tries.open("a") as file:
+        file.write(config.run.resume + " ")
+    phases = Phases()
+    attempt.follow(phases)
+    (folder / f"child-{number}").write_text(str(subprocess.Popen(["sleep", "600"], stderr=subprocess.DEVNULL).pid))
+    with phases("start"):
+        time.sleep(0.05)
+    for step in range(2):
+        with phases.step(), phases("update"):
+            fail(number, step)
+    with phases("save"):
+        (folder / "runs" / "run" / "checkpoints" / "step_000002").mkdir(parents=True, exist_ok=True)
+    with phases("export"):
+        fail(number, 2)
+
+def fail(number, step):
+    what, _, when = behaviour.partition("@")
+    tries, at = (int(part) for part in when.split(","))
+    if number >= tries or step != at:
+        return
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        os._exit(1)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "sleep":
+        (folder / "sleeps").touch()
+        time.sleep(600)
+    if what == "hang":  # fails, and then its world does not let it go
+        try:
+            raise errors.WorkerError("rank 3 of policy died")
+        finally:
+            attempt.report_end(errors.WorkerError("rank 3 of policy died"))
+            time.sleep(600)
+    error = getattr(errors, what)("something happened")
+    error.who = "rank 1 of policy"
+    raise error
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts programs in the background
+    tree = {"run": {"folder": str(folder / "runs"), "restarts": restarts}, "model": {"path": "m"}}
+    tree["data"] = {"train": {"source": "jsonl", "path": "rows.jsonl"}}
+    tree["rewards"] = [{"name": "exact_number"}]
+    try:
+        sys.exit(supervise.run_with_restarts(parse_config(tree), train))
+    except errors.MegarlError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\\n")
+        sys.exit(75 if isinstance(error, errors.RunStopped) else 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def start(folder: Path, behaviour: str, restarts: int) -> subprocess.Popen[str]:
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, str(folder / "program.py"), str(folder), behaviour, str(restarts)]
+    root = str(Path(__file__).parents[2])
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, text=True, stderr=subprocess.PIPE)
+
+
+def run(folder: Path, behaviour: str, restarts: int = 3) -> tuple[int, list[str], list[dict[str, Any]], str]:
+    """Exit code, `run.resume` of every attempt, the lines of faults.jsonl, what was said."""
+    process = start(folder, behaviour, restarts)
+    _, said = process.communicate(timeout=60)
+    assert (folder / "tries").exists(), said
+    faults = folder / "runs" / "run" / "faults.jsonl"
+    lines = [json.loads(line) for line in faults.read_text().splitlines()] if faults.exists() else []
+    return process.returncode, (folder / "tries").read_text().split(), lines, said
+
+
+def nothing_is_left(folder: Path) -> bool:
+    return not any(psutil.pid_exists(int(path.read_text())) for path in folder.glob("child-*"))
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "phase", "who", "what"),
+    [
+        ("WorkerError@2,1", "update", "rank 1 of policy", "something happened"),
+        ("EngineError@2,1", "update", "rank 1 of policy", "something happened"),
+        ("kill@2,0", "update", "driver", "it was killed by SIGKILL"),
+        ("kill@2,2", "export", "driver", "it was killed by SIGKILL"),
+        ("exit@2,1", "update", "driver", "it ended with exit code 1"),
+        ("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 3 s"),
+        ("hang@2,1", "update", "driver", "rank 3 of policy died"),
+    ],
+)
+def test_what_is_nobodys_mistake_is_begun_again_and_written_down(
+    tmp_path: Path, behaviour: str, phase: str, who: str, what: str
+) -> None:
+    code, resumes, faults, said = run(tmp_path, behaviour)
+    assert code == 0, said
+    assert resumes == ["never", "auto", "auto"]
+    assert [(fault["phase"], fault["who"], fault["attempt"]) for fault in faults] == [(phase, who, 1), (phase, who, 2)]
+    assert all(fault["what"].startswith(what) for fault in faults)
+    first, last = faults
+    done = int(behaviour[-1])
+    assert [fault["steps_done"] for fault in faults] == [done, done]
+    # it doubles where an attempt did not get as far as a step
+    assert (first["wait_s"], last["wait_s"]) == ((0.1, 0.1) if done else (0.1, 0.2))
+    assert last["recovered_s"] >= last["wait_s"]
+    assert (first["recovered_s"] is None) == (done == 0)
+    origin = "continues from" if done == 2 else "begins anew (there is no checkpoint yet)"
+    assert f"restart 1 of 3 in 0 s {origin}" in said
+    assert nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize("error", ["ConfigError", "RewardError", "GuardError"])
+def test_what_the_user_did_wrong_is_never_begun_again(tmp_path: Path, error: str) -> None:
+    code, resumes, faults, said = run(tmp_path, f"{error}@1,1")
+    assert (code, resumes, faults) == (2, ["never"], [])
+    assert said == f"{error}: something happened\n"
+    assert nothing_is_left(tmp_path)
+
+
+def test_what_never_worked_is_taken_for_the_users_mistake(tmp_path: Path) -> None:
+    assert run(tmp_path, "RewardServerError@1,0")[:3] == (2, ["never"], [])
+
+
+def test_it_is_begun_again_no_more_often_than_the_config_says(tmp_path: Path) -> None:
+    code, resumes, faults, said = run(tmp_path, "kill@9,1", restarts=2)
+    assert code == 2
+    assert len(resumes) == len(faults) == 3
+    assert [fault["wait_s"] for fault in faults] == [0.1, 0.1, None]
+    assert "WorkerError: the run failed for the 3rd time in phase 'update', driver: it was killed by SIGKILL" in said
+    assert "run.restarts is 2" in said
+
+
+def test_without_restarts_nothing_stands_between_the_caller_and_the_run(tmp_path: Path) -> None:
+    code, resumes, faults, _ = run(tmp_path, "kill@1,1", restarts=0)
+    assert (code, resumes, faults) == (-signal.SIGKILL, ["never"], [])
+    psutil.Process(int((tmp_path / "child-0").read_text())).kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_is_passed_on_and_ends_the_run_for_good(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    process = start(tmp_path, "sleep@9,1", 3)
+    ends_at = time.monotonic() + 30
+    while not (tmp_path / "sleeps").exists():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == code, said
+    assert (tmp_path / "tries").read_text().split() == ["never"]
+    assert nothing_is_left(tmp_path)
+
+
+def test_the_attempt_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "sleep@9,1", 3)
+    ends_at = time.monotonic() + 30
+    while not (tmp_path / "sleeps").exists():
+        assert time.monotonic() < ends_at
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children()
+    process.kill()
+    process.communicate(timeout=30)
+    _, alive = psutil.wait_procs(below, timeout=10)
+    assert alive == []
+    psutil.Process(int((tmp_path / "child-0").read_text())).kill()
