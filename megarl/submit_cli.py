@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -229,7 +230,10 @@ def _agree(arguments: argparse.Namespace, console: Console) -> int:
     agreement = agree(
         nodes, arguments.head, interface=arguments.interface, ports_from=arguments.ports_from, gpus=arguments.gpus
     )
-    write_text_atomically(Path(arguments.folder) / "agreed.sh", agreement.shell())
+    token = Path(arguments.folder).resolve() / "ray_token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    write_text_atomically(Path(arguments.folder) / "agreed.sh", agreement.shell(token))
     return 0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.errors import ConfigError
 from megarl.launch.node_facts import PORTS_PER_JOB, NodeFacts
@@ -28,13 +30,14 @@ class Agreement:
     addresses: dict[str, str]
     first_port: int
 
-    def shell(self) -> str:
-        """As assignments for the job's scripts."""
+    def shell(self, token: Path) -> str:
+        """As assignments for the job's scripts. `token` is the file that lets a process join the job's Ray."""
         addresses = " ".join(f"[{name}]={address}" for name, address in self.addresses.items())
         return (
             f"head_name={self.head}\nhead_address={self.addresses[self.head]}\ninterface={self.interface}\n"
             f"first_port={self.first_port}\ndeclare -A addresses=({addresses})\n"
             "export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME=$interface\n"
+            f"export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={shlex.quote(str(token))}\n"
         )
 
 

@@ -87,14 +87,15 @@ def test_nodes_that_cannot_work_together_are_named() -> None:
 
 def test_what_the_nodes_agree_on_is_read_back_by_a_shell(tmp_path: Path) -> None:
     agreement = agree([node("a", 1), node("b-2", 2)], "b-2", interface=None, ports_from=1, gpus=8)
-    (tmp_path / "agreed.sh").write_text(agreement.shell())
-    ask = "source ./agreed.sh; echo $head_name $head_address ${addresses[a]} $first_port; env | grep IFNAME"
+    (tmp_path / "agreed.sh").write_text(agreement.shell(tmp_path / "a token"))
+    ask = "source ./agreed.sh; echo $head_name $head_address ${addresses[a]} $first_port; env | grep IFNAME; echo $RAY_AUTH_TOKEN_PATH"
     shown = subprocess.run(
         ["bash", "-euc", ask], cwd=tmp_path,
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     assert shown[:4] == ["b-2", "10.1.0.2", "10.1.0.1", "11000"]
-    assert sorted(shown[4:]) == ["GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib0"]
+    assert sorted(shown[4:6]) == ["GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME=ib0"]
+    assert shown[6:] == [f"{tmp_path}/a", "token"]
 
 
 def test_a_node_s_facts_are_those_of_the_machine_and_survive_the_file(tmp_path: Path) -> None:
