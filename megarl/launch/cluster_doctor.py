@@ -65,12 +65,9 @@ def examine_cluster(shared: Path) -> ClusterReport:
             gathered_by = f"the Ray at {address}"
             found = on_every_node(address, _facts_on_node, (folder,), DEADLINE_S)
             named = _with_distinct_names([facts_from(tree) for tree in found])
-            seen = {path.stem for path in Path(folder).glob("*.seen")}
-            lost = [facts.name for facts, tree in zip(named, found, strict=True) if tree["name"] not in seen]
+            lost = [facts.name for number, facts in enumerate(named) if not (Path(folder) / f"{number}.seen").exists()]
             if lost:
-                raise ConfigError(
-                    f"what {', '.join(lost)} wrote to {shared} is not seen here; name a folder that all nodes share"
-                )
+                raise ConfigError(f"{', '.join(lost)} cannot write to {shared}, or it is another there; name a shared folder")
             links = _links(named, lambda plan: on_every_node(address, _measure_on_node, (plan,), DEADLINE_S))
         elif nodes > 1 and shutil.which("srun"):
             gathered_by = f"srun in job {os.environ['SLURM_JOB_ID']}"
@@ -119,12 +116,11 @@ def _with_distinct_names(nodes: list[NodeFacts]) -> list[NodeFacts]:
 
 
 def _facts_on_node(number: int, count: int, folder: str) -> dict[str, Any]:
-    """Under Ray: this node's facts; `<name>.seen` in the shared folder says that it could write there."""
-    tree = asdict(describe_node(folder if Path(folder).is_dir() else "/tmp"))
-    tree["name"] = f"{tree['name']}-{number}" if os.environ.get("NODE_NAME") is None and count > 1 else tree["name"]
-    if Path(folder).is_dir():
-        (Path(folder) / f"{tree['name']}.seen").touch()
-    return tree
+    """Under Ray: this node's facts; `<number>.seen` in the shared folder says that it could write there."""
+    shared = Path(folder)
+    if shared.is_dir():
+        (shared / f"{number}.seen").touch()
+    return asdict(describe_node(shared if shared.is_dir() else "/tmp"))
 
 
 def _measure_on_node(number: int, count: int, plan: dict[str, Any]) -> dict[str, Any]:

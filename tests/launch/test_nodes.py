@@ -88,7 +88,8 @@ def test_nodes_that_cannot_work_together_are_named() -> None:
 def test_what_the_nodes_agree_on_is_read_back_by_a_shell(tmp_path: Path) -> None:
     agreement = agree([node("a", 1), node("b-2", 2)], "b-2", interface=None, ports_from=1, gpus=8)
     (tmp_path / "agreed.sh").write_text(agreement.shell(tmp_path / "a token"))
-    ask = "source ./agreed.sh; echo $head_name $head_address ${addresses[a]} $first_port; env | grep IFNAME; echo $RAY_AUTH_TOKEN_PATH"
+    ask = "source ./agreed.sh; echo $head_name $head_address ${addresses[a]} $first_port"
+    ask += "; env | grep IFNAME; echo $RAY_AUTH_TOKEN_PATH"
     shown = subprocess.run(
         ["bash", "-euc", ask], cwd=tmp_path,
         capture_output=True, text=True, check=True,
