@@ -28,6 +28,7 @@ from megarl.trainers.roles import POLICY, Roles
 from megarl.trainers.saving import Saving, unwritable
 from megarl.trainers.stop import StopRequest
 from megarl.trainers.timeline import Timeline
+from megarl.workers.torchrun import is_torchrun
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -82,18 +83,23 @@ class Run(ABC):
     def __enter__(self) -> Self:
         try:
             self._open()
-        except BaseException:
+        except BaseException as error:
             self._stack.close()
+            self._tell_of_disk_trouble(error)
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError) and self.saving.is_under_way:
+        ranks_are_well = isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError)
+        if self.saving.is_under_way and ranks_are_well and not is_torchrun():  # else other drivers may know of no error
             with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
                 self.saving.finish(self.roles, wait=True)
         self._stack.close()
         if self.leads:
             self.checkpoints.remove_unfinished()
+        self._tell_of_disk_trouble(error)
+
+    def _tell_of_disk_trouble(self, error: BaseException | None) -> None:
         if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
             raise CheckpointError(
                 f"'{error.filename or self.folder}' cannot be written to ({error.strerror}); once it can, run.resume=auto "

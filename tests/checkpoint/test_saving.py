@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written, join_shards, write_shards
 from megarl.checkpoint.manifest import check
 from megarl.checkpoint.run_checkpoint import read_state
-from megarl.errors import CheckpointError
+from megarl.config import parse_config
+from megarl.errors import CheckpointError, ConfigError, RewardError, WorkerError
 from megarl.megatron.shards import Box, Shards
+from megarl.trainers.run import Run
 from megarl.trainers.saving import Saving, unwritable
 
 WHOLE = torch.arange(24.0).view(6, 4)
@@ -163,3 +166,69 @@ def test_parts_that_do_not_make_whole_tensors_are_refused(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError, match="elements of 'weight', which has 24"):
             join_shards(tmp_path, parts)
     join_shards(tmp_path, [second, first])
+
+
+class Interrupted(Run):
+    """A run whose checkpoint is under way when something goes wrong."""
+
+    shown: ClassVar = {}
+    trouble: ClassVar[dict[str, Exception]] = {}
+
+    def read_inputs(self) -> None:
+        if "at the start" in self.trouble:
+            raise self.trouble["at the start"]
+
+    def start(self) -> None:
+        self.roles: Any = TwoRanks()
+
+    def measure(self) -> None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def gates(self) -> dict[str, float | None]:
+        return {}
+
+
+def interrupted(tmp_path: Path) -> Interrupted:
+    settings = {"model": {"path": "model"}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}]}
+    return Interrupted(parse_config({**settings, "run": {"folder": str(tmp_path)}}))
+
+
+def test_a_run_that_fails_for_another_reason_finishes_its_checkpoint_first(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="no such thing"), interrupted(tmp_path) as run:
+        run.saving.begin(run.roles, 1, {"step": 1}, {})
+        raise RewardError("no such thing")
+    assert [path.name for path in run.checkpoints.folder.iterdir()] == ["step_000001"]
+
+
+def test_a_run_that_lost_a_rank_does_not_wait_for_it_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError), interrupted(tmp_path) as run:
+        run.saving.begin(run.roles, 1, {"step": 1}, {})
+        raise WorkerError("rank 1 is gone")
+    assert list(run.checkpoints.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("at_the_start", [True, False])
+def test_a_disk_that_is_full_for_metrics_and_samples_is_one_sentence(
+    tmp_path: Path, at_the_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    monkeypatch.setattr(Interrupted, "trouble", {"at the start": error} if at_the_start else {})
+    with pytest.raises(CheckpointError) as caught, interrupted(tmp_path):
+        raise error
+    assert str(caught.value) == (
+        "'metrics.jsonl' cannot be written to (No space left on device); once it can, run.resume=auto continues from the "
+        "newest checkpoint"
+    )
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError) as caught, interrupted(tmp_path):
+        pass
+    assert f"nothing can be written to {tmp_path}/run (File exists)" in str(caught.value)
