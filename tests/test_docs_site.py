@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="needs mkdocs-material (pip install 'megarl[docs]')")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for page in ("index.html", "quickstart.html", "api.html", "report.html"):
