@@ -11,6 +11,8 @@ import ray
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 
 ACTOR_POLL_S = 0.5
+ANSWER_S = 15.0
+"""For an engine's process to answer what needs no work."""
 
 
 class EngineCalls:
@@ -34,9 +36,15 @@ class EngineCalls:
     async def restart(self, deadline_s: float) -> None:
         """Start the engine anew, without weights: in its process or, if that is gone, in the one that Ray makes instead.
 
-        Raises as `call` does.
+        A process that is stopped, or too stuck to answer anything, is ended first. Raises as `call` does.
         """
         ends_at = time.monotonic() + deadline_s
+        try:
+            await self.endpoint(min(ANSWER_S, deadline_s))
+        except DeadlineError:
+            ray.kill(self.actor, no_restart=False)
+        except WorkerError:
+            pass  # gone already
         while True:
             try:
                 await self._answer(self.actor.restart.remote(), "restart", ends_at - time.monotonic())
@@ -59,9 +67,13 @@ class EngineCalls:
             raise
         except TimeoutError:
             ray.cancel(reference)
-            raise DeadlineError(f"engine {self.number} did not answer '{method}' within {deadline_s:.0f} s") from None
+            late = DeadlineError(f"engine {self.number} did not answer '{method}' within {deadline_s:.0f} s")
+            late.who = f"engine {self.number}"
+            raise late from None
         except ray.exceptions.RayError as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, MegarlError):
                 raise cause from None
-            raise WorkerError(f"engine {self.number} failed in '{method}': {error}") from error
+            ours = WorkerError(f"engine {self.number} failed in '{method}': {error}")
+            ours.who = f"engine {self.number}"
+            raise ours from error
