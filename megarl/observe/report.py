@@ -18,7 +18,9 @@ import yaml
 from megarl.observe.run_record import RunRecord, differences, last_mean, repetitions, reward_of
 
 SAMPLES = 600
-"""Samples of a run in a page, evenly spread over its steps."""
+"""Samples of a run in a page at most, evenly spread over its steps."""
+TOKENS = 300_000
+"""Response tokens of a run in a page at most; one makes about 50 bytes."""
 POINTS = 1000
 """Points of a curve in a page; of a longer run every n-th step and the last one."""
 SPANS = 20_000
@@ -88,7 +90,7 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "curves": curves,
         "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
         "trace": _last_spans(run.trace),
-        "samples": [_sample_data(sample) for sample in _thinned(run.samples, SAMPLES)],
+        "samples": [_sample_data(sample) for sample in _shown_samples(run)],
         "samples_written": len(run.samples),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "summary": {name: value for name, value in run.summary.items() if name in ("eval", "gates", "seconds_per_step")},
@@ -117,6 +119,12 @@ def _sample_data(sample: Mapping[str, Any]) -> dict[str, Any]:
         "engine": _rounded(sample.get("rollout_log_probs", [])),
         **{name: _rounded(training[name]) for name in names if name in training},
     }
+
+
+def _shown_samples(run: RunRecord) -> list[Mapping[str, Any]]:
+    tokens = sum(len(sample.get("response_ids", ())) for sample in run.samples)
+    fit = len(run.samples) * TOKENS // tokens if tokens > TOKENS else SAMPLES
+    return _thinned(run.samples, max(1, min(fit, SAMPLES)))
 
 
 def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

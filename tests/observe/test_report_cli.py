@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megarl.cli import main
 from megarl.errors import ModelError
 from megarl.observe.chat import chat
 from megarl.observe.plots import band
-from megarl.observe.report import as_inert_json
+from megarl.observe.report import POINTS, SAMPLES, SPANS, TOKENS, as_inert_json, page_data
 from megarl.observe.run_record import differences, read_run, repetitions
 from tests.observe.recorded import HARM, write_run
 
@@ -48,6 +49,21 @@ def test_seeds_belong_together_and_other_configs_apart(tmp_path) -> None:
 
 def test_a_band_is_over_the_steps_that_all_seeds_have() -> None:
     assert band([{1: 0.0, 2: 1.0, 3: 9.0}, {1: 1.0, 2: 4.0}]) == ([1, 2], [0.0, 1.0], [0.5, 2.5], [1.0, 4.0])
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path) -> None:
+    record = read_run(write_run(tmp_path / "r", steps=1500))
+    spans = {f"policy {rank}": [["update", 0.0, 1.0]] * 4 for rank in range(64)}
+    record = replace(record, trace=[{"step": step, "spans": spans} for step in range(1, 1501)])
+    long = [sample | {"response_ids": [1] * 8000} for sample in record.samples]
+    (data,) = page_data([replace(record, samples=long)])["runs"]
+    assert len(data["samples"]) == TOKENS // 8000
+    assert data["samples"][-1]["step"] > 1400
+    assert len(page_data([record])["runs"][0]["samples"]) == SAMPLES
+    assert len(data["steps"]) == len(data["curves"]["reward/mean"]) <= POINTS + 1
+    assert (data["steps"][0], data["steps"][-1]) == (0, 1500)
+    assert sum(len(spans) for row in data["trace"] for spans in row["spans"].values()) <= SPANS
+    assert data["trace"][-1]["step"] == 1500
 
 
 def test_compare_prints_fields_and_means(tmp_path, capsys) -> None:
