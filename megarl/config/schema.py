@@ -46,6 +46,8 @@ class RunConfig(Section):
     """What a metric must not do, such as `stop if kl/reference above 0.5 for 3 steps`; also `skip` and `rollback`."""
     eval_every: Count = 0
     """Evaluate on `data.eval` (greedily) every so many steps; 0: only before and after training."""
+    deterministic: bool = False
+    """Ranks compute with kernels that give the same bits again, which costs some speed on GPUs (docs/reliability.md)."""
     log_samples: Count = 8
     """Samples written to `samples.jsonl` per step."""
     export: bool = False

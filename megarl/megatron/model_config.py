@@ -53,6 +53,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         hidden_dropout=0.0,
         use_cpu_initialization=not on_cuda,
         perform_initialization=False,
+        deterministic_mode=options.deterministic,
         variable_seq_lengths=True,
         # With two stages the next stage is also the one before: batched, their messages would be mistaken for each other.
         overlap_p2p_comm=layout.vpp is not None,

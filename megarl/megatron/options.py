@@ -33,6 +33,7 @@ class ModelOptions:
     fp8_recipe: Fp8RecipeName = "tensorwise"
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         self.layout.check_layer_spec(self.layer_spec)

@@ -26,6 +26,7 @@ from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
+from megarl.platform.deterministic import make_deterministic
 
 
 class Role:
@@ -33,6 +34,8 @@ class Role:
 
     def __init__(self, options: ModelOptions, optimizer: OptimizerOptions | None = None) -> None:
         self.options = options
+        if options.deterministic:
+            make_deterministic()
         folder = HFFolder(options.path)
         self.weight_map = architecture_for(folder.config).weight_map(folder.config)
         self.chunks = build_model(options, folder)

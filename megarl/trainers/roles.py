@@ -103,6 +103,7 @@ class Roles:
             fp8_recipe=config.model.fp8_recipe,
             fp8_param=config.model.fp8_param,
             fp8_bf16_layers=config.model.fp8_bf16_layers,
+            deterministic=config.run.deterministic,
         )
         optimizer = None
         if spec.trained is not None:
