@@ -80,6 +80,6 @@ def ray_job(job: Job, address: str) -> list[str]:
         )
     program = Path(sys.executable).with_name("ray")
     return [
-        str(program), "job", "submit", "--no-wait", f"--address={address}", f"--submission-id=megarl-{job.name}", "--",
+        str(program), "job", "submit", "--no-wait", f"--address={address}", "--",
         "megarl", job.command, str(job.config_path), *job.overrides, f"run.resume={job.resume}",
     ]  # fmt: skip

@@ -43,7 +43,7 @@ def run_script(system: str, config: Path, network: Network, folder: Path, capsys
     }  # fmt: skip
     job = network.nodes[0].start("bash", str(script), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        said, _ = job.communicate(timeout=150)
+        said, _ = job.communicate(timeout=240)
     except subprocess.TimeoutExpired:
         job.terminate()
         said, _ = job.communicate(timeout=30)

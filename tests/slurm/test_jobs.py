@@ -54,9 +54,9 @@ def steps_of(run: Path) -> list[int]:
 def test_a_run_over_two_nodes_is_warned_put_back_and_finishes(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
     config, run = grpo(tmp_path, tiny_model, steps=5), tmp_path / "runs" / "grpo"
     job = submit(slurm, config)
-    wait(lambda: steps_of(run), run, 120)
+    wait(lambda: steps_of(run), run, 240)
     slurm.run("scancel", "--signal=USR1", "--batch", job)  # what --signal=B:USR1 sends before the time limit
-    wait(lambda: is_over(slurm, job), run, 200)
+    wait(lambda: is_over(slurm, job), run, 240)
     starts = [line for line in slurm.finished() if line["JobId"] == job]
     assert [start["JobState"] for start in starts] == ["PENDING", "COMPLETED"]  # once put back, then done
     assert {start["NodeList"] for start in starts} == {"n[1-2]"}
@@ -75,7 +75,7 @@ def test_a_run_over_two_nodes_is_warned_put_back_and_finishes(slurm: Slurm, tiny
 def test_torchrun_s_ranks_are_one_world_over_two_nodes(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
     config, run = sft(tmp_path, tiny_model, steps=2), tmp_path / "runs" / "sft"
     job = submit(slurm, config)
-    wait(lambda: is_over(slurm, job), run, 120)
+    wait(lambda: is_over(slurm, job), run, 240)
     assert "the run left with exit code 0" in (run / "jobs" / f"{job}.txt").read_text()
     assert steps_of(run) == [1, 2]
     assert len(list((run / "jobs" / f"{job}.0" / "logs").glob("torchrun-*.txt"))) == 2
