@@ -29,6 +29,7 @@ from megarl.rollout.weight_state import WeightState
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
 DYING_S = 2.0
+POLL_S = 0.05
 ABORT_REPEAT_S = 1.0  # an abort that overtook its request is sent again after this
 ABORT_GRACE_S = 10.0  # how long a server that samples has to return what an aborted response got so far
 
@@ -183,9 +184,10 @@ class SglangEngine:
         self._weights.check(version)
         with self._failing():
             sent: dict[Held, str] = {**self._sender.checksums(), **(checksums or {})}
-            missing = dict.fromkeys(self.endpoint.layout.missing(sent), UNCHECKED)
+            missing: dict[Held, str] = dict.fromkeys(self.endpoint.layout.missing(sent), UNCHECKED)
             async with self._session(CONTROL_TIMEOUT_S) as session:
-                compare(sent, {**(await self._held(session, sent)), **missing})
+                held = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(session, sent)
+                compare(sent, held | missing)
                 await self._post(session, "end_weight_update", {})
                 self._session_open = False
                 await self._post(session, "flush_cache", {})
@@ -243,11 +245,25 @@ class SglangEngine:
 
     async def sleep(self) -> None:
         self._weights.sleep()
+        await self._control("abort_request", {"abort_all": True})
+        await self._idle()  # a server ends if it is asked to give up memory that it works with
         await self._control("release_memory_occupation", {})
 
     async def wake(self) -> None:
         self._weights.wake()
         await self._control("resume_memory_occupation", {})
+
+    async def _idle(self) -> None:
+        """Wait until the server has nothing to do; only then it flushes its cache."""
+        deadline = asyncio.get_running_loop().time() + ABORT_GRACE_S
+        while True:
+            try:
+                await self._control("flush_cache", {})
+                return
+            except EngineError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(POLL_S)
 
     # the process --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Data-parallel ranks get their share once, through Ray's object store; all ranks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,11 +82,14 @@ class Roles:
         # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
         self.share_prompts = config.policy.share_prompts and layer_spec == "reference"
         self.optimizer: str | None = None
+        self.before_use: Callable[[], None] = lambda: None
+        """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
         self._loaded: list[str] = []
         self._saving: list[str] = []
 
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
+        self.before_use()
         config, group, spec = self.config, self.group_of(role), self.specs[role]
         options = ModelOptions(
             spec.path,
@@ -135,6 +138,7 @@ class Roles:
 
         `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one.
         """
+        self.before_use()
         group = self.group_of(role)
         replicas = self._micro_batches(role, batch, range(len(batch)), [], at=at)
         arguments = [(role, share, at is not None) for share in group.share(replicas)]
@@ -158,6 +162,7 @@ class Roles:
         `at` is as in `forward`. `keep_groups`: no group is split over micro-batches, since the loss compares its members.
         `mixed_in`: a further batch, all of whose rows join the step in micro-batches of their own, and its columns.
         """
+        self.before_use()
         group = self.group_of(role)
         replicas = self._micro_batches(role, batch, rows, columns, at=at, keep_groups=keep_groups)
         if mixed_in is not None:
@@ -175,11 +180,18 @@ class Roles:
 
     def copy_weights(self, source: str, target: str) -> None:
         """Give `target` the weights of `source`; both must live in the same ranks and layout."""
+        self.before_use()
         self._call(self.group_of(target), "copy_role", (source, target), f"copy of {source}", self._deadlines.step_s)
 
     def export(self, role: str, folder: str) -> None:
         """Write `role` as a Hugging Face model folder, whole or not at all."""
+        self.before_use()
         self._call(self.group_of(role), "export_role", (role, folder), f"export of {role}", self._deadlines.save_s)
+
+    def keep_on_device(self, what: str) -> None:
+        """Have `all` roles on the device, the `policy`'s weights alone, or `none`."""
+        for group in self.groups.values():
+            self._call(group, "keep_on_device", (what,), "offload", self._deadlines.step_s)
 
     def open_senders(
         self, targets: Sequence[Any] | Mapping[int, Any], transport: str, deadline_s: float, engines: int | None = None
@@ -224,6 +236,7 @@ class Roles:
 
         The roles may change again on return; `saved` tells when they are written.
         """
+        self.before_use()
         self._saving = self._changing()
         for role in self._saving:
             self._call(self.group_of(role), "save_role", (role, f"{folder}/{role}"), "save", self._deadlines.save_s)
@@ -245,6 +258,7 @@ class Roles:
     def restore(self, folder: str, roles: Sequence[str] | None = None) -> None:
         """Read back a checkpoint of a run; every role of it unless `roles` says which."""
         check_harmless(folder)
+        self.before_use()
         for role in roles or self._changing():
             self._call(self.group_of(role), "load_role", (role, f"{folder}/{role}"), "resume", self._deadlines.save_s)
 

@@ -9,6 +9,7 @@ from megarl.config import Config
 from megarl.errors import EngineError, MegarlError
 from megarl.reshard.delta import base_for
 from megarl.rollout.scheduler import Scheduler
+from megarl.trainers.colocated import turns_of
 from megarl.trainers.roles import Roles
 from megarl.workers.group import wait_for
 
@@ -19,6 +20,9 @@ class WeightUpdates:
     def __init__(self, config: Config, scheduler: Scheduler, engines: Sequence[Any], roles: Roles) -> None:
         """`engines` are Ray's handles, by the scheduler's numbers."""
         self.rollout, self.scheduler, self.engines, self.roles = config.rollout, scheduler, engines, roles
+        self._turns = turns_of(config, scheduler, roles)
+        if self._turns is not None:
+            roles.before_use = self._turns.train
         self._connected: set[int] = set()
         self._confirmed: dict[int, int] = {}
 
@@ -31,6 +35,8 @@ class WeightUpdates:
             EngineError: an engine is well, and yet its weights are not those that were sent.
         """
         scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
+        if self._turns is not None:
+            self._turns.update()
         for engine in engines:
             if scheduler.slots[engine].version is None:  # it may be another process than before
                 self._forget(engine)
@@ -62,6 +68,8 @@ class WeightUpdates:
             scheduler.fail(engine, error)
         complete = [engine for engine in going if engine not in failed]
         self._confirmed |= dict.fromkeys(complete, version)
+        if self._turns is not None:
+            self._turns.generate()
         scheduler.resume(complete, version)
 
     def _forget(self, engine: int) -> None:

@@ -33,6 +33,7 @@ class Rank:
         self.roles: dict[str, Any] = {}
         self.pusher: Any = None
         self.plan: Any = None
+        self.offloads: dict[str, Any] = {}
         self.quantiser: Any = None
         self.engines: set[int] = set()
         self.writer: Any = None
@@ -75,6 +76,7 @@ class Rank:
     def drop_role(self, role: str) -> None:
         """Free a role that is no longer needed."""
         del self.roles[role]
+        self.offloads.pop(role, None)
 
     def forward(self, role: str, micro_batches: list[Any], score_at: bool) -> dict[int, Any]:
         """`{response index: float32 [L, C]}`; empty where this rank does not report."""
@@ -163,6 +165,15 @@ class Rank:
         for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one
             pass
         return {}
+
+    def keep_on_device(self, what: str) -> None:
+        """Have `all` roles on the device, the `policy`'s weights alone, or `none`; see `megatron.offload`."""
+        from megarl.megatron.offload import Offload
+
+        for name, role in self.roles.items():
+            offload = self.offloads.setdefault(name, Offload(role))
+            offload.keep(weights=what == "all" or (what, name) == ("policy", "policy"), rest=what == "all")
+        self.platform.empty_cache()
 
     def save_role(self, role: str, folder: str) -> None:
         """Copy this rank's part of the role's checkpoint, and write it into `folder` in the background."""

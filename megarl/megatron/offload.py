@@ -1,0 +1,101 @@
+"""A role's memory given up and taken back in place: what its tensors are views of moves, the tensors stay the same objects.
+
+Weights and what the optimizer remembers are copied to main memory; gradients are not, since every pass begins with none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+
+class Offload:
+    """Moves a role's storages between a device and main memory. `device_type`: what is elsewhere is left where it is."""
+
+    def __init__(self, role: Any, device_type: str = "cuda") -> None:
+        self._role, self._device_type = role, device_type
+        self._away: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+
+    def keep(self, *, weights: bool, rest: bool) -> None:
+        """Have the weights, and gradients with what the optimizer remembers, on the device or not."""
+        wanted = {"weights": weights, "rest": rest}
+        for kind in (kind for kind, is_wanted in wanted.items() if not is_wanted and kind not in self._away):
+            self._away[kind] = [_leave(tensor, is_kept) for tensor, is_kept in self._tensors(kind)]
+        for kind in (kind for kind, is_wanted in wanted.items() if is_wanted and kind in self._away):
+            for storage, nbytes, content in self._away.pop(kind):
+                _come_back(storage, nbytes, content)
+
+    def _tensors(self, kind: str) -> Iterator[tuple[Tensor, bool]]:
+        """One tensor per storage on the device, and whether its content is needed again."""
+        weights = {_key(tensor) for tensor in _weights(self._role.chunks)}
+        found = set[tuple[str, int]]()
+        if kind == "weights":
+            candidates = [(tensor, True) for tensor in _weights(self._role.chunks)]
+        else:
+            candidates = [*((tensor, False) for tensor in _gradients(self._role.chunks))]
+            candidates += [(tensor, True) for tensor in _remembered(self._role.optimizer)]
+        for tensor, is_kept in candidates:
+            key, is_weight = _key(tensor), _key(tensor) in weights
+            if tensor.device.type == self._device_type and is_weight == (kind == "weights") and key not in found:
+                found.add(key)
+                yield tensor, is_kept
+
+
+def _key(tensor: Tensor) -> tuple[str, int]:
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
+
+
+def _weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        core: Any = unwrap_model(chunk)
+        yield from (parameter.data for parameter in core.parameters())
+        yield from core.buffers()
+
+
+def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
+    for chunk in chunks:
+        yield from (buffer.grad_data for buffer in _grad_buffers(chunk))
+
+
+def _grad_buffers(chunk: Any) -> Iterator[Any]:
+    for name in ("buffers", "expert_parallel_buffers"):
+        buffers = getattr(chunk, name, ())
+        if isinstance(buffers, list):  # of DDP; a plain module's `buffers` is a method
+            yield from buffers
+
+
+def _remembered(optimizer: Any) -> Iterator[Tensor]:
+    """Master weights and moments of every part of the optimizer."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer is not None else []):
+        adam = part.optimizer
+        for group in adam.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in adam.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+
+def _leave(tensor: Tensor, is_kept: bool) -> tuple[torch.UntypedStorage, int, Tensor | None]:
+    storage = tensor.untyped_storage()
+    nbytes, content = storage.nbytes(), None
+    if is_kept:
+        content = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        content.copy_(_bytes(storage, tensor.device))
+    storage.resize_(0)
+    return storage, nbytes, content
+
+
+def _come_back(storage: torch.UntypedStorage, nbytes: int, content: Tensor | None) -> None:
+    storage.resize_(nbytes)
+    values = _bytes(storage, storage.device)
+    if content is None:
+        values.zero_()
+    else:
+        values.copy_(content)
