@@ -90,6 +90,7 @@ def _run(
     config = get_model_config(chunks[0])
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
+    Standing.begun, Standing.wanted = 0, len(inputs) * len(chunks)
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, options=options),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -99,6 +100,13 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+class Standing:
+    """How far the pass under way in this process is: micro-batches begun (per model chunk), and all of them."""
+
+    begun = 0
+    wanted = 0
 
 
 _NOTHING: MicroBatch = [
@@ -130,6 +138,7 @@ def _forward_step(
     inputs: Iterator[tuple[PackedStream, Share, LossFunction]], model: torch.nn.Module, *, options: ModelOptions
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
     stream, share, loss_function = next(inputs)
+    Standing.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[share.positions]
     # Both are read in this very forward call, outside the layers that may be recomputed later.

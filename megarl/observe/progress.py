@@ -1,20 +1,36 @@
-"""What the user sees while a run goes on: bars on a terminal, one plain line per step elsewhere, the phase table at the end."""
+"""What the user sees while a run goes on: a live view on a terminal, a plain line per step elsewhere, a table at the end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn
-from rich.progress import Progress as Bars
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from megarl.observe.phases import Phases
 
-SHOWN = {"reward": "reward/mean", "KL": "kl/reference", "tokens/s": "speed/tokens_per_s"}
+SHOWN = {
+    "reward": "reward/mean",
+    "KL": "kl/reference",
+    "length": "response/tokens_mean",
+    "staleness": "staleness/mean",
+    "tokens/s": "speed/tokens_per_s",
+    "GiB": "memory/policy_peak_gib",
+}
 """Label and metric name of what every step shows; a metric that a step lacks is left out."""
+BAR_WIDTH = 24
+REFRESHES_PER_S = 4
+STEPS_AVERAGED = 10
+"""Last steps that the time left is reckoned from."""
+
+Standing = Callable[[], tuple[int, int]]
+"""How far a phase is: what is done, and how much there is to do (0: not known)."""
 
 
 class Progress:
@@ -32,34 +48,36 @@ class Progress:
         """`first_step` is the number of steps already done when the run was resumed."""
         self._total, self._first, self._phases, self._shown = total_steps, first_step, phases, shown
         self.console = console or Console()
-        self._bars: Bars | None = None
-        self._step_bar: TaskID | None = None
-        self._phase_bars: dict[str, TaskID] = {}
-        self._started_s = 0.0
+        self._live: Live | None = None
+        self._within: dict[str, tuple[str, Standing]] = {}
+        self._phase: str | None = None
+        self._since_s = 0.0
+        self._done_at_s: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
+        self._done, self._facts = first_step, ""
+        self._shares: dict[str, float] = {}
 
     def __enter__(self) -> Progress:
-        self._started_s = time.monotonic()
         if self.console.is_terminal:
-            self._bars = Bars(
-                TextColumn("{task.description:<12}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[text]}"),
-                console=self.console,
-            )
-            self._step_bar = self._bars.add_task("step", total=self._total, completed=self._first, text="")
-            self._bars.start()
             self._phases.listen(self._phase_changed)
+            self._live = Live(
+                get_renderable=self._view, console=self.console, refresh_per_second=REFRESHES_PER_S, transient=True
+            )
+            self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bars is not None:
-            self._bars.stop()
-            self._bars = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
         if self._phases.steps:
             self.console.print(phase_table(self._phases))
 
+    def within(self, phase: str, unit: str, standing: Standing) -> None:
+        """While `phase` is on, show how far it is, in `unit`; another thread asks `standing`, several times a second."""
+        self._within[phase] = unit, standing
+
     def say(self, text: str) -> None:
-        """Print a line above the bars."""
+        """Print a line above the view."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -68,34 +86,42 @@ class Progress:
         times = self._phases.last_step
         if times is not None:
             parts.append(f"{times.wall_s:.1f} s")
-        parts.append(f"left {duration(self._left_s(step))}")
-        if self._bars is not None and self._step_bar is not None:
-            self._bars.update(self._step_bar, completed=step, text=" · ".join([f"{step}/{self._total}", *parts]))
-            self._show_shares()
-            return
-        longest = sorted(times.phase_s.items(), key=lambda item: -item[1])[:3] if times is not None and times.wall_s else []
-        shares = ", ".join(f"{name} {spent / times.wall_s:.0%}" for name, spent in longest) if times else ""
-        self.say(f"step {step}/{self._total}  " + "  ".join(parts) + (f"  ({shares})" if shares else ""))
+        self._done, self._facts = step, " · ".join(parts)
+        self._done_at_s.append(time.monotonic())
+        self._shares = {name: total["share"] for name, total in self._phases.totals().items()}
+        if self._live is None:
+            parts.append(f"left {duration(self._left_s(step))}")
+            longest = sorted(times.phase_s.items(), key=lambda item: -item[1])[:3] if times is not None and times.wall_s else []
+            shares = ", ".join(f"{name} {spent / times.wall_s:.0%}" for name, spent in longest) if times else ""
+            self.say(f"step {step}/{self._total}  " + "  ".join(parts) + (f"  ({shares})" if shares else ""))
 
     def _left_s(self, step: int) -> float:
-        done = max(1, step - self._first)
-        return (time.monotonic() - self._started_s) / done * (self._total - step)
+        """Of the last steps' time, with what came between them such as saves and evaluations."""
+        times, last = self._done_at_s, self._phases.last_step
+        of_one = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else last.wall_s if last is not None else 0.0
+        return of_one * (self._total - step)
 
     def _phase_changed(self, name: str | None) -> None:
-        if self._bars is None:
-            return
-        if name is not None and name not in self._phase_bars:
-            self._phase_bars[name] = self._bars.add_task(f"  {name}", total=100, text="")
-        for other, bar in self._phase_bars.items():
-            self._bars.update(bar, description=f"{'>' if other == name else ' '} {other}")
+        self._phase, self._since_s = name, time.monotonic()
 
-    def _show_shares(self) -> None:
-        if self._bars is None:
-            return
-        for name, spent in self._phases.totals().items():
-            if name in self._phase_bars:
-                text = f"{spent['share']:.0%} · {spent['seconds']:.1f} s in all"
-                self._bars.update(self._phase_bars[name], completed=100 * spent["share"], text=text)
+    def _view(self) -> Group:
+        """The steps, the phase that is on, the last step's figures, and where the time of all steps went."""
+        rows = Table.grid(padding=(0, 1))
+        left = f"left {duration(self._left_s(self._done))}" if self._done > self._first else ""
+        rows.add_row("steps", _bar(self._done, self._total), f"{self._done}/{self._total}  {left}")
+        phase = self._phase
+        unit, standing = self._within.get(phase or "", ("", None))
+        done, wanted = standing() if standing is not None else (0, 0)
+        spent = f"{time.monotonic() - self._since_s:.1f} s" if phase is not None else ""
+        rows.add_row(phase or "", _bar(done, wanted), f"{done}/{wanted} {unit}  {spent}" if wanted else spent)
+        for name, share in self._shares.items():
+            if name != phase and share >= 0.01:
+                rows.add_row(Text(name, style="dim"), "", Text(f"{share:.0%} of the steps' time", style="dim"))
+        return Group(rows, Text(f"step {self._done}: {self._facts}") if self._facts else Text())
+
+
+def _bar(done: int, wanted: int) -> ProgressBar | str:
+    return ProgressBar(total=wanted, completed=done, width=BAR_WIDTH) if wanted else ""
 
 
 def phase_table(phases: Phases) -> Table:

@@ -16,6 +16,7 @@ from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, without_held_out
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.observe import MetricsFile, distributions
+from megarl.observe.progress import SHOWN
 from megarl.rewards import build_rewards
 from megarl.rollout.engine_args import check_engine_args
 from megarl.rollout.episodes import open_episodes
@@ -46,7 +47,7 @@ TRAINING = ("log_probs", "update", "sync")
 class RlRun(Run):
     """A reinforcement-learning run; `rl.train` is written in its methods."""
 
-    shown: ClassVar = {"reward": "reward/mean", "KL": "kl/reference", "tokens/s": "speed/tokens_per_s"}
+    shown: ClassVar = SHOWN
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -103,6 +104,9 @@ class RlRun(Run):
             if is_used:
                 self.roles.load(role)
         self.rollouts.finish_start(starting, self.roles)
+        self.progress.within("generate", "groups", self.rollouts.standing)
+        for phase in ("log_probs", "update"):
+            self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].standing)
         self.progress.say(f"{self.roles.describe()}, platform {cluster.platform.name}, engine {config.rollout.engine}")
 
     def state(self) -> dict[str, Any]:

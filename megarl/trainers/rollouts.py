@@ -126,6 +126,11 @@ class Rollouts:
             self.scheduler.load_state_dict(groups)
         self.scheduler.empty()
 
+    def standing(self) -> tuple[int, int]:
+        """Groups that are finished of those that are due, and these; another thread may ask."""
+        ledger = self.scheduler.ledger
+        return min(ledger.count("finished"), ledger.due), ledger.due
+
     def state(self) -> dict[str, Any]:
         """The prompts that were drawn and have not been trained on, JSON-able: a resumed run repeats and drops none."""
         return self.scheduler.state_dict()

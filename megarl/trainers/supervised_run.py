@@ -65,6 +65,7 @@ class SupervisedRun(Run):
         self.roles.load(POLICY)
         if self.config.uses_reference:
             self.roles.load(REFERENCE)
+        self.progress.within("update", "micro-batches", self.roles.groups[POLICY].standing)
         self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
 
     def state(self) -> dict[str, Any]:

@@ -16,6 +16,10 @@ FETCH_S = 60.0
 """For a result that is there to reach this process, however little of its call's deadline is left."""
 
 
+GLANCE_S = 0.2
+"""How long a look at a rank's standing may take."""
+
+
 class RankGroup(Protocol):
     """The ranks of one layout as the driver calls them. `arguments` is one tuple for all ranks, or one tuple per rank."""
 
@@ -42,6 +46,10 @@ class RankGroup(Protocol):
 
     def agree(self, flag: bool) -> bool:
         """Whether `flag` is true in any process that drives this group."""
+        ...
+
+    def standing(self) -> tuple[int, int]:
+        """Micro-batches that the first rank has begun in the pass under way, and all of them; (0, 0) if it does not say."""
         ...
 
 
@@ -91,6 +99,13 @@ class WorkerGroup:
     def agree(self, flag: bool) -> bool:
         """`flag`: there is one driver."""
         return flag
+
+    def standing(self) -> tuple[int, int]:
+        """See `RankGroup.standing`; asked while the ranks are busy, by a thread that draws."""
+        try:
+            return ray.get(self.actors[0].standing.remote(), timeout=GLANCE_S)
+        except ray.exceptions.RayError:
+            return 0, 0
 
     def examine(self, phase: str) -> tuple[list[str], str]:
         """Which ranks are gone or do not answer, after a call in `phase` failed, and a clause for the error that says so.

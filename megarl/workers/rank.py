@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -197,6 +198,12 @@ class Rank:
     def peak_memory_bytes(self) -> int:
         """Highest memory of this process: on a device the allocator's, on the CPU resident memory."""
         return int(self.platform.memory()["peak_bytes"])
+
+    @ray.method(concurrency_group="control")
+    def standing(self) -> tuple[int, int]:
+        """Micro-batches that this rank has begun in the pass under way, and all of them; for a look while it is busy."""
+        step = sys.modules.get("megarl.megatron.step")
+        return (step.Standing.begun, step.Standing.wanted) if step is not None else (0, 0)
 
     @ray.method(concurrency_group="control")
     def dump_stacks(self, folder: str) -> str:

@@ -75,6 +75,10 @@ class SpmdGroup:
         torch.distributed.all_gather_object(flags, flag)
         return any(flags)
 
+    def standing(self) -> tuple[int, int]:
+        """See `RankGroup.standing`; of this rank."""
+        return self._worker.standing()
+
     def leave(self) -> None:
         """Leave torch.distributed's world."""
         import torch

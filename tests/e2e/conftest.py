@@ -14,6 +14,8 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megarl.config import Config, parse_config
+from megarl.observe import read_metrics
+from tests.observe.documented import undocumented
 
 CHARACTERS = [*string.digits, *string.ascii_lowercase, *string.ascii_uppercase, *" +-=.,:?*/()'\""]
 
@@ -46,6 +48,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def every_metric_of_a_run_is_documented(tmp_path: Path) -> Iterator[None]:
+    """Whatever the runs of a test logged is in docs/metrics.md, with a unit."""
+    yield
+    files = tmp_path.rglob("metrics.jsonl")
+    assert undocumented(name for file in files for row in read_metrics(file) for name in row) == []
 
 
 @pytest.fixture

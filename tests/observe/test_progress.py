@@ -1,4 +1,4 @@
-"""Progress: one plain line per step where there is no terminal, bars where there is, and the phase table at the end."""
+"""Progress: one plain line per step where there is no terminal, a live view where there is, and the phase table at the end."""
 
 from __future__ import annotations
 
@@ -51,11 +51,39 @@ def test_the_final_table_has_every_phase() -> None:
     assert "other" in text
 
 
-def test_a_terminal_gets_bars() -> None:
-    text = run_two_steps(Console(file=io.StringIO(), width=200, force_terminal=True))
-    assert "\x1b" in text
-    assert "2/5" in text
-    assert "reward 0.25" in text
+def test_a_terminal_gets_a_live_view_of_the_phase_and_how_far_it_is() -> None:
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    clock, finished = Clock(), 0
+    phases = Phases(clock)
+    with Progress(5, phases, console=console) as progress:
+        progress.within("generate", "groups", lambda: (finished, 8))
+        for step in (1, 2):
+            with phases.step(), phases("generate"):
+                clock.now_s += 3
+                finished = 3 * step
+                seen = drawn(progress)
+                progress.say("engine 0 was started anew")
+            progress.step_done(step, {"reward/mean": 0.25, "kl/reference": 0.001, "memory/policy_peak_gib": 2.5})
+        assert "generate" in seen
+        assert "6/8 groups" in seen
+        assert "1/5  left" in seen
+        assert "step 1: reward 0.25 · KL 0.001 · GiB 2.5 · 3.0 s" in seen
+        after = drawn(progress)
+        assert "2/5  left" in after
+        assert "groups" not in after  # no phase is on
+        assert "100% of the steps' time" in after
+    assert isinstance(console.file, io.StringIO)
+    assert "engine 0 was started anew" in console.file.getvalue()
+    assert "\x1b" in console.file.getvalue()
+
+
+def drawn(progress: Progress) -> str:
+    """What the view shows now."""
+    console = Console(file=io.StringIO(), width=200)
+    assert progress._live is not None
+    console.print(progress._live.get_renderable())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (725, "12 min 05 s"), (11220, "3 h 07 min")])
