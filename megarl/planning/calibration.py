@@ -1,21 +1,72 @@
-"""What a plan's seconds are scaled by: assumed, or fitted to the phases that a run has recorded."""
+"""What a plan's seconds are scaled by: assumed shares of the peaks, and factors fitted to the phases that a run recorded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config, load_config
+from megarl.errors import ConfigError
+from megarl.observe.metrics import read_metrics
+
+SCALED = ("sync", "generate", "log_probs", "update")
+"""Phases whose seconds a fit scales; those of `reward` go by sample, and all others are the driver's own."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of the peaks that a run reaches, and seconds that no peak says anything about.
+    """Shares of the peaks that a run reaches, and factors by phase on top of what follows from them.
 
-    The default efficiencies are assumptions, not measurements: 0.4 of the peak in training, 0.6 of the bandwidth in
-    generation, 0.7 of the links' rates in updates of weights.
+    The default efficiencies are assumptions, not measurements: of the peak in training, of the links' rates there and in updates
+    of weights, of the roofline in generation.
     """
 
-    source: str = "assumptions (train 0.4, generation 0.6, sync 0.7 of the peaks)"
+    source: str = "assumptions (training at 0.4 of the peak, links at 0.7 of their rates, generation at 0.6 of a roofline)"
     train_efficiency: float = 0.4
+    link_efficiency: float = 0.7
     generation_efficiency: float = 0.6
-    sync_efficiency: float = 0.7
+    scales: Mapping[str, float] = field(default_factory=dict)
     reward_s_per_sample: float = 0.0
     other_s: float = 0.0
+
+    def scale(self, phase: str) -> float:
+        """What the seconds of a phase are multiplied by."""
+        return self.scales.get(phase, 1.0)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's own figures: its config, medians of seconds by phase, and mean lengths, over `steps` steps."""
+
+    folder: str
+    config: Config
+    phases: Mapping[str, float]
+    prompt_tokens: float
+    response_tokens: float
+    samples: float
+    steps: int
+
+
+def read_run(folder: str | Path) -> Recorded:
+    """What a run recorded; of three steps or more the first, which warms up, is left out.
+
+    Raises:
+        ConfigError: the folder has no config.yaml, or no step with times in its metrics.jsonl.
+    """
+    config = load_config(Path(folder) / "config.yaml")
+    steps = [metrics for metrics in read_metrics(Path(folder) / "metrics.jsonl") if "time/step_s" in metrics]
+    if not steps:
+        raise ConfigError(f"--calibrate is '{folder}', but its metrics.jsonl has no step with times; it may be a run's folder")
+    steps = steps[1:] if len(steps) > 2 else steps
+    names = {name for step in steps for name in step if name.startswith("time/") and name != "time/step_s"}
+    phases = {name[5:-2]: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+    samples, responses = _mean(steps, "rollout/samples"), _mean(steps, "response/tokens_mean")
+    tokens = statistics.mean(step["speed/tokens_per_s"] * step["time/step_s"] / step["rollout/samples"] for step in steps)
+    return Recorded(str(folder), config, phases, max(1.0, tokens - responses), responses, samples, len(steps))
+
+
+def _mean(steps: list[dict[str, Any]], name: str) -> float:
+    return statistics.mean(step[name] for step in steps)

@@ -7,10 +7,12 @@ the reshard plan. The names of phases are those of `metrics.jsonl`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
-from megarl.config import Config, SupervisedConfig
+from megarl.config import Config, Layout, SupervisedConfig
+from megarl.config.layout import divisors
 from megarl.data.plan import FlopsModel
 from megarl.planning.calibration import Calibration
 from megarl.planning.generation import generation_seconds
@@ -18,9 +20,11 @@ from megarl.planning.gpus import GPUS_PER_NODE, Gpu
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import GRADIENT_BYTES, MemoryPlan, precision_of
 from megarl.planning.parameters import stage_parameters
-from megarl.planning.roles import Role, RunShape
+from megarl.planning.roles import Engines, Role, RunShape
 from megarl.reshard.cost import cost_of
 
+LEAST_RANKS = 256
+"""A weight update is priced for a part of the run that has so many ranks at least."""
 OPTIMIZER_BYTES = 4 + 3 * 8 + 2
 """Read and written for each parameter of a shard in Adam's step: gradient, both moments and master weight, new weight."""
 
@@ -75,7 +79,7 @@ def plan_times(
         phases = [PhaseTime("update", _update(run, roles["policy"], gpu, passes["policy"], rows, 1, calibration))]
         if "reference" in roles:
             phases.insert(0, PhaseTime("log_probs", passes["reference"]))
-        return TimePlan(tuple(phases), True, rows * (lengths.prompt + lengths.response))
+        return TimePlan(_scaled(phases, calibration), True, rows * (lengths.prompt + lengths.response))
     assert run.batch is not None
     samples, updates = float(run.batch.sequences_per_step), run.batch.optimizer_steps_per_step
     passes = {name: _pass(run, role, gpu, lengths, samples, calibration) for name, role in roles.items()}
@@ -100,7 +104,14 @@ def plan_times(
     phases.append(PhaseTime("update", _added(*of_roles) if run.colocated else longest))
     phases.append(PhaseTime("other", {"driver": calibration.other_s}))
     tokens = samples * (lengths.prompt + lengths.response)
-    return TimePlan(tuple(phases), config.rollout.schedule.mode == "sync", tokens)
+    return TimePlan(_scaled(phases, calibration), config.rollout.schedule.mode == "sync", tokens)
+
+
+def _scaled(phases: list[PhaseTime], calibration: Calibration) -> tuple[PhaseTime, ...]:
+    return tuple(
+        PhaseTime(phase.name, {part: seconds * calibration.scale(phase.name) for part, seconds in phase.parts.items()})
+        for phase in phases
+    )
 
 
 def _needs_old_log_probs(config: Config) -> bool:
@@ -131,13 +142,13 @@ def _pass(
     compute *= max(of_stages) * layout.pp / shape.layers
     tokens = sequences * (prompt + response) / layout.dp  # of a replica
     micro_batches = max(1.0, tokens / role.max_tokens)
-    links = _links(role, gpu, precision.itemsize, tokens, max(of_stages))
+    links = _links(role, gpu, precision.itemsize, tokens, max(of_stages), calibration.link_efficiency)
     spent = {"arithmetic": compute, **links}
     bubble = (layout.pp - 1) / (micro_batches * (layout.vpp or 1))
     return spent | {"pipeline bubble": bubble * sum(spent.values())}
 
 
-def _links(role: Role, gpu: Gpu, itemsize: int, tokens: float, layers: int) -> dict[str, float]:
+def _links(role: Role, gpu: Gpu, itemsize: int, tokens: float, layers: int, efficiency: float) -> dict[str, float]:
     """Seconds of a forward pass's messages of one rank, for `tokens` of its replica and `layers` of its stage."""
     layout, shape = role.layout, role.shape
     row = shape.hidden * itemsize
@@ -157,7 +168,7 @@ def _links(role: Role, gpu: Gpu, itemsize: int, tokens: float, layers: int) -> d
         "expert parallel": experts * (of_node / gpu.nvlink_gb_per_s + (1 - of_node) / gpu.network_gb_per_s) / 1e9,
         "pipeline": pipeline / gpu.network_gb_per_s / 1e9,
     }
-    return {name: spent for name, spent in seconds.items() if spent}
+    return {name: spent / efficiency for name, spent in seconds.items() if spent}
 
 
 def _update(
@@ -182,7 +193,11 @@ def _update(
     shard = held.dense / replicas + held.expert / role.layout.edp
     offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
     return {name: factor * seconds for name, seconds in one_pass.items()} | {
-        "data parallel": updates * nbytes / gpu.link_gb_per_s(role.layout.world_size // role.layout.pp) / 1e9,
+        "data parallel": updates
+        * nbytes
+        / gpu.link_gb_per_s(role.layout.world_size // role.layout.pp)
+        / 1e9
+        / calibration.link_efficiency,
         "optimizer": updates
         * shard
         * ((1 - offloaded) * OPTIMIZER_BYTES / gpu.hbm_gb_per_s + offloaded * OPTIMIZER_BYTES / gpu.host_gb_per_s)
@@ -192,5 +207,19 @@ def _update(
 
 def _sync(run: RunShape, gpu: Gpu, calibration: Calibration) -> dict[str, float]:
     assert run.engines is not None
-    cost = cost_of(run.engines.plan, gpu.cluster, colocated=run.colocated)
-    return {cost.bound.name: cost.seconds / calibration.sync_efficiency}
+    engines = _repeated_part(run.engines)
+    cost = cost_of(engines.plan, gpu.cluster, colocated=run.colocated)
+    return {cost.bound.name: cost.seconds / calibration.link_efficiency}
+
+
+def _repeated_part(engines: Engines) -> Engines:
+    """The smallest run of which this one is a multiple: replicas and engines that are so many times more send as much each."""
+    layout, target = engines.trainer, engines.target
+    per_stage = layout.tp * layout.cp * layout.dp
+    times = max(
+        times
+        for times in divisors(math.gcd(layout.dp, target.engines))
+        if times == 1 or (per_stage // times % (layout.ep * layout.etp) == 0 and layout.world_size // times >= LEAST_RANKS)
+    )
+    sizes = {field.name: getattr(layout, field.name) for field in fields(Layout)} | {"dp": layout.dp // times}
+    return replace(engines, trainer=Layout(**sizes), target=replace(target, engines=target.engines // times))

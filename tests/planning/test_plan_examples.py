@@ -1,0 +1,134 @@
+"""`megarl plan` on every config of the repository's examples: in under a second each, and the ready plans fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl import cli
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
+READY = sorted((ROOT / "examples/plans").glob("*.yaml"))
+SMALL = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+    "max_position_embeddings": 8192, "rope_theta": 100000, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+}  # fmt: skip
+MODELS = (("model", "path"), ("reference", "path"), ("reward_model", "path"), ("critic", "init_from"))
+SECONDS = 1.0
+TRIES = 3
+"""A machine that is busy with other things may be slow once."""
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def planned(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict:
+    """The plan as JSON."""
+    capsys.readouterr()
+    assert cli.main(["plan", str(path.relative_to(ROOT)), "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def stand_ins(path: Path, folder: Path) -> list[str]:
+    """Overrides that put a small model in the place of those that another command makes first."""
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(SMALL))
+    tree = yaml.safe_load(path.read_text())
+    return [
+        f"{section}.{field}={folder}/model"
+        for section, field in MODELS
+        if (model := tree.get(section, {}).get(field)) and not (ROOT / model / "config.json").exists()
+    ]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_is_planned_and_the_ready_plans_fit(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = re.search(r"(\d+)x(h100|h200)", path.stem)
+    arguments = ["--gpu", said[2]] if said else stand_ins(path, tmp_path)
+    seconds = []
+    while len(seconds) < TRIES and min(seconds, default=SECONDS) >= SECONDS:
+        began = time.process_time()
+        plan = planned(capsys, path, *arguments)
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < SECONDS
+    assert plan["fits"]
+    assert plan["times"]["step_s"] > 0
+    if said:
+        assert plan["gpus"] == int(said[1])
+
+
+def test_there_is_a_ready_plan_for_every_model_algorithm_and_kind_of_gpu() -> None:
+    names = " ".join(path.stem for path in READY)
+    for wanted in (
+        "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3",
+        "ppo", "grpo", "reinforce-plus-plus", "8xh100", "2048xh100", "h200", "fp8",
+    ):  # fmt: skip
+        assert wanted in names
+
+
+def test_the_table_is_readable_and_says_that_seconds_are_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "examples/plans/llama-3.1-70b-ppo-128xh200.yaml", "--gpu", "h200"]) == 0
+    out = re.sub(" +", " ", capsys.readouterr().out)
+    for line in (
+        "policy trained, 128 ranks (tp=8, pp=4, dp=4), in the processes of policy",
+        "critic trained, 128 ranks (tp=8, pp=4, dp=4), in the processes of critic",
+        "reward_model frozen",
+        "GPUs 128 of 128 h200, on the same GPUs",
+        "sequences per step 2048 = 512 x 4",
+        "GB of the fullest GPU",
+        "KV cache",
+        "phase seconds share bound by",
+        "Seconds are estimates, by assumptions",
+    ):
+        assert line in out
+
+
+def test_a_plan_that_does_not_fit_says_what_is_over_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    changed = ["rollout.engines=2", "policy.layout.dp=1", "policy.layout.pp=2"]
+    assert cli.main(["plan", "examples/plans/llama-3.1-70b-reinforce-plus-plus-64xh100.yaml", *changed]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(r"does not fit: GPU \d+ would hold [\d.]+ GB, [\d.]+ GB more than the 80\.8 GB of h100", error)
+    assert re.search(r"largest part is the optimizer of the policy.*the nearest that fits needs \d+ GPUs: tp=", error)
+
+
+def test_a_search_ranks_what_fits_and_says_why_the_rest_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "examples/plans/llama-3.1-8b-grpo-8xh100.yaml"
+    found = planned(capsys, path, "--search")["search"]
+    seconds = [entry["step_s"] for entry in found["fitting"]]
+    assert seconds == sorted(seconds)
+    assert len(seconds) > 10
+    assert max(entry["bytes"] for entry in found["fitting"]) <= 85e9 * 0.95
+    assert all(count > 0 for count in found["refused"].values())
+    assert any("too small" in why for why in found["refused"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--gpu", "h1000"], "--gpu is 'h1000', but it may be h100, h200"),
+        (["--gpus", "0"], "--gpus is 0, but it must be a whole number above 0"),
+        (["--gpus", "4"], "the run takes 8 GPUs, but there are 4"),
+        (["--response-tokens", "-1"], "--response-tokens is -1, but it must be a number above 0"),
+        (["--cluster", "x.yaml"], "--cluster is for `megarl plan --reshard`"),
+        (["--calibrate", "nowhere"], "'nowhere/config.yaml' cannot be read"),
+        (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 32 attention heads"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megarl: ")
+    assert error.count("\n") == 1
+    assert sentence in error
