@@ -243,6 +243,9 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
         tree = json.loads((path / "config.json").read_text())
         tree = {**tree, **tree.get("text_config", {})}
         heads, hidden = int(tree["num_attention_heads"]), int(tree.get("hidden_size") or 0)
+        for name in ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "intermediate_size", "hidden_size"):
+            if tree.get(name) is not None and int(tree[name]) < 1:
+                raise ValueError(f"{name} is {tree[name]}, but it must be above 0")
         return {
             "hidden_size": hidden,
             "attention_width": heads * int(tree.get("v_head_dim") or tree.get("head_dim") or hidden // heads),
@@ -257,7 +260,7 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
         ) from None
     except KeyError as error:
         raise ModelError(f"{field} is '{folder}', but its config.json has no {error}") from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError, RecursionError, OSError) as error:
         raise ModelError(f"{field} is '{folder}', but its config.json cannot be read: {error}") from None
 
 
