@@ -13,15 +13,17 @@ from ray import cloudpickle
 from megarl.config import Config
 from megarl.errors import RewardError, WorkerError
 from megarl.observe import read_metrics
+from megarl.observe.report import page_data
+from megarl.observe.run_record import read_run
 from megarl.trainers.rl import train
 from tests.e2e.processes import servers
 
-TIMES = ("time/", "share/", "speed/", "eval/seconds")
+TIMES = ("time/", "share/", "speed/", "eval/seconds", "memory/")
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 def curve(config: Config) -> list[dict[str, float]]:
-    """Metrics of every step without what depends on the clock."""
+    """Metrics of every step without what depends on the clock and the process."""
     rows = read_metrics(Path(config.run_folder) / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows if row["step"]]
 
@@ -58,6 +60,33 @@ def test_a_run_on_sglang_passes_its_gates_and_leaves_everything_in_its_folder(ti
     assert set(summary["phases"]) >= {"generate", "reward", "log_probs", "advantages", "update", "sync"}
     assert summary["eval"]["before"]["prompts"] == summary["eval"]["after"]["prompts"] == 8
     assert (folder / "checkpoints" / "step_000003" / "state.json").exists()
+    check_what_is_seen_of(config, ["driver", "policy 0", "policy 1"])
+
+
+def check_what_is_seen_of(config: Config, processes: list[str]) -> None:
+    """Every sample has the log-probs that the mismatch was measured with, and every process a timeline of every step."""
+    run = read_run(config.run_folder)
+    for row in run.metrics[-1:]:
+        samples = [sample for sample in run.samples if sample["step"] == row["step"]]
+        assert len(samples) == row["rollout/samples"]
+        tokens = [
+            (trainer, engine)
+            for sample in samples
+            for trainer, engine in zip(sample["training"]["log_probs"], sample["rollout_log_probs"], strict=True)
+        ]
+        assert max(abs(trainer - engine) for trainer, engine in tokens) == pytest.approx(row["mismatch/log_prob_max"], abs=1e-7)
+        assert sum(sample["training"]["reward"] for sample in samples) / len(samples) == pytest.approx(row["reward/mean"])
+        assert all(len(sample["training"]["advantages"]) == len(sample["response_ids"]) for sample in samples)
+        text = ["".join(sample["training"]["pieces"]) for sample in samples]
+        assert [words.removesuffix("<eos>") for words in text] == [sample["response_text"] for sample in samples]
+    steps = list(range(1, config.run.steps + 1))
+    assert [row["step"] for row in run.distributions] == steps
+    assert sorted({row["step"] for row in run.trace}) == steps
+    for who in processes:
+        assert {row["step"] for row in run.trace if any(span[0] == "update" for span in row["spans"].get(who, []))} == set(
+            steps
+        )
+    assert page_data([run])["runs"][0]["samples"]
 
 
 def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config]) -> None:
@@ -118,6 +147,7 @@ def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Calla
     rows = curve(config)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in rows)
+    check_what_is_seen_of(config, ["driver", "policy 0", "policy 1", "critic 0", "critic 1"])
 
 
 def test_a_reward_that_raises_ends_the_run_with_its_sentence_and_no_process_left(
