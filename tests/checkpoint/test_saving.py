@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import subprocess
 import threading
@@ -30,7 +31,7 @@ WHOLE = torch.arange(24.0).view(6, 4)
 
 def part(rank: int, value: torch.Tensor = WHOLE) -> Shards:
     """Rows 0 to 3, or 3 to 6, of a tensor, and an object of each rank's own."""
-    rows = value[3 * rank : 3 * rank + 3].clone().flatten()
+    rows = value[3 * rank : 3 * rank + 3].view(-1)
     box = Box("weight", (6, 4), (3 * rank, 0), (3, 4), rows)
     return Shards(rank, [box], {f"object/shard_{rank}_2": b"0123456789"}, {"step": 1} if rank == 0 else None)
 
@@ -158,6 +159,20 @@ def test_a_disk_that_fills_up_and_one_that_turns_read_only_cost_the_checkpoint_u
     assert unwritable(small_disk) == unwritable(small_disk / "runs") == "Read-only file system"
     assert_told_and_nothing_lost(saving, roles, 4, str(saving.checkpoints.temporary(4)), "Read-only file system")
     assert torch.equal(loaded(saving.checkpoints.all()[-1]), WHOLE)
+
+
+def test_every_damage_is_seen_and_the_one_before_is_used(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    corruption = importlib.import_module("corruption")
+    monkeypatch.setattr(corruption, "TRUNCATIONS", 5)
+    monkeypatch.setattr(corruption, "FLIPS", 40)
+    for step in (1, 2):
+        save(saving, TwoRanks(), step)
+    counts = corruption.damage_all(saving.checkpoints)
+    assert counts["files"] == 8  # two parts, common.pt, .metadata, metadata.json, state.json, config.yaml, manifest.json
+    assert counts["truncated"] == 5 * 8
+    assert counts["flipped"] > 30 * 8
+    assert counts["detected"] == counts["recovered"] == counts["truncated"] + counts["flipped"]
 
 
 def test_parts_that_do_not_make_whole_tensors_are_refused(tmp_path: Path) -> None:
