@@ -13,13 +13,14 @@ import os
 import select
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -125,7 +126,10 @@ class Attempt:
 
     pid: int
     pipe: int
+    stacks: IO[bytes]
+    """Where the attempt writes its Python stacks when it gets SIGUSR2."""
     stack_file: Path
+    """Where they go if they were asked for: until then a run has no files."""
     on_step: Callable[[], None]
     """Called once, when the attempt has done its first step."""
     outcome: Outcome = field(default_factory=Outcome)
@@ -152,6 +156,7 @@ class Attempt:
         while self._read():
             pass
         os.close(self.pipe)
+        self.stacks.close()
         if self.outcome.failure is None and code and not self.outcome.was_told:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             self._fail({"kinds": [], "who": "driver", "what": f"it {how}"})
@@ -205,8 +210,13 @@ class Attempt:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR2)
         time.sleep(1.0)
-        what = f"{state} for {SILENT_S:.0f} s; its Python stacks, if it could write them, are in {self.stack_file}"
-        self._fail({"kinds": [], "who": "driver", "what": what})
+        self.stacks.seek(0)
+        stacks = self.stacks.read()
+        if stacks:
+            self.stack_file.parent.mkdir(parents=True, exist_ok=True)
+            self.stack_file.write_bytes(stacks)
+        where = f"its Python stacks are in {self.stack_file}" if stacks else "it gave no Python stacks"
+        self._fail({"kinds": [], "who": "driver", "what": f"{state} for {SILENT_S:.0f} s; {where}"})
 
 
 def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None]) -> Attempt | None:
@@ -214,6 +224,7 @@ def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None
     global _report
     adopt_orphans()
     read, write = os.pipe()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -222,13 +233,12 @@ def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None
             os.setpgid(pid, pid)
         signals.to = pid
         os.close(write)
-        return Attempt(pid, read, stack_file, on_step)
+        return Attempt(pid, read, stacks, stack_file, on_step)
     signals.__exit__()
     os.setpgid(0, 0)  # a terminal's Ctrl-C comes once, through the parent
     end_with_parent()
     os.close(read)
-    stack_file.parent.mkdir(parents=True, exist_ok=True)
-    faulthandler.register(signal.SIGUSR2, file=stack_file.open("w"), all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     _report = Report(write)
     return None
 

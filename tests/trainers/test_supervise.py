@@ -53,6 +53,9 @@ def fail(number, step):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":
         os._exit(1)
+    if what == "stuck":  # lives, but its signs of life stop
+        attempt._report._tell = lambda said: None
+        time.sleep(600)
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what == "sleep":
@@ -112,7 +115,8 @@ def nothing_is_left(folder: Path) -> bool:
         ("kill@2,0", "update", "driver", "it was killed by SIGKILL"),
         ("kill@2,2", "export", "driver", "it was killed by SIGKILL"),
         ("exit@2,1", "update", "driver", "it ended with exit code 1"),
-        ("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 3 s"),
+        ("stuck@2,1", "update", "driver", "it gave no sign of life for 3 s; its Python stacks are in"),
+        ("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 3 s; it gave no Python stacks"),
         ("hang@2,1", "update", "driver", "rank 3 of policy died"),
     ],
 )
@@ -133,6 +137,8 @@ def test_what_is_nobodys_mistake_is_begun_again_and_written_down(
     assert (first["recovered_s"] is None) == (done == 0)
     origin = "continues from" if done == 2 else "begins anew (there is no checkpoint yet)"
     assert f"restart 1 of 3 in 0 s {origin}" in said
+    stacks = tmp_path / "runs" / "run" / "logs" / "stacks" / "driver.txt"
+    assert ("in fail" in stacks.read_text()) if behaviour.startswith("stuck") else not stacks.exists()
     assert nothing_is_left(tmp_path)
 
 
@@ -141,6 +147,7 @@ def test_what_the_user_did_wrong_is_never_begun_again(tmp_path: Path, error: str
     code, resumes, faults, said = run(tmp_path, f"{error}@1,1")
     assert (code, resumes, faults) == (2, ["never"], [])
     assert said == f"{error}: something happened\n"
+    assert not (tmp_path / "runs").exists()
     assert nothing_is_left(tmp_path)
 
 
