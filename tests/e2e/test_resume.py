@@ -29,7 +29,6 @@ SETTINGS: dict[str, Any] = {  # everything that remembers something from step to
     },
     "policy.layout": {"dp": 2},
     "policy.optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
-    "critic.layout": {"tp": 2},
     "reference.reset_every": 3,
     "run.steps": STEPS,
     "run.save_every": HALF,
@@ -98,7 +97,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_config: Callable[..., Confi
 
     moved, samples = interrupted(whole, "elsewhere"), str(whole / "samples.jsonl")
     recorded = {"rollout.engine": "replay", "rollout.replay_from": samples, "data.eval": None, "run.eval_every": 0}
-    elsewhere = {"policy.layout": {"tp": 2, "sequence_parallel": True}, "critic.layout": {"pp": 2}, "run.name": "elsewhere"}
+    elsewhere = {"policy.layout": {"tp": 2, "sequence_parallel": True}, "run.name": "elsewhere"}
     train(tiny_config(**{**SETTINGS, **recorded, **elsewhere}))
     for row, reference in zip(curve(moved)[HALF + 1 :], expected[HALF + 1 :], strict=True):
         for name, value in reference.items():
