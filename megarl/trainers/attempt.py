@@ -97,11 +97,11 @@ def follow(phases: Phases) -> None:
 
 
 class Signals:
-    """While entered, notes SIGINT, SIGTERM and SIGUSR1 in `received` and passes them on to process `to`, if there is one."""
+    """While entered, notes SIGINT, SIGTERM and SIGUSR1 in `received` and passes them on to a process, if there is one."""
 
     def __init__(self) -> None:
         self.received: list[str] = []
-        self.to: int | None = None
+        self._to: int | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -113,11 +113,18 @@ class Signals:
             signal.signal(number, handler)
         self._before = {}
 
+    def pass_on_to(self, pid: int | None) -> None:
+        """From now on to this process, which also gets what came while it was started; None: to nobody."""
+        self._to = pid
+        if pid is not None:
+            for name in self.received:
+                os.kill(pid, signal.Signals[name])
+
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number).name)
-        if self.to is not None:
+        if self._to is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.to, number)
+                os.kill(self._to, number)
 
 
 @dataclass
@@ -231,7 +238,7 @@ def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None
     if pid:
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)
-        signals.to = pid
+        signals.pass_on_to(pid)
         os.close(write)
         return Attempt(pid, read, stacks, stack_file, on_step)
     signals.__exit__()

@@ -81,7 +81,7 @@ class _Supervision:
                 if attempt is None:
                     return self._as_attempt(config)
                 outcome = attempt.watch()
-                self.signals.to = None
+                self.signals.pass_on_to(None)
                 if outcome.code == 0:
                     self._recovered()
                 self.has_run |= bool(outcome.steps)
