@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from megarl.config.schema import Config
 
 SET_ELSEWHERE = {
-    "model_path": "model.path",
     "dtype": "model.dtype",
     "tp_size": "rollout.tp",
     "device": "the machine that the run is on",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
 from megarl.checkpoint.fp8 import BLOCK, SCALE_SUFFIX
-from megarl.errors import LayoutError
+from megarl.errors import EngineError, LayoutError
 from megarl.models.packings import Packing, Run
 from megarl.models.weight_map import Rule, WeightMap
 
@@ -68,6 +70,24 @@ def quantised_map(weight_map: WeightMap) -> WeightMap:
         )
         rules += [replace(rule, dtype=torch.float8_e4m3fn), scales]
     return replace(weight_map, rules=tuple(rules))
+
+
+def fp8_scales(hf_config: Mapping[str, Any]) -> Literal["float", "power_of_two"] | None:
+    """The scales of the FP8 model that an engine serves, by its `config.json`; None: it is not quantised.
+
+    Raises:
+        EngineError: it is quantised in another way.
+    """
+    quantisation = hf_config.get("quantization_config")
+    if not quantisation:
+        return None
+    method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
+    if method != "fp8" or list(block or ()) != [BLOCK, BLOCK]:
+        raise EngineError(
+            f"the engine's config.json: quantization_config says {method!r} with weight_block_size {block!r}, but weights can "
+            f"only be sent to a model that is not quantised, or 'fp8' with [{BLOCK}, {BLOCK}]"
+        )
+    return "power_of_two" if quantisation.get("scale_fmt") == "ue8m0" else "float"
 
 
 def is_quantised(megatron_name: str) -> bool:

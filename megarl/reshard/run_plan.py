@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.config.yaml_tree import describe_value
 from megarl.errors import ConfigError, LayoutError
 from megarl.models.registry import load_hf_config
+from megarl.reshard.block_scales import fp8_scales
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.targets import Target
 
@@ -31,8 +32,9 @@ def plan_of_run(config: Config) -> ReshardPlan:
         LayoutError: the policy's layout or the engines cannot hold the model.
         ModelError: the model's config.json cannot be read.
     """
-    hf_config = load_hf_config(config.model.path)
-    return plan_reshard(hf_config, config.policy.layout, target_of_run(config), itemsize=ITEMSIZE[config.model.dtype])
+    hf_config, engine_model = load_hf_config(config.model.path), config.rollout.engine_args.get("model_path")
+    fp8 = engine_model is not None and fp8_scales(load_hf_config(str(engine_model))) is not None
+    return plan_reshard(hf_config, config.policy.layout, target_of_run(config), itemsize=ITEMSIZE[config.model.dtype], fp8=fp8)
 
 
 def target_of_run(config: Config) -> Target:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.checkpoint.fp8 import BLOCK
 from megarl.errors import EngineError
 from megarl.models.registry import architecture_for
+from megarl.reshard.block_scales import fp8_scales
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -27,21 +27,8 @@ class ModelFacts:
 
     @property
     def fp8_scales(self) -> Literal["float", "power_of_two"] | None:
-        """The scales of an FP8 model's weights; None: the model is not quantised.
-
-        Raises:
-            EngineError: it is quantised in another way.
-        """
-        quantisation = self.config.get("quantization_config")
-        if not quantisation:
-            return None
-        method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
-        if method != "fp8" or list(block or ()) != [BLOCK, BLOCK]:
-            raise EngineError(
-                f"the engine's config.json: quantization_config says {method!r} with weight_block_size {block!r}, but weights "
-                f"can only be sent to it if it is not quantised, or 'fp8' with [{BLOCK}, {BLOCK}]"
-            )
-        return "power_of_two" if quantisation.get("scale_fmt") == "ue8m0" else "float"
+        """See `block_scales.fp8_scales`."""
+        return fp8_scales(self.config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights by Hugging Face name; raises ModelError for an unknown architecture."""

@@ -82,7 +82,10 @@ class Rollouts:
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
         """Wait until the engines answer; `roles` hold the policy that they will be given."""
         wait_for(starting, phase="engine start", deadline_s=self.config.rollout.deadlines.start_s + GRACE_S)
-        self.scheduler.resume(range(len(self.engines)), self.version)
+        if self._serves_other_weights:
+            self.scheduler.empty()
+        else:
+            self.scheduler.resume(range(len(self.engines)), self.version)
         if roles is not None:
             self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles)
 
@@ -192,6 +195,11 @@ class Rollouts:
         return self.config.rollout.engine != "sglang"
 
     @property
+    def _serves_other_weights(self) -> bool:
+        """Whether the engines start with another folder than the policy, the same model in FP8: they are given weights first."""
+        return "model_path" in self.config.rollout.engine_args
+
+    @property
     def _share_of_a_step(self) -> int:
         """Groups of a step that an engine gets if all get as many."""
         rollout = self.config.rollout
@@ -209,7 +217,7 @@ class Rollouts:
         extra = dict(rollout.engine_args)
         port = extra.pop("port", None)
         return {
-            "initial_version": 0,
+            "initial_version": None if self._serves_other_weights else 0,
             "log_file": logs / f"engine-{number}.log",
             "device": platform_name,
             "dtype": config.model.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -66,6 +67,19 @@ def test_a_process_group_takes_everything_whole(capsys: pytest.CaptureFixture[st
     out = planned(capsys, "rollout.sync=process_group")
     assert "taken whole model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight and 560 more" in out
     assert "redundancy 7.999 bytes" in out
+
+
+def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_bytes_and_scales(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("fp8").mkdir()
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    Path("fp8/config.json").write_text(json.dumps(json.loads(Path("dense/config.json").read_text()) | quantised))
+    out = planned(capsys, "rollout.engine_args={model_path: fp8}")
+    embeddings, norms = 2 * 128256 * 8192 * 2 / 8, (2 * 80 + 1) * 8192 * 2
+    linear = 80 * (8192 * (2 * 8192 + 2 * 1024) + 3 * 8192 * 28672) / 8
+    assert f"a rank receives {(embeddings + norms + linear * (1 + 4 / 128**2)) / 1e9:.2f} GB" in out
+    assert "redundancy 1.000 bytes" in out
 
 
 @pytest.mark.parametrize(
