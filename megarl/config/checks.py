@@ -242,7 +242,7 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
     try:
         tree = json.loads((path / "config.json").read_text())
         tree = {**tree, **tree.get("text_config", {})}
-        heads, hidden = int(tree["num_attention_heads"]), int(tree.get("hidden_size") or 0)
+        heads, hidden = int(tree["num_attention_heads"]), int(tree["hidden_size"])
         for name in ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "intermediate_size", "hidden_size"):
             if tree.get(name) is not None and int(tree[name]) < 1:
                 raise ValueError(f"{name} is {tree[name]}, but it must be above 0")

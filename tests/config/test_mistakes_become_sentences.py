@@ -139,7 +139,8 @@ def write_model(folder, **sizes: int) -> str:
     import json
 
     folder.mkdir()
-    tree = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 24, **sizes}
+    tree = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 24}
+    tree |= {"hidden_size": 64, **sizes}
     (folder / "config.json").write_text(json.dumps(tree))
     return str(folder)
 
