@@ -196,7 +196,7 @@ class Rollouts:
 
     @property
     def _serves_other_weights(self) -> bool:
-        """Whether the engines start with another folder than the policy, the same model in FP8: they are given weights first."""
+        """Whether the engines start from another folder than the policy, its model in FP8: they are given weights first."""
         return "model_path" in self.config.rollout.engine_args
 
     @property
