@@ -25,7 +25,7 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     """The architecture of a config, by `architectures[0]`, or by `model_type` where that is absent.
 
     Raises:
-        ModelError: it is unknown; the message lists the known ones and the file to add.
+        ModelError: it is unknown, or of another `model_type`; the message lists the known ones and the file to add.
     """
     names = hf_config.get("architectures")
     field, name = ("architectures", str(names[0])) if names else ("model_type", str(hf_config.get("model_type")))
@@ -36,7 +36,10 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
         raise ModelError(
             f"config.json: {field} is '{name}', but it may be one of {', '.join(known)}{nearest(name, known)}{hint}"
         )
-    return known[name]
+    found, model_type = known[name], hf_config.get("model_type")
+    if model_type is not None and model_type != found.name:
+        raise ModelError(f"config.json: model_type is '{model_type}', but that of the architecture '{name}' is '{found.name}'")
+    return found
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:
@@ -53,7 +56,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"model folder '{path}' has no config.json, so it is no Hugging Face model folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ModelError(f"'{file}' is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"'{file}' holds a JSON {type(config).__name__}, but it must be an object")
