@@ -45,4 +45,5 @@ class BackgroundWriter:
 
 
 def _step_back() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)  # on Linux, of this thread alone
+    this_thread = threading.get_native_id()  # to Linux, which has priorities by thread, a process
+    os.setpriority(os.PRIO_PROCESS, this_thread, min(19, os.getpriority(os.PRIO_PROCESS, this_thread) + _NICENESS))
