@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.atomic import write_text_atomically
-from megarl.errors import DataError
+from megarl.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,11 +56,11 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
 
     chat = commands.add_parser(
         "chat",
-        help="talk to a model folder",
-        description="Talk to a model in a Hugging Face folder, as run.export or `megarl convert` writes it. One line is one "
-        "message; /new forgets what was said, /quit or the end of the input ends it.",
+        help="talk to a model or a checkpoint",
+        description="Talk to a Hugging Face model, a checkpoint, or a run's newest checkpoint. One line is one message; /new "
+        "forgets what was said, /quit or the end of the input ends it.",
     )
-    chat.add_argument("model", metavar="FOLDER", help="Hugging Face folder, or a run folder with an exported model/")
+    chat.add_argument("model", metavar="FOLDER", help="Hugging Face folder, checkpoint, or run folder")
     chat.add_argument("--max-new-tokens", type=int, default=256, help="tokens of an answer, at most (default: 256)")
     chat.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: 0)")
     chat.set_defaults(run=lambda arguments: _chat(arguments, console()))
@@ -148,8 +149,30 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
 def _chat(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.observe.chat import chat
 
-    chat(arguments.model, console, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
+    with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
+        folder = _as_model(Path(arguments.model), Path(scratch) / "model")
+        chat(folder, console, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     return 0
+
+
+def _as_model(folder: Path, scratch: Path) -> Path:
+    """The Hugging Face folder that `folder` is or holds; for a checkpoint, or the newest of a run, one written to `scratch`."""
+    for model in (folder, folder / "model"):
+        if (model / "config.json").is_file():
+            return model
+    from megarl.checkpoint.convert_plan import plan_hf
+    from megarl.checkpoint.convert_run import run_plan
+    from megarl.checkpoint.convert_sources import open_dist
+    from megarl.checkpoint.dist_format import is_dist_checkpoint
+
+    newest = sorted((folder / "checkpoints").glob("step_*"))[-1:]
+    for weights in (folder, folder / "policy", *(checkpoint / "policy" for checkpoint in newest)):
+        if is_dist_checkpoint(weights):
+            run_plan(plan_hf("export", open_dist(weights), None), scratch)
+            return scratch
+    raise ModelError(
+        f"{folder} is no Hugging Face folder, no checkpoint and no run that has one; megarl chat takes any of these"
+    )
 
 
 def _read(folders: list[str]) -> list[RunRecord]:

@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 def chat(
-    folder: str, console: Console, *, max_new_tokens: int, temperature: float, lines: Iterable[str] | None = None
+    folder: Path, console: Console, *, max_new_tokens: int, temperature: float, lines: Iterable[str] | None = None
 ) -> list[dict[str, str]]:
-    """Answer every line of `lines` (None: stdin) in one conversation; returns what is remembered of it at the end.
+    """Answer every line of `lines` (None: stdin) in one conversation with the model in the Hugging Face folder `folder`.
 
-    A model without a chat template continues each line by itself. `temperature` 0 is greedy.
+    A model without a chat template continues each line by itself. `temperature` 0 is greedy. Returns what is remembered of the
+    conversation at its end.
 
     Raises:
-        ModelError: `folder` is no Hugging Face model folder, or cannot be loaded.
+        ModelError: `folder` holds no model that can be loaded.
     """
-    path = model_folder(folder)
-    tokenizer, model = load_tokenizer(str(path)), _load(path)
+    tokenizer, model = load_tokenizer(str(folder)), _load(folder)
     talks = bool(getattr(tokenizer, "chat_template", None))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     said: list[dict[str, str]] = []
@@ -42,24 +42,6 @@ def chat(
             answer = _answer(model, tokenizer, ids, console, max_new_tokens=max_new_tokens, **sampling)
             said = [*said, {"role": "assistant", "content": answer}] if talks else []
     return said
-
-
-def model_folder(folder: str) -> Path:
-    """`folder` itself, or the model that a run exported into it.
-
-    Raises:
-        ModelError: neither has a config.json; the sentence says what to do with a checkpoint.
-    """
-    path = Path(folder)
-    for candidate in (path, path / "model"):
-        if (candidate / "config.json").is_file():
-            return candidate
-    if (path / "manifest.json").is_file() or (path / "checkpoints").is_dir():
-        raise ModelError(
-            f"{path} has no Hugging Face model in it; write one with `megarl convert export CHECKPOINT/policy OUT --hf-config "
-            "MODEL`, or have the run do so with run.export=true"
-        )
-    raise ModelError(f"{path} is no Hugging Face model folder: there is no config.json in it")
 
 
 def _prompt_ids(tokenizer: Any, said: list[dict[str, str]], message: str) -> Any:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megarl.checkpoint.convert_plan import plan_dist
+from megarl.checkpoint.convert_run import run_plan
+from megarl.checkpoint.convert_sources import open_hf
 from megarl.cli import main
-from megarl.errors import ModelError
-from megarl.observe.chat import chat
+from megarl.config import Layout
 from megarl.observe.plots import band
 from megarl.observe.report import POINTS, SAMPLES, SPANS, TOKENS, as_inert_json, page_data
 from megarl.observe.run_record import differences, read_run, repetitions
@@ -104,7 +108,8 @@ def test_a_sample_cannot_steer_the_terminal(tmp_path, capsys) -> None:
         (["compare", "R"], "megarl compare needs two runs or more"),
         (["samples", "R", "--step", "99"], "--step is 99, but samples were written of steps 1 to 12"),
         (["samples", "R", "--grep", "nobody says this"], "holds no such sample"),
-        (["chat", "nowhere"], "nowhere is no Hugging Face model folder"),
+        (["chat", "nowhere"], "nowhere is no Hugging Face folder, no checkpoint and no run"),
+        (["chat", "R"], "no checkpoint and no run that has one"),
     ],
 )
 def test_bad_input_is_a_sentence(arguments, sentence, tmp_path, capsys) -> None:
@@ -120,20 +125,42 @@ def test_a_file_that_is_not_what_a_run_writes_is_named(tmp_path, capsys) -> None
     assert "cannot be read as a run" in capsys.readouterr().err
 
 
-def test_chat_answers_each_line_as_the_model_would(tmp_path) -> None:
-    if not (TINY / "config.json").exists():
-        pytest.skip("needs models/tiny-arithmetic (make tiny-model)")
-    console = Console(file=io.StringIO())
+needs_tiny = pytest.mark.skipif(not (TINY / "config.json").exists(), reason="needs models/tiny-arithmetic (make tiny-model)")
+
+
+@needs_tiny
+def test_chat_answers_each_line_as_the_model_would(monkeypatch, capsys) -> None:
     lines = ["Calculate 2 + 3.\n", "\n", "Calculate 4 + 4.\n", "/quit\n", "Calculate 1 + 1.\n"]
-    chat(str(TINY), console, max_new_tokens=4, temperature=0.0, lines=lines)
-    assert console.file.getvalue().splitlines() == [_greedy("Calculate 2 + 3."), _greedy("Calculate 4 + 4.")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(lines)))
+    assert main(["chat", str(TINY), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() == [_greedy("Calculate 2 + 3."), _greedy("Calculate 4 + 4.")]
+
+
+@needs_tiny
+def test_chat_takes_the_newest_checkpoint_of_a_run(tmp_path, monkeypatch, capsys) -> None:
+    """The second checkpoint has the model's weights, the first one others."""
+    run = write_run(tmp_path / "r")
+    (run / "config.yaml").write_text(f"model: {{path: {TINY}}}\n")
+    for step, model in ((1, _with_other_weights(tmp_path / "other")), (2, TINY)):
+        weights = run / "checkpoints" / f"step_{step:06d}" / "policy"
+        run_plan(plan_dist("import", open_hf(model), Layout(), None), weights)
+        shutil.rmtree(weights / "hf")  # a run's checkpoint has none
+    monkeypatch.setattr("sys.stdin", io.StringIO("Calculate 2 + 3.\n"))
+    assert main(["chat", str(run), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() == [_greedy("Calculate 2 + 3.")]
+
+
+def _with_other_weights(folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, folder)
+    file = folder / "model.safetensors"
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
 
 
 def _greedy(prompt: str) -> str:
     """The model's answer without a cache, token by token."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer, model = AutoTokenizer.from_pretrained(TINY), AutoModelForCausalLM.from_pretrained(TINY, dtype="auto")
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     start = ids.shape[1]
@@ -144,9 +171,3 @@ def _greedy(prompt: str) -> str:
         if token == tokenizer.eos_token_id:
             break
     return tokenizer.decode(ids[0, start:], skip_special_tokens=True)
-
-
-def test_chat_says_what_to_do_with_a_checkpoint(tmp_path) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    with pytest.raises(ModelError, match="megarl convert export"):
-        chat(str(tmp_path), Console(file=io.StringIO()), max_new_tokens=1, temperature=0.0, lines=[])
