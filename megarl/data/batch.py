@@ -95,8 +95,9 @@ class Batch:
             response = Response(
                 row,
                 torch.tensor(sample.response_ids, dtype=torch.long),
-                mask[row, :size],
-                {name: self.columns[name][row, :size] for name in columns},
+                # Copies: a view would take the whole batch's column along to each rank.
+                mask[row, :size].clone(),
+                {name: self.columns[name][row, :size].clone() for name in columns},
             )
             key = (int(self.groups[row]), *sample.prompt_ids) if share_prompts else (row,)
             unit = units.setdefault(key, Unit(torch.tensor(sample.prompt_ids, dtype=torch.long), []))

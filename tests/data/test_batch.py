@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
@@ -86,3 +88,11 @@ def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
     answer = {row: values[:, None] for row, values in stream.split(stream.columns["advantages"]).items()}
     batch.gather(["back"], [answer])
     assert torch.equal(batch.columns["back"], torch.where(batch.mask, column, 0))
+
+
+def test_what_travels_to_a_rank_does_not_grow_with_the_batch() -> None:
+    def travelling(rows: int) -> int:
+        batch = Batch([_sample(row, "g", [1, 2], [10] * 50, [1] * 50) for row in range(rows)])
+        return len(pickle.dumps(batch.units(range(2), ["rollout_log_probs"], share_prompts=False)))
+
+    assert travelling(64) == travelling(2)
