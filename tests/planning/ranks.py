@@ -1,0 +1,179 @@
+"""What a real rank's tensors sum to: parameters, gradients, optimizer state and activations saved for the backward pass.
+
+Runs in the tests' world of processes, on models that are built from a config alone, with random weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.layout import Layout
+from megarl.data.stream import MicroBatch, Response, Unit
+
+VOCABULARY = 1000
+Case = tuple[Layout, dict[str, Any], str]
+"""A layout, a model's config, and its head."""
+
+
+@dataclass
+class Held:
+    """Bytes of one rank; `activations` is the most that was saved at once in one update."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+
+def meta_counts(rank: int, world_size: int, cases: list[Case]) -> list[list[int]]:
+    """For each case the parameters of the first and the last rank of every stage, as megatron-core builds them without memory.
+
+    Needs a world of one process: it plays every rank of worlds of any size, whose groups are not connected to anything.
+    """
+    import torch.testing._internal.distributed.fake_pg
+    from megatron.core import parallel_state
+
+    current_device = torch.cuda.current_device
+    torch.distributed.destroy_process_group()
+    found = []
+    try:
+        torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment]
+        for layout, config, head in cases:
+            of_stage, counts = layout.world_size // layout.pp, []
+            for stage in range(layout.pp):
+                for played in {stage * of_stage, (stage + 1) * of_stage - 1}:
+                    store = torch.testing._internal.distributed.fake_pg.FakeStore()
+                    torch.distributed.init_process_group("fake", rank=played, world_size=layout.world_size, store=store)
+                    with torch.device("meta"):
+                        chunks, _ = _model(layout, config, head=head, trainable=False)
+                    counts.append(sum(p.numel() for chunk in chunks for p in chunk.parameters()))
+                    parallel_state.destroy_model_parallel()
+                    torch.distributed.destroy_process_group()
+            found.append(counts)
+    finally:
+        torch.cuda.current_device = current_device
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return found
+
+
+def held(
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    config: dict[str, Any],
+    options: dict[str, Any],
+    tokens: int,
+    scored: int,
+    micro_batches: int,
+) -> dict[str, int]:
+    """Bytes of one update of `micro_batches`, each two sequences of `tokens` in all, of which `scored` have log-probs."""
+    from megarl.megatron.optimizer import build_optimizer
+    from megarl.megatron.options import OptimizerOptions
+    from megarl.megatron.step import forward_backward
+
+    chunks, model_options = _model(layout, config, **options)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 50)
+    optimizer, _ = build_optimizer(chunks, OptimizerOptions(lr=1e-3), model_options)
+    watch = _Saved(parameters)
+    batches = [_micro_batch(generator, tokens, scored) for _ in range(micro_batches)]
+    with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
+        forward_backward(chunks, model_options, batches, _loss)
+    optimizer.step()
+    return asdict(
+        Held(
+            parameters=sum(t.numel() * t.element_size() for t in [*parameters, *_expert_biases(chunks)]),
+            gradients=_bytes(_gradients(chunks)),
+            optimizer=_bytes(_state(optimizer, parameters)),
+            activations=watch.peak,
+        )
+    )
+
+
+def _model(layout: Layout, config: dict[str, Any], **options: Any) -> tuple[list[Any], Any]:
+    from megarl.megatron.build import build_model, initialize_layout
+    from megarl.megatron.options import ModelOptions
+
+    initialize_layout(layout, seed=1)
+    model_options = ModelOptions("model", layout, **options)
+    return build_model(model_options, SimpleNamespace(config=config)), model_options  # type: ignore[arg-type]
+
+
+def _micro_batch(generator: torch.Generator, tokens: int, scored: int) -> MicroBatch:
+    """Two sequences; a response's last token is not fed, so each has a token more than it brings to the stream."""
+    sizes = [(tokens - scored) // 2, scored // 2 + 1]
+    parts = [[torch.randint(0, VOCABULARY, (size,), generator=generator) for size in sizes] for _ in range(2)]
+    masks = torch.ones(sizes[1], dtype=torch.bool)
+    return [Unit(prompt, [Response(row, answer, masks, {})]) for row, (prompt, answer) in enumerate(parts)]
+
+
+def _loss(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
+    return output[:, 0].sum() * 1e-3, {}
+
+
+def _gradients(chunks: list[Any]) -> list[Tensor]:
+    return [buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _state(optimizer: Any, parameters: list[Tensor]) -> list[Tensor]:
+    """Moments and master weights; shards of float32 weights are the weights themselves."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        moments = (value for state in adam.state.values() for value in state.values() if torch.is_tensor(value))
+        found += [value for value in moments if value.numel() > 1]
+        found += [p for group in adam.param_groups for p in group["params"] if p.untyped_storage().data_ptr() not in own]
+    return found
+
+
+def _expert_biases(chunks: list[Any]) -> list[Tensor]:
+    return [value for chunk in chunks for name, value in chunk.named_buffers() if name.endswith("router.expert_bias")]
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class _Saved:
+    """Counts the storages that autograd keeps for the backward pass, while it keeps them."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._users: dict[int, int] = {}
+        self._now = self.peak = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place in self._own:
+            return tensor
+        box = _Box(tensor)
+        self._users[place] = self._users.get(place, 0) + 1
+        if self._users[place] == 1:
+            self._now += size
+            self.peak = max(self.peak, self._now)
+        weakref.finalize(box, self._release, place, size)
+        return box
+
+    def unpack(self, packed: Any) -> Tensor:
+        return packed.tensor if isinstance(packed, _Box) else packed
+
+    def _release(self, place: int, size: int) -> None:
+        self._users[place] -= 1
+        if not self._users[place]:
+            self._now -= size
+
+
+class _Box:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor

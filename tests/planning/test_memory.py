@@ -1,0 +1,133 @@
+"""Planned bytes against what the tensors of real ranks sum to, within a tenth, and what follows from the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megarl.config.layout import Layout
+from megarl.config.schema import PolicyConfig
+from megarl.planning.activations import Precision
+from megarl.planning.memory import Workload, in_flight, role_memory
+from megarl.planning.roles import Role
+from megarl.planning.shape import shape_of
+from tests.planning.ranks import VOCABULARY, held
+from tests.world import World
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 96,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+    },
+}
+TOKENS, SCORED = 256, 192
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a layout, `options` of ModelOptions beside it, and the micro-batches of an update."""
+
+    model: str
+    layout: Layout
+    options: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 2
+
+    @property
+    def name(self) -> str:
+        """For the table and the test's name."""
+        sizes = {size: getattr(self.layout, size) or 1 for size in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
+        said = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+        said += ["sp"] if self.layout.sequence_parallel else []
+        return " ".join([self.model, *(said or ["one rank"]), *map(str, self.options.values())])
+
+    def planned(self, stage: int) -> dict[str, float]:
+        """Planned bytes of a rank of a stage."""
+        role = Role("policy", "policy", shape_of(COMMON | MODELS[self.model]), self.layout, False, PolicyConfig(), TOKENS, None)
+        itemsize = 2 if self.options.get("dtype") == "bfloat16" else 4
+        precision = Precision("reference", itemsize, self.options.get("recompute", "none"))
+        return dict(role_memory(role, stage, precision, Workload(TOKENS, SCORED, self.micro_batches, TOKENS / 2)).parts)
+
+
+SP = {"tp": 2, "sequence_parallel": True}
+CASES = [
+    Case("llama", Layout()),
+    Case("llama", Layout(), {"recompute": "selective"}),
+    Case("llama", Layout(**SP), {"dtype": "bfloat16"}),
+    Case("llama", Layout(cp=2)),
+    Case("llama", Layout(pp=2, vpp=2), micro_batches=4),
+    Case("llama", Layout(pp=2, dp=2), {"recompute": "full"}, micro_batches=4),
+    Case("llama", Layout(**SP, pp=2), {"dtype": "bfloat16"}, micro_batches=4),
+    Case("qwen3_moe", Layout()),
+    Case("qwen3_moe", Layout(**SP, etp=2)),
+    Case("qwen3_moe", Layout(dp=2, ep=2), {"dtype": "bfloat16"}),
+    Case("qwen3_moe", Layout(**SP, pp=2, ep=2), micro_batches=4),
+    Case("deepseek_v3", Layout()),
+    Case("deepseek_v3", Layout(**SP, ep=2)),
+    Case("deepseek_v3", Layout(pp=2), {"recompute": "full"}),
+    Case("deepseek_v3", Layout(dp=2, ep=2, pp=2), {"dtype": "bfloat16"}),
+]
+
+
+def measured(world: World, case: Case) -> list[dict[str, int]]:
+    """Bytes of every rank."""
+    arguments = (case.layout, COMMON | MODELS[case.model], case.options, TOKENS, SCORED, case.micro_batches)
+    return world.call(held, *arguments, size=case.layout.world_size)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_planned_memory_is_what_real_tensors_sum_to(world: World, case: Case) -> None:
+    of_ranks = measured(world, case)
+    for stage in range(case.layout.pp):
+        planned = case.planned(stage)
+        ranks = [rank for number, rank in enumerate(of_ranks) if case.layout.coords(number).pp == stage]
+        assert {rank["parameters"] for rank in ranks} == {planned["parameters"]}
+        for part in ("gradients", "optimizer", "activations"):
+            most = max(rank[part] for rank in ranks)
+            assert planned[part] == pytest.approx(most, rel=0.1), part
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "stage", "micro_batches", "expected"),
+    [(4, 1, 0, 8, 4), (4, 1, 3, 8, 1), (4, 1, 0, 2, 2), (4, 2, 0, 8, 11 / 2), (4, 2, 3, 8, 5 / 2), (2, 2, 0, 1, 2)],
+)
+def test_micro_batches_in_flight(pp: int, vpp: int, stage: int, micro_batches: int, expected: float) -> None:
+    assert in_flight(pp, vpp, stage, micro_batches) == expected

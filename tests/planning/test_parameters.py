@@ -1,0 +1,92 @@
+"""Parameter counts are those of the model that megatron-core builds, rank by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.layout import Layout
+from megarl.models.registry import load_hf_config
+from megarl.planning.parameters import stage_parameters
+from megarl.planning.shape import ModelShape, shape_of
+from tests.families import FAMILIES, SIZES, VARIANTS
+from tests.planning.ranks import Case, meta_counts
+from tests.world import World
+
+MODELS = Path(__file__).parents[2] / "examples/models"
+
+LAYOUTS = (
+    Layout(),
+    Layout(pp=2, vpp=2),
+    Layout(tp=2, pp=2, cp=2, dp=2),
+    Layout(pp=3, first_stage_layers=1, last_stage_layers=1),
+)
+EXPERT_LAYOUTS = (
+    Layout(),
+    Layout(tp=2, pp=2, etp=2, sequence_parallel=True),
+    Layout(dp=2, ep=2),
+    Layout(tp=2, dp=2, ep=2, sequence_parallel=True),
+    Layout(dp=4, ep=2, etp=2),
+)
+LARGE = {
+    "llama-3.1-70b": Layout(tp=8, pp=4, dp=2),
+    "llama-3.1-405b": Layout(tp=8, pp=16, first_stage_layers=7, last_stage_layers=7),
+    "deepseek-v3": Layout(tp=4, pp=8, dp=32, ep=32, sequence_parallel=True, first_stage_layers=7, last_stage_layers=6),
+}
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """The `config.json` of a tests' family."""
+    import transformers
+
+    entry = VARIANTS[family]
+    config = getattr(transformers, f"{entry.class_prefix}Config")(**(SIZES | {"pad_token_id": None} | entry.settings))
+    return config.to_dict() | {"architectures": [f"{entry.class_prefix}ForCausalLM"]}
+
+
+@pytest.fixture(scope="module")
+def check(world: World) -> Callable[[list[Case]], None]:
+    """Compares the parameters of each case with those of the built model."""
+
+    def compare(cases: list[Case]) -> None:
+        for (layout, config, head), counted in zip(cases, world.call(meta_counts, cases, size=1)[0], strict=True):
+            stages = stage_parameters(shape_of(config), layout, value_head=head == "value")
+            both_ends = 1 if layout.world_size == layout.pp else 2
+            assert [stage.trained for stage in stages for _ in range(both_ends)] == counted, (layout, config["architectures"])
+
+    return compare
+
+
+def test_counts_are_those_of_the_built_model_for_every_family(check: Callable[[list[Case]], None]) -> None:
+    check(
+        [
+            (layout, config_of(family), "log_probs")
+            for family, entry in VARIANTS.items()
+            if family in FAMILIES or family.endswith(("tied", "plain"))
+            for layout in (EXPERT_LAYOUTS if entry.num_experts else LAYOUTS)
+        ]
+    )
+
+
+def test_a_value_head_takes_the_place_of_the_vocabulary(check: Callable[[list[Case]], None]) -> None:
+    check([(Layout(tp=2, pp=2), config_of(family), "value") for family in ("llama", "qwen2")])
+
+
+def test_counts_of_large_models_are_exact(check: Callable[[list[Case]], None]) -> None:
+    cases = []
+    for model, layout in LARGE.items():
+        config = load_hf_config(MODELS / model)
+        config.pop("quantization_config", None)
+        cases.append((layout, config, "log_probs"))
+    check(cases)
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"), [("llama-3.1-70b", 70.554), ("llama-3.1-405b", 405.853), ("deepseek-v3", 671.026)]
+)
+def test_a_model_has_as_many_parameters_as_its_makers_say(model: str, billions: float) -> None:
+    (only,) = stage_parameters(ModelShape.read(MODELS / model), Layout())
+    assert only.trained / 1e9 == pytest.approx(billions, abs=5e-4)
