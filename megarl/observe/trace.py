@@ -73,6 +73,34 @@ class PhaseSpans:
         return taken
 
 
+class BusySpans:
+    """When at least one of several things that overlap was under way: `with busy: ...`. For one thread."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.time) -> None:
+        self._name, self._clock = name, clock
+        self._spans: deque[Span] = deque(maxlen=KEPT)
+        self._under_way = 0
+        self._since = 0.0
+
+    def __enter__(self) -> None:
+        if not self._under_way:
+            self._since = self._clock()
+        self._under_way += 1
+
+    def __exit__(self, *exception: object) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._spans.append((self._name, self._since, self._clock()))
+
+    def take(self) -> list[Span]:
+        """The spans since the last call; of one that goes on, what there is of it."""
+        if self._under_way:
+            now = self._clock()
+            self._spans.append((self._name, self._since, now))
+            self._since = now
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
 def by_process(driver: Sequence[Span], groups: Mapping[str, Sequence[Sequence[Span]]]) -> dict[str, list[list[Any]]]:
     """The driver's spans and those of each group's ranks, under names such as `driver` and `policy 0`."""
     rows = {DRIVER: driver, **{f"{g} {r}": s for g, ranks in groups.items() for r, s in enumerate(ranks[:TRACED_RANKS])}}

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError
+from megarl.observe.trace import BusySpans
 
 
 class EngineClient(Protocol):
@@ -45,6 +46,9 @@ class Slot:
     fell_behind: bool = False
     """It failed since the update began that is under way, and so cannot have what that update gave it."""
 
+    busy: BusySpans = field(default_factory=lambda: BusySpans("generate"))
+    """When it was answering requests."""
+
     @property
     def load(self) -> int:
         """Groups that the engine works on."""
@@ -57,7 +61,8 @@ class Slot:
                 await self.is_open.wait()
         except TimeoutError:
             raise DeadlineError(f"engine {self.number} was not open for requests again within {deadline_s:.0f} s") from None
-        return await self.client.call("generate", *arguments, deadline_s=deadline_s, **keywords)
+        with self.busy:
+            return await self.client.call("generate", *arguments, deadline_s=deadline_s, **keywords)
 
 
 @dataclass(eq=False)

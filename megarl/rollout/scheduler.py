@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
+from megarl.observe.trace import Span
 from megarl.rollout.engine_slot import Answer, EngineClient, Request, Respond, Slot
 from megarl.rollout.ledger import Ledger
 
@@ -160,6 +161,14 @@ class Scheduler:
     def serving(self) -> list[int]:
         """Engines that have weights."""
         return [slot.number for slot in self.slots if slot.version is not None]
+
+    def take_spans(self) -> list[list[Span]]:
+        """By engine, when it was answering requests since the last call."""
+
+        async def taken() -> list[list[Span]]:
+            return [slot.busy.take() for slot in self.slots]
+
+        return self._in_loop(taken())
 
     def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]], deadline_s: float) -> dict[int, Any]:
         """Call `method` on several engines at once; by engine its answer, or the exception that it raised."""

@@ -104,6 +104,7 @@ class RlRun(Run):
             if is_used:
                 self.roles.load(role)
         self.rollouts.finish_start(starting, self.roles)
+        self.timeline.others["engine"] = self.rollouts.scheduler.take_spans
         self.progress.within("generate", "groups", self.rollouts.standing)
         for phase in ("log_probs", "update"):
             self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].standing)

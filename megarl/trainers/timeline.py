@@ -1,11 +1,12 @@
-"""`trace.jsonl`: what the driver and every rank did at each step, gathered from them when the step is over."""
+"""`trace.jsonl`: what the driver, every rank and every engine did at each step, gathered from them when the step is over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from megarl.observe import MetricsFile, Phases
-from megarl.observe.trace import PhaseSpans, by_process
+from megarl.observe.trace import PhaseSpans, Span, by_process
 from megarl.trainers.roles import Roles
 
 GIB = 2**30
@@ -17,6 +18,8 @@ class Timeline:
     def __init__(self, path: Path | None, phases: Phases, resume_after_step: int | None) -> None:
         """`path`: None where another process writes."""
         self._file = MetricsFile(path, resume_after_step=resume_after_step) if path is not None else None
+        self.others: dict[str, Callable[[], list[list[Span]]]] = {}
+        """By group what gives the spans of processes that are no training ranks."""
         self._driver = PhaseSpans()
         phases.listen(self._driver.changed)
 
@@ -25,6 +28,7 @@ class Timeline:
         records = roles.take_records()
         if self._file is not None:
             spans = {name: [spans for spans, _ in ranks] for name, ranks in records.items()}
+            spans |= {name: take() for name, take in self.others.items()}
             self._file.log(step, {"spans": by_process(self._driver.take(), spans)})
         return {f"memory/{name}_peak_gib": max(peak for _, peak in ranks) / GIB for name, ranks in records.items()}
 

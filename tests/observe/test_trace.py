@@ -7,7 +7,7 @@ import pytest
 
 from megarl.observe import Phases, distributions
 from megarl.observe.distributions import histogram
-from megarl.observe.trace import PhaseSpans, by_process, chrome_trace, take_spans, timed
+from megarl.observe.trace import BusySpans, PhaseSpans, by_process, chrome_trace, take_spans, timed
 
 
 class Clock:
@@ -60,6 +60,23 @@ def test_calls_are_timed_whether_they_return_or_raise() -> None:
     assert spans[0][2] <= spans[1][1]
     assert take_spans(worker) == take_spans(other) == []
     assert Worker.work.__doc__ == "Docstring that must stay."
+
+
+def test_what_overlaps_is_one_span_and_is_cut_where_it_is_asked_for() -> None:
+    clock = Clock()
+    busy = BusySpans("generate", clock)
+    with busy:
+        clock.now_s += 1
+        with busy:
+            clock.now_s += 2
+        clock.now_s += 3
+        assert busy.take() == [("generate", 100, 106)]
+        clock.now_s += 1
+    clock.now_s += 10
+    with busy:
+        clock.now_s += 1
+    assert busy.take() == [("generate", 106, 107), ("generate", 117, 118)]
+    assert busy.take() == []
 
 
 def test_a_chrome_trace_has_a_process_per_group_and_microseconds_since_the_first_span() -> None:

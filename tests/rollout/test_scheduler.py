@@ -145,6 +145,10 @@ def test_the_least_loaded_engine_is_next(open_scheduler: Any) -> None:
     scheduler.open_step(0, Source())
     finish(scheduler, [slow, fast])
     assert (len(slow.answered), len(fast.answered)) == (2, 8)
+    of_slow, of_fast = scheduler.take_spans()
+    assert [name for name, _, _ in of_slow] == ["generate"]  # its two requests were under way together
+    assert of_slow[0][2] - of_slow[0][1] >= 0.5
+    assert of_slow[0][1] - 0.1 < min(begin for _, begin, _ in of_fast) < max(end for _, _, end in of_fast) < of_slow[0][2]
 
 
 def test_an_engine_that_dies_loses_nothing_and_rejoins_with_weights(open_scheduler: Any) -> None:
