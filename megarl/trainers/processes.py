@@ -32,7 +32,10 @@ def check_architectures(config: Config | SupervisedConfig) -> None:
     for field, folder in folders.items():
         if folder is not None:
             try:
-                architecture_for(load_hf_config(folder))
+                hf_config = load_hf_config(folder)
+                architecture_for(hf_config)
+                if hf_config.get("model_type") is None:  # the weight map does without, engines do not
+                    raise ModelError("config.json has no model_type")
             except ModelError as error:
                 raise ModelError(f"{field} is '{folder}': {error}") from None
 
