@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")  # a process with threads must not be forked
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+KINDS = ("config", "data", "model", "http", "cli")
 MARK = "MEGARL_BAD_INPUT_CASE"
 DEADLINE_S = 60.0
 
@@ -169,13 +170,13 @@ def _faults(code: int, said: str, written: list[str], left: list[int]) -> list[s
     return faults
 
 
-def measure(seed: int, count: int | None) -> list[Outcome]:
-    """The first `count` cases (None: all) in turn."""
+def measure(seed: int, count: int | None, kinds: Sequence[str]) -> list[Outcome]:
+    """The first `count` cases (None: all) of `kinds` in turn."""
     from benchmarks.bad_input_cases import all_cases
 
     assert threading.active_count() == 1, f"threads before the first fork: {threading.enumerate()}"
     outcomes = []
-    for case in all_cases(seed)[:count]:
+    for case in [case for case in all_cases(seed) if case.kind in kinds][:count]:
         outcomes.append(run_case(case.kind, case.name, case.prepare))
         if faults := outcomes[-1].faults:
             said = outcomes[-1].said.strip()[-400:]
@@ -189,10 +190,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=None, help="only the first so many, which are of all kinds")
     parser.add_argument("--seed", type=int, default=0, help="of what is fuzzed")
     parser.add_argument("--json", type=Path, default=None, help="file for the result")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="only these")
     arguments = parser.parse_args()
     warm_up()
     started = time.perf_counter()
-    outcomes = measure(arguments.seed, arguments.cases)
+    outcomes = measure(arguments.seed, arguments.cases, arguments.kinds)
     bad = [outcome for outcome in outcomes if outcome.faults]
     result = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

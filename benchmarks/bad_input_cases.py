@@ -21,7 +21,6 @@ from megarl.config import leaves
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models" / "tiny-arithmetic"
-KINDS = ("config", "data", "model", "http", "cli")
 
 BASE: dict[str, Any] = {
     "run": {"folder": "runs", "name": "bad", "steps": 2},
@@ -78,6 +77,8 @@ _FILES: dict[str, bytes | None] = {
     "date as value": b"model: {path: 2024-01-01}\n",
     "two documents": b"model: {path: x}\n---\nmodel: {path: y}\n",
     "merge of no mapping": b"a: &a [1]\nmodel: {<<: *a}\n",
+    "aliases of aliases": b"a: &a [x, x]\n"
+    + b"".join(b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9)) for n in range(98, 112)),
     "huge integer": b"model: {path: x}\nrun: {steps: 1" + b"0" * 5000 + b"}\n",
     "long key": b"a" * 100_000 + b": 1\n",
     "json cut off": b'{"model": {"path": "x"',

@@ -246,12 +246,14 @@ def read_sizes(field: str, folder: str) -> dict[str, Any]:
         for name in ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "intermediate_size", "hidden_size"):
             if tree.get(name) is not None and int(tree[name]) < 1:
                 raise ValueError(f"{name} is {tree[name]}, but it must be above 0")
+        if heads % (kv_heads := int(tree.get("num_key_value_heads") or heads)):
+            raise ValueError(f"num_key_value_heads is {kv_heads}, but it must divide num_attention_heads, which is {heads}")
         return {
             "hidden_size": hidden,
             "attention_width": heads * int(tree.get("v_head_dim") or tree.get("head_dim") or hidden // heads),
             "num_layers": int(tree["num_hidden_layers"]),
             "num_heads": heads,
-            "num_kv_heads": int(tree.get("num_key_value_heads") or heads),
+            "num_kv_heads": kv_heads,
             **_widths(tree),
         }
     except FileNotFoundError:

@@ -14,11 +14,18 @@ import yaml
 
 from megarl.errors import ConfigError
 
+DEEPEST, MOST_ENTRIES = 50, 200_000
+"""What a config may be, with its aliases written out."""
+
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    problem="a key is a list or a mapping, but it must be a name", problem_mark=key_node.start_mark
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"key '{key_node.value}' is given twice", problem_mark=key_node.start_mark
@@ -40,12 +47,38 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"config file '{path}' cannot be read: {reason}") from None
     try:
-        tree = yaml.load(text, _Loader)
+        tree = _load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"config file '{path}' is not valid YAML: {_one_line(error)}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"config file '{path}' holds {describe_value(tree)}, but it must hold sections such as 'model:'")
     return tree
+
+
+def _load(text: str) -> Any:
+    """The tree that `text` is, which has ends; YAMLError for what is none, also where PyYAML itself raises others."""
+    try:
+        tree = yaml.load(text, _Loader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
+        raise yaml.YAMLError(str(error)) from None
+    entries, level = 0, [tree]
+    for _ in range(DEEPEST):
+        # aliases make a small text a huge tree, or one without an end
+        level = [part for whole in level for part in _parts(whole)]
+        entries += len(level)
+        if not level:
+            return tree
+        if entries > MOST_ENTRIES:
+            break
+    raise yaml.YAMLError(f"it is nested more than {DEEPEST} deep, or has more than {MOST_ENTRIES} entries")
+
+
+def _parts(tree: Any) -> Iterable[Any]:
+    if isinstance(tree, dict):
+        return tree.values()
+    return tree if isinstance(tree, list | tuple | set) else ()
 
 
 def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -56,7 +89,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
         if not equals or not all(key.split(".")):
             raise ConfigError(f"override '{override}' is not of the form key=value, such as policy.optimizer.lr=1e-6")
         try:
-            value = yaml.load(text, _Loader)
+            value = _load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override '{override}' has a value that is not valid YAML: {_one_line(error)}") from None
         _set(result, key, value)
