@@ -35,6 +35,8 @@ SILENT_S = 60.0
 TEARDOWN_S = 90.0
 """For an attempt that failed to take down its world; then it is ended."""
 SLICE_S = 0.2
+INPUTS = "inputs"
+"""What an attempt is at before its first phase: it reads what the user gave, and nothing is begun or written."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -45,7 +47,7 @@ class Outcome:
     code: int = 0
     steps: int = 0
     """Steps that it did."""
-    phase: str = "start"
+    phase: str = INPUTS
     """The phase that it was in last."""
     failure: dict[str, Any] | None = None
     """`kind`, `who` and `what` of the error that ended it, or of what was noticed from outside."""

@@ -17,7 +17,7 @@ from megarl.atomic import write_text_atomically
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config, SupervisedConfig
 from megarl.errors import RunStopped, WorkerError
-from megarl.trainers.attempt import Outcome, Signals, report_end, start_attempt
+from megarl.trainers.attempt import INPUTS, Outcome, Signals, report_end, start_attempt
 
 AnyConfig = TypeVar("AnyConfig", Config, SupervisedConfig)
 
@@ -69,7 +69,7 @@ class _Supervision:
         self.faults: list[Fault] = []
         self.signals = Signals()
         self.began = time.time()
-        self.has_run = False
+        self.has_begun = self.has_run = False
         self._failed_at: float | None = None
         self._earlier = ""
 
@@ -84,6 +84,7 @@ class _Supervision:
                 self.signals.pass_on_to(None)
                 if outcome.code == 0:
                     self._recovered()
+                self.has_begun |= outcome.phase != INPUTS
                 self.has_run |= bool(outcome.steps)
                 if outcome.failure is None or not self._is_worth_another(outcome.failure["kinds"]):
                     return outcome.code
@@ -150,6 +151,8 @@ class _Supervision:
 
     def _continued(self) -> Any:
         """The config of the next attempt: from this run's newest checkpoint; a named one counts until there is a newer one."""
+        if not self.has_begun:  # it may yet be refused, for what another run left in its folder
+            return self.config
         resume = self.config.run.resume
         written = any(path.stat().st_mtime > self.began for path in self.checkpoints.all())
         if resume in ("never", "auto") or written:

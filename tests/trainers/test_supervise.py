@@ -31,6 +31,7 @@ def train(config):
     number = len(tries.read_text().split()) if tries.exists() else 0
     with tries.open("a") as file:
         file.write(config.run.resume + " ")
+    fail(number, -1)
     phases = Phases()
     attempt.follow(phases)
     (folder / f"child-{number}").write_text(str(subprocess.Popen(["sleep", "600"], stderr=subprocess.DEVNULL).pid))
@@ -162,6 +163,10 @@ def test_it_is_begun_again_no_more_often_than_the_config_says(tmp_path: Path) ->
     assert [fault["wait_s"] for fault in faults] == [0.1, 0.1, None]
     assert "WorkerError: the run failed for the 3rd time in phase 'update', driver: it was killed by SIGKILL" in said
     assert "run.restarts is 2" in said
+
+
+def test_a_run_that_was_killed_before_it_began_may_still_be_refused(tmp_path: Path) -> None:
+    assert run(tmp_path, "kill@1,-1")[:2] == (0, ["never", "never"])
 
 
 def test_without_restarts_nothing_stands_between_the_caller_and_the_run(tmp_path: Path) -> None:
