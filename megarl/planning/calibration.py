@@ -20,8 +20,8 @@ SCALED = ("sync", "generate", "log_probs", "update")
 class Calibration:
     """Shares of the peaks that a run reaches, and factors by phase on top of what follows from them.
 
-    The default efficiencies are assumptions, not measurements: of the peak in training, of the links' rates there and in updates
-    of weights, of the roofline in generation.
+    The default efficiencies are assumptions, not measurements: of the peak in training, of the links' rates there and in
+    updates of weights, of the roofline in generation.
     """
 
     source: str = "assumptions (training at 0.4 of the peak, links at 0.7 of their rates, generation at 0.6 of a roofline)"

@@ -87,7 +87,8 @@ def what_fits(config: Config | SupervisedConfig, found: Found, plan: Plan) -> st
             choice, _ = nearest_fitting(config, found)
             more = "" if factor == 1 else f" needs {plan.available * factor:,} GPUs"
             return f"the nearest that fits{more}: {choice.stated}"
-    return f"no layout that was tried fits on up to {plan.available * MORE[-1]:,} {plan.gpu.name}"
+    why = max(found.refused, key=lambda reason: found.refused[reason], default="nothing can be tried")
+    return f"no layout that was tried fits on up to {plan.available * MORE[-1]:,} {plan.gpu.name}; most often: {why}"
 
 
 def nearest_fitting(config: Config | SupervisedConfig, found: Found) -> tuple[Choice, Plan]:

@@ -1,0 +1,78 @@
+"""Planned bytes of a training rank against what a real rank's tensors sum to, for the layouts of tests/planning/test_memory.py.
+
+    python benchmarks/planning_memory.py --out benchmarks/results/planning_memory.json --docs docs/planning.md
+
+Real ranks are processes under Gloo. Of every stage the fullest rank is compared. --docs writes the table into the document,
+between its markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.planning.test_memory import CASES, measured
+from tests.world import World
+
+PARTS = ("parameters", "gradients", "optimizer", "activations")
+BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
+
+
+def compared(world: World) -> list[dict[str, Any]]:
+    """Planned and measured bytes by part, of every case and stage."""
+    found = []
+    for case in CASES:
+        of_ranks = measured(world, case)
+        for stage in range(case.layout.pp):
+            ranks = [rank for number, rank in enumerate(of_ranks) if case.layout.coords(number).pp == stage]
+            planned = case.planned(stage)
+            most = {part: max(rank[part] for rank in ranks) for part in PARTS}
+            row = {"case": case.name, "stage": stage, "planned": {part: planned[part] for part in PARTS}, "measured": most}
+            found.append(row)
+            print(case.name, stage, {part: round(planned[part] / most[part], 3) for part in PARTS}, flush=True)
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown: measured kB, and the plan's share of it."""
+    lines = [f"| layout | stage | {' | '.join(PARTS)} |", "|---|---|" + "---|" * len(PARTS)]
+    for row in rows:
+        cells = [
+            f"{row['measured'][part] / 1e3:,.0f} kB, {row['planned'][part] / row['measured'][part] - 1:+.1%}" for part in PARTS
+        ]
+        lines.append(f"| {row['case']} | {row['stage']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, show and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--docs", type=Path, help="document that gets the table")
+    arguments = parser.parse_args()
+    with World(4) as world:
+        rows = compared(world)
+    report = {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": {"python": platform.python_version(), "megatron-core": version("megatron-core"), "torch": version("torch")},
+        "rows": rows,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    if arguments.docs:
+        text = arguments.docs.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        arguments.docs.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
