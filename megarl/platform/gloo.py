@@ -5,6 +5,7 @@ and each of megatron's dozens of groups brings a thread that wakes ninety times 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -53,7 +54,9 @@ def on_one_device(init: Callable) -> Callable:
 
 @functools.cache
 def _device() -> Any:
-    return torch.distributed.ProcessGroupGloo.create_default_device()
+    gloo = torch.distributed.ProcessGroupGloo
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
 class _Done:
