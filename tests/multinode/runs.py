@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from megarl.data.sample import Sample
-from tests.e2e.digits import share_of_digits
-
 CPU_NODES = ["--gpus-per-node", "0", "--places-per-node", "1", "--warn-s", "60", "--time", "00:10:00"]
 """Options of `megarl submit` for nodes without GPUs that hold a rank each."""
 _TASK = {"source": "reasoning_gym", "name": "chain_sum", "limit": 32}
 _SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-
-
-def patient_reward(samples: list[Sample]) -> list[float]:
-    """The share of digits, after a second in which a batch system can warn the run."""
-    time.sleep(1.0)
-    return share_of_digits(samples)
 
 
 def grpo(folder: Path, model: Path, *, steps: int) -> Path:
@@ -31,7 +21,7 @@ def grpo(folder: Path, model: Path, *, steps: int) -> Path:
         "policy": {"layout": {"dp": 2}, "max_tokens_per_micro_batch": 512, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}},
         "data": {"train": _TASK | {"args": _SMALL}, "max_prompt_tokens": 96},
         "rollout": {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
-        "rewards": [{"name": f"{__file__}:patient_reward"}],
+        "rewards": [{"name": f"{Path(__file__).with_name('patient.py')}:share_of_digits"}],
     }
     return _written(folder / "grpo.yaml", tree, model)
 

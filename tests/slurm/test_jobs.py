@@ -54,7 +54,7 @@ def steps_of(run: Path) -> list[int]:
 def test_a_run_over_two_nodes_is_warned_put_back_and_finishes(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
     config, run = grpo(tmp_path, tiny_model, steps=5), tmp_path / "runs" / "grpo"
     job = submit(slurm, config)
-    wait(lambda: steps_of(run), run, 240)
+    wait(lambda: steps_of(run) or is_over(slurm, job), run, 240)
     slurm.run("scancel", "--signal=USR1", "--batch", job)  # what --signal=B:USR1 sends before the time limit
     wait(lambda: is_over(slurm, job), run, 240)
     starts = [line for line in slurm.finished() if line["JobId"] == job]
