@@ -59,15 +59,16 @@ class Load:
 class RankPlan:
     """One training rank's part of a plan, laid out once for all updates.
 
-    A load is a bucket for each rank of an engine, so that all of them copy at the same time; a plan whose buckets are to be
-    `n` bytes together is made with `bucket_bytes = n // ranks`.
+    A load has buckets for all ranks of an engine that the rank sends to, in turn, so that they copy at the same time. It has at
+    most `ranks * plan.bucket_bytes`: a plan for loads of n bytes is made with `bucket_bytes = n // ranks`.
     """
 
     def __init__(self, plan: ReshardPlan, rank: int) -> None:
         self._plan = plan
         held = plan.all_slices
         self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
-        self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _together(plan.sends(rank))]
+        limit = plan.target.ranks * plan.bucket_bytes
+        self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _together(plan.sends(rank), limit)]
 
     @property
     def engines(self) -> set[int]:
@@ -91,14 +92,21 @@ class RankPlan:
                 yield held, t.parameter, t.source_row, t.source_col
 
 
-def _together(buckets: Iterator[Bucket]) -> Iterator[tuple[frozenset[int], list[Bucket]]]:
-    """The buckets of one source for the same engines, in turn one for each rank of these."""
+def _together(buckets: Iterator[Bucket], limit_bytes: int) -> Iterator[tuple[frozenset[int], list[Bucket]]]:
+    """The buckets of one source for the same engines, in turn one for each rank of these, as many as `limit_bytes` hold."""
     for (_, engines), group in groupby(buckets, key=lambda bucket: (bucket.source, frozenset(bucket.engines))):
         of_ranks: dict[int, list[Bucket]] = {}
         for bucket in group:
             of_ranks.setdefault(bucket.engine_rank, []).append(bucket)
-        for row in zip_longest(*of_ranks.values()):
-            yield engines, [bucket for bucket in row if bucket is not None]
+        load: list[Bucket] = []
+        nbytes = 0
+        for bucket in (bucket for row in zip_longest(*of_ranks.values()) for bucket in row if bucket is not None):
+            if load and nbytes + bucket.nbytes > limit_bytes:
+                yield engines, load
+                load, nbytes = [], 0
+            load.append(bucket)
+            nbytes += bucket.nbytes
+        yield engines, load
 
 
 def _piece(shards: Mapping[str, Tensor], held: Held, parameter: str, row: int, col: int) -> Piece:
