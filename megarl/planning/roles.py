@@ -11,7 +11,9 @@ from megarl.config import Config, SupervisedConfig, batch_arithmetic
 from megarl.config.batch import BatchArithmetic
 from megarl.config.layout import Layout
 from megarl.config.schema import TrainedRole
+from megarl.models.registry import load_hf_config
 from megarl.planning.shape import ModelShape
+from megarl.reshard.block_scales import fp8_scales, quantised_map
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.run_plan import ITEMSIZE, target_of_run
 from megarl.reshard.slices import engine_slices
@@ -35,7 +37,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, which take the weights of `trainer`'s ranks.
+    """The engines of a run, which take the weights of `trainer`'s ranks and serve them in FP8 if `fp8`.
 
     `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them.
     """
@@ -44,23 +46,28 @@ class Engines:
     trainer: Layout
     shape: ModelShape
     itemsize: int
+    fp8: bool
     max_total_tokens: int | None
     memory_fraction: float | None
 
     @property
     def plan(self) -> ReshardPlan:
         """The way of the weights to the engines."""
-        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize)
+        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, self.fp8)
 
     @property
     def weight_bytes(self) -> int:
         """The most that a rank of an engine holds of the weights."""
-        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize)[0]
+        return self._held[0]
 
     @property
     def expert_share(self) -> float:
         """How much of the weights are experts'."""
-        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize)[1]
+        return self._held[1]
+
+    @property
+    def _held(self) -> tuple[int, float]:
+        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize, self.fp8)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -71,15 +78,15 @@ class Engines:
 
 
 @lru_cache(maxsize=32)
-def _reshard_plan(shape: ModelShape, trainer: Layout, target: Target, itemsize: int) -> ReshardPlan:
-    return plan_reshard(shape.config, trainer, target, itemsize=itemsize)
+def _reshard_plan(shape: ModelShape, trainer: Layout, target: Target, itemsize: int, fp8: bool) -> ReshardPlan:
+    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, fp8=fp8)
 
 
 @cache
-def _weights(shape: ModelShape, target: Target, itemsize: int) -> tuple[int, float]:
+def _weights(shape: ModelShape, target: Target, itemsize: int, fp8: bool) -> tuple[int, float]:
     """(bytes of the fullest rank of an engine, share of the model that is experts')."""
     check_target(shape.config, target)
-    tensors = TensorTable.of(shape.weight_map, itemsize)
+    tensors = TensorTable.of(quantised_map(shape.weight_map) if fp8 else shape.weight_map, itemsize)
     held = engine_slices(tensors, target, shape.experts)
     nbytes = held.rows * held.cols * tensors.itemsize[held.tensor]
     of_ranks = np.bincount(held.engine_rank - EVERY_RANK, weights=nbytes, minlength=target.ranks - EVERY_RANK)
@@ -173,12 +180,13 @@ def _frozen(name: str, path: str, layout: Layout | None, policy: TrainedRole, *,
 
 def _engines(config: Config) -> Engines:
     arguments = config.rollout.engine_args
-    fraction = arguments.get("mem_fraction_static")
+    fraction, served = arguments.get("mem_fraction_static"), arguments.get("model_path")
     return Engines(
         target=target_of_run(config),
         trainer=config.policy.layout,
         shape=ModelShape.read(config.model.path),
         itemsize=ITEMSIZE[config.model.dtype],
+        fp8=served is not None and fp8_scales(load_hf_config(str(served))) is not None,
         max_total_tokens=arguments.get("max_total_tokens"),
         memory_fraction=None if fraction is None else float(fraction),
     )
