@@ -209,7 +209,7 @@ class Run(ABC):
         if warned and not self.finished:
             raise RunStopped(
                 f"stopped by {self._stop.received or 'a signal to another rank'} after step {self.step} of "
-                f"{self._settings.run.steps}; run.resume=auto continues from {self.checkpoints.all()[-1]}"
+                f"{self._settings.run.steps}; run.resume=auto continues from {self.checkpoints.folder}/step_{self.step:06d}"
             )
 
     def evaluate_if_due(self) -> None:

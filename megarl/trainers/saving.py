@@ -5,7 +5,7 @@ A checkpoint has its name only once every rank's part is on the disk and the man
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from megarl.checkpoint.manifest import FileRecord
 from megarl.checkpoint.provenance import CONFIG
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, write_state
 from megarl.errors import CheckpointError
-from megarl.trainers.roles import Roles
+from megarl.trainers.roles import POLICY, Roles
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,14 @@ class Saving:
         """
         assert self._pending is None, "the one before is finished first"
         folder = self.checkpoints.temporary(step)
+
+        def open_folder() -> None:
+            self.checkpoints.begin(step)
+            write_state(folder, dict(state))
+            (folder / CONFIG).write_text(self.config_text)
+
         with self._named(step):
-            if self.leads:
-                self.checkpoints.begin(step)
-                write_state(folder, dict(state))
-                (folder / CONFIG).write_text(self.config_text)
+            self._have_led(roles, open_folder)
         roles.save(str(folder.resolve()))
         self._pending = _Pending(step, made, evaluation)
 
@@ -78,14 +81,28 @@ class Saving:
             parts = roles.saved(wait=wait)
             if parts is None:
                 return False
-            if self.leads:
+
+            def commit() -> None:
                 written: dict[str, FileRecord] = {}
                 for role, of_ranks in parts.items():
                     files = join_shards(folder / role, of_ranks)
                     written |= {f"{role}/{name}": record for name, record in files.items()}
                 self.checkpoints.commit(pending.step, pending.made, written, pending.evaluation)
+
+            self._have_led(roles, commit)
         self._pending = None
         return True
+
+    def _have_led(self, roles: Roles, work: Callable[[], None]) -> None:
+        """The leader does `work`, and every other driver waits for it and shares its failure."""
+        failure: CheckpointError | OSError | None = None
+        if self.leads:
+            try:
+                work()
+            except (CheckpointError, OSError) as error:
+                failure = error
+        if roles.groups[POLICY].agree(failure is not None):
+            raise failure or CheckpointError("the leading rank could not write its part")
 
     @contextmanager
     def _named(self, step: int) -> Iterator[None]:

@@ -42,6 +42,10 @@ class TwoRanks:
     def __init__(self) -> None:
         self.weight = WHOLE.clone()
         self.writers = [BackgroundWriter(), BackgroundWriter()]
+        self.groups = {"policy": self}
+
+    def agree(self, flag: bool) -> bool:
+        return flag
 
     def save(self, folder: str) -> None:
         for rank, writer in enumerate(self.writers):
@@ -195,6 +199,7 @@ class Interrupted(Run):
 
     def start(self) -> None:
         self.roles: Any = TwoRanks()
+        self._stack.callback(lambda: self.roles.saved(wait=True) if self.saving.is_under_way else None)  # they end
 
     def measure(self) -> None:
         return None
@@ -212,6 +217,31 @@ class Interrupted(Run):
 def interrupted(tmp_path: Path) -> Interrupted:
     settings = {"model": {"path": "model"}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}]}
     return Interrupted(parse_config({**settings, "run": {"folder": str(tmp_path)}}))
+
+
+def test_drivers_of_one_world_meet_when_the_leader_has_done_its_part_and_share_its_failure(saving: Saving) -> None:
+    """Under torchrun every rank drives: none may write before the folder is there, or leave before the name is given."""
+    met: list[list[str]] = []
+
+    class Driven(TwoRanks):
+        def agree(self, flag: bool) -> bool:
+            met.append(sorted(path.name for path in saving.checkpoints.folder.iterdir()))
+            return flag
+
+    save(saving, Driven(), 1)
+    assert met == [[".writing_step_000001"], ["step_000001"]]
+
+    class Failed(TwoRanks):
+        def agree(self, flag: bool) -> bool:
+            return True
+
+        def save(self, folder: str) -> None:
+            raise AssertionError("nobody writes into a folder that the leader could not make")
+
+    follower = Saving(saving.checkpoints, saving.config_text, leads=False)
+    with pytest.raises(CheckpointError, match="step 2 was not saved: the leading rank could not write its part"):
+        save(follower, Failed(), 2)
+    assert [path.name for path in saving.checkpoints.folder.iterdir()] == ["step_000001"]
 
 
 def test_a_run_that_fails_for_another_reason_finishes_its_checkpoint_first(tmp_path: Path) -> None:
