@@ -38,6 +38,10 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
     path = Path(out)
     if path.exists():
         raise ConfigError(f"--out is '{out}', which exists already; name a new file")
+    if not next(parent for parent in path.parents if parent.exists()).is_dir():
+        raise ConfigError(f"--out is '{out}', but its folder is a file; name a file in a folder")
+    if form == "pairs" and config.rollout.samples_per_prompt < 2:
+        raise ConfigError("--as is 'pairs', but rollout.samples_per_prompt is 1; a pair is two responses to one prompt")
     samples, scores = answer(config, config.data.train, "train", checkpoint, greedy=False)
     makers = {"samples": _all, "sft": _right, "pairs": _pairs}
     rows = list(makers[form](samples, scores, config.data.prompt_key))
