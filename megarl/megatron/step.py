@@ -91,7 +91,7 @@ def _run(
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
     Standing.begun, Standing.wanted = 0, len(inputs) * len(chunks)
-    return get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, options=options),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
@@ -100,10 +100,12 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    Standing.wanted = 0
+    return outputs
 
 
 class Standing:
-    """How far the pass under way in this process is: micro-batches begun (per model chunk), and all of them."""
+    """How far the pass under way in this process is: micro-batches begun (per model chunk), and all of them (0: no pass)."""
 
     begun = 0
     wanted = 0
