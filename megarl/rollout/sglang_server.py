@@ -24,7 +24,8 @@ from megarl.errors import EngineError
 from megarl.rollout.payload import SLICED
 from megarl.rollout.process_tree import end_tree
 
-HOST = "127.0.0.1"
+HOST = os.environ.get("MEGARL_NODE_ADDRESS", "127.0.0.1")
+"""Where servers listen: loopback, or where a job over several nodes says (megarl/launch): ranks elsewhere send weights."""
 EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 10.0
@@ -116,7 +117,7 @@ class ServerOptions:
 class SglangServer:
     """One server process tree. `start` returns when it answers; `stop` returns when nothing of it is left.
 
-    It listens on the loopback interface and answers only who brings `token`.
+    It listens on loopback, in a job over several nodes on their network, and answers only who brings `token`.
     """
 
     def __init__(self, options: ServerOptions) -> None:
