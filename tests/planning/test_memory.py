@@ -91,7 +91,6 @@ SP = {"tp": 2, "sequence_parallel": True}
 CASES = [
     Case("llama", Layout()),
     Case("llama", Layout(), {"recompute": "selective"}),
-    Case("llama", Layout(**SP), {"dtype": "bfloat16"}),
     Case("llama", Layout(cp=2)),
     Case("llama", Layout(pp=2, vpp=2), micro_batches=4),
     Case("llama", Layout(pp=2, dp=2), {"recompute": "full"}, micro_batches=4),

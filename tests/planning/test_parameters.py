@@ -32,7 +32,6 @@ EXPERT_LAYOUTS = (
     Layout(dp=4, ep=2, etp=2),
 )
 LARGE = {
-    "llama-3.1-70b": Layout(tp=8, pp=4, dp=2),
     "llama-3.1-405b": Layout(tp=8, pp=16, first_stage_layers=7, last_stage_layers=7),
     "deepseek-v3": Layout(tp=4, pp=8, dp=32, ep=32, sequence_parallel=True, first_stage_layers=7, last_stage_layers=6),
 }
@@ -85,7 +84,15 @@ def test_counts_of_large_models_are_exact(check: Callable[[list[Case]], None]) -
 
 
 @pytest.mark.parametrize(
-    ("model", "billions"), [("llama-3.1-70b", 70.554), ("llama-3.1-405b", 405.853), ("deepseek-v3", 671.026)]
+    ("model", "billions"),
+    [
+        ("llama-3.1-8b", 8.030),
+        ("llama-3.1-70b", 70.554),
+        ("llama-3.1-405b", 405.853),
+        ("qwen3-32b", 32.762),
+        ("qwen3-235b-a22b", 235.094),
+        ("deepseek-v3", 671.026),
+    ],
 )
 def test_a_model_has_as_many_parameters_as_its_makers_say(model: str, billions: float) -> None:
     (only,) = stage_parameters(ModelShape.read(MODELS / model), Layout())

@@ -114,6 +114,13 @@ def test_a_search_ranks_what_fits_and_says_why_the_rest_does_not(capsys: pytest.
     assert any("too small" in why for why in found["refused"])
 
 
+def test_gpus_that_no_layout_fits_are_a_sentence_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "examples/plans/llama-3.1-405b-grpo-512xh200.yaml", "--gpus", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "the run takes 512 GPUs, but there are 1; no layout that was tried fits on up to 8 h100; most often: " in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl import cli
 from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.planning.calibration import SCALED, read_run
@@ -120,3 +121,14 @@ def test_the_spread_of_lengths_has_the_mean_that_was_asked_for(mean: float, long
     assert lengths.mean() == pytest.approx(mean, rel=1e-3)
     assert np.all(np.diff(lengths) >= 0)
     assert lengths.max() <= longest
+
+
+def test_the_command_calibrates_by_a_run_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_folder(tmp_path, recorded_steps())
+    arguments = ["--gpu", "cpu", "--calibrate", str(folder), "--json"]
+    assert cli.main(["plan", str(folder / "config.yaml"), *arguments, "--response-tokens", "16"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["calibration"].startswith(f"6 steps of {folder}, against the assumptions: ")
+    assert plan["times"]["step_s"] == pytest.approx(16.5, rel=0.15)
+    assert cli.main(["plan", str(folder / "config.yaml"), "--gpu", "cpu"]) == 0
+    assert "Seconds are estimates, by assumptions" in capsys.readouterr().out
