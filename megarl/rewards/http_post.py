@@ -72,7 +72,7 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
             failure = f"did not answer within {timeout_s:.3g} s"
             continue
         except aiohttp.ClientError as error:
-            failure = f"cannot be asked: {type(error).__name__}: {error}"
+            failure = f"cannot be asked: {type(error).__name__}: {' '.join(str(error).split())}"
             continue
         if status == 200:
             return _parsed(endpoint, text)
