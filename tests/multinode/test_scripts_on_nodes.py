@@ -52,6 +52,7 @@ def run_script(system: str, config: Path, network: Network, folder: Path, capsys
     return said
 
 
+@pytest.mark.slow
 def test_grpo_over_two_nodes_by_ray(
     network: Network, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_grpo_over_two_nodes_by_ray(
     assert [path.name for path in joined] == ["ray-0-n1.txt", "ray-1-n2.txt"]
 
 
+@pytest.mark.slow
 def test_sft_over_two_nodes_by_torchrun(
     network: Network, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,7 @@ class Slurm:
 
     def _daemon(self, command: list[str]) -> None:
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # the daemons have logs
+        command = ["setpriv", "--pdeathsig", "TERM", *command]  # they end with the test run, however that ends
         process = subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet)
         self._stack.callback(self._end, process)
 

@@ -51,6 +51,7 @@ def steps_of(run: Path) -> list[int]:
     return [int(row["step"]) for row in read_metrics(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 def test_a_run_over_two_nodes_is_warned_put_back_and_finishes(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
     config, run = grpo(tmp_path, tiny_model, steps=5), tmp_path / "runs" / "grpo"
     job = submit(slurm, config)
@@ -72,6 +73,7 @@ def test_a_run_over_two_nodes_is_warned_put_back_and_finishes(slurm: Slurm, tiny
     assert not list(Path("/tmp").glob(f"megarl-{job}*"))  # caches are gone
 
 
+@pytest.mark.slow
 def test_torchrun_s_ranks_are_one_world_over_two_nodes(slurm: Slurm, tiny_model: Path, tmp_path: Path) -> None:
     config, run = sft(tmp_path, tiny_model, steps=2), tmp_path / "runs" / "sft"
     job = submit(slurm, config)
