@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import LossSettings
+from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, LossSettings
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, weights_of
@@ -63,6 +63,8 @@ class RlRun(Run):
         """Tokenizer, rows, prompts and rewards, each looked at whole."""
         config = self.config
         check_architectures(config)
+        ADVANTAGES.resolve(config.algorithm.advantage)
+        POLICY_LOSSES.resolve(config.algorithm.policy_loss)
         self.tokenizer = load_tokenizer(config.model.path)
         check_engine_args(config.rollout.engine_args)
         self.episode = None
