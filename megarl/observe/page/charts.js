@@ -27,7 +27,7 @@ function short(value) {
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const every = [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= rough);
+  const every = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((step) => step >= rough);
   const found = [];
   for (let place = Math.ceil(low / every); place * every <= high + every * 1e-9; place++) found.push(place * every);
   return found;

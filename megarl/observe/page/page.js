@@ -61,6 +61,12 @@ function chartOf(name) {
   return lines.length ? lineChart(name, lines, bands) : null;
 }
 
+// By name, and those that never change after the others.
+function inOrder(names) {
+  const changes = (name) => runs.some((run) => new Set(run.curves[name]?.filter(isNumber)).size > 1);
+  return names.sort().sort((a, b) => changes(b) - changes(a));
+}
+
 function curves() {
   const groups = {};
   for (const name of Object.keys(data.last)) (groups[name.split("/")[0]] ??= []).push(name);
@@ -75,7 +81,7 @@ function curves() {
     const part = html("details", { "data-group": group }, html("summary", {}, group), box);
     let isDrawn = false;
     part.addEventListener("toggle", () => {
-      if (part.open && !isDrawn) { isDrawn = true; box.append(...groups[group].sort().map(chartOf).filter(Boolean)); filter(); }
+      if (part.open && !isDrawn) { isDrawn = true; box.append(...inOrder(groups[group]).map(chartOf).filter(Boolean)); filter(); }
     });
     part.open = rank(group) < FIRST.length;
     return part;
