@@ -128,3 +128,34 @@ def test_a_job_for_a_ray_cluster_is_ray_s_own_command(rl_yaml: Path, capsys: pyt
     words = shlex.split(rendered(capsys, "ray", str(rl_yaml), "run.steps=3", "--address", "http://head:8265"), comments=True)
     assert words[1:4] == ["job", "submit", "--no-wait"]
     assert words[-5:] == ["megarl", "train", str(rl_yaml), "run.steps=3", "run.resume=auto"]
+
+
+@pytest.mark.parametrize(
+    ("system", "program", "answer", "second"),
+    [
+        ("pbs", "qsub", "7{}.here", "-W depend=afterany:71.here"),
+        ("lsf", "bsub", "Job <7{}> is submitted to queue <normal>.", "-w ended(71)"),
+    ],
+)
+def test_a_chain_is_jobs_of_one_kept_script_each_after_the_one_before(
+    system: str, program: str, answer: str, second: str,
+    rl_yaml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fake = tmp_path / "bin"
+    fake.mkdir()
+    calls = tmp_path / "calls"
+    (fake / program).write_text(
+        f'#!/bin/bash\necho "$*" >>{calls}\nn=$(wc -l <{calls})\n[[ -t 0 || {system} != lsf ]] || cat >{tmp_path}/given.$n\n'
+        f"echo '{answer.format('N')}' | sed s/N/$n/\n"
+    )
+    (fake / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake}:/usr/bin:/bin")
+    assert main(["submit", system, str(rl_yaml), "--chain", "2"]) == 0
+    kept = tmp_path / "runs" / "big" / "jobs" / f"big.{system}.sh"
+    words = str(kept) if system == "pbs" else ""
+    assert [line.strip() for line in calls.read_text().splitlines()] == [words, f"{second} {words}".strip()]
+    script = kept.read_text()
+    assert script.startswith("#!/usr/bin/env bash\n")
+    if system == "lsf":
+        assert (tmp_path / "given.2").read_text() == script
+    assert re.search(r"job 71\S*, then 72", capsys.readouterr().out)
