@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.batch import batch_arithmetic
@@ -53,6 +53,9 @@ def check_fields_agree(config: Config) -> None:
 
 def check_run(run: RunConfig, *, evaluates: bool) -> None:
     """Check what `run` alone says, and what of it needs evaluations."""
+    name = PurePosixPath(run.name)
+    if not run.name.strip() or not run.name.isprintable() or name.is_absolute() or ".." in name.parts:
+        raise ConfigError(f"run.name is {run.name!r}, but it may be a name that is a folder inside run.folder")
     rules = parse_guards(run.guards)
     if not run.save_every and (back := [rule for rule in rules if rule.action == "rollback"]):
         raise ConfigError(f"run.guards says '{back[0]}', but run.save_every is 0, so there is no checkpoint to go back to")
