@@ -1,1 +1,1 @@
-"""Getting a run onto a machine: preflight (`doctor`) and, later, launchers."""
+"""Getting a run onto machines: what they are (`doctor`), whether they agree, and the batch script that starts it there."""
