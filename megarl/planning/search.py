@@ -19,8 +19,11 @@ from megarl.errors import ConfigError, LayoutError
 from megarl.planning.calibration import Calibration
 from megarl.planning.gpus import GPUS_PER_NODE, Gpu
 from megarl.planning.lengths import Lengths
+from megarl.planning.memory import GRADIENT_BYTES
+from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import Plan, make_plan
 from megarl.planning.shape import ModelShape
+from megarl.reshard.run_plan import ITEMSIZE
 
 LARGEST_CP = 8
 MORE = (2, 4, 8)
@@ -65,6 +68,9 @@ def search(config: Config | SupervisedConfig, gpu: Gpu, gpus: int, lengths: Leng
     refused: dict[str, int] = defaultdict(int)
     for number, choice in enumerate(choices(config, gpus)):
         try:
+            if _least_bytes(config, choice.layout) > gpu.usable_bytes:
+                refused["a GPU is too small for the policy's parameters and gradients alone"] += 1
+                continue
             tried = _with(config, choice, gpus)
             plan = make_plan(tried, gpu, available=gpus, lengths=lengths, calibration=calibration)
         except (ConfigError, LayoutError) as error:
@@ -98,7 +104,8 @@ def nearest_fitting(config: Config | SupervisedConfig, found: Found) -> tuple[Ch
     def distance(entry: tuple[Choice, Plan]) -> float:
         choice = entry[0]
         changes = sum(abs(log2(getattr(choice.layout, name) / getattr(own, name))) for name in SIZES)
-        return changes + (choice.recompute != config.model.recompute)
+        engine_tp = config.rollout.tp if isinstance(config, Config) else choice.engine_tp
+        return changes + abs(log2(choice.engine_tp / engine_tp)) + (choice.recompute != config.model.recompute)
 
     return min(found.fitting, key=distance)
 
@@ -147,6 +154,12 @@ def _with_stages(shape: ModelShape, sizes: dict[str, int]) -> Layout:
         of_each -= 1
         ends = shape.layers - of_each * (sizes["pp"] - 2)
     return Layout(**whole, first_stage_layers=ends // 2, last_stage_layers=ends - ends // 2)
+
+
+def _least_bytes(config: Config | SupervisedConfig, layout: Layout) -> float:
+    """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
+    held = max(stage.dense + stage.expert for stage in stage_parameters(ModelShape.read(config.model.path), layout))
+    return held * (ITEMSIZE[config.model.dtype] + GRADIENT_BYTES)
 
 
 def _with(config: Config | SupervisedConfig, choice: Choice, gpus: int) -> Any:

@@ -68,11 +68,11 @@ class ModelShape:
         Raises:
             ModelError: the config is missing, of an unknown architecture, or contradicts itself.
         """
-        return _read(str(Path(folder).resolve()), str(folder))
+        return _read(str(Path(folder).absolute()))
 
 
 @cache
-def _read(resolved: str, folder: str) -> ModelShape:
+def _read(folder: str) -> ModelShape:
     return shape_of({key: value for key, value in load_hf_config(folder).items() if key != "quantization_config"})
 
 

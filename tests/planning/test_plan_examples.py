@@ -95,12 +95,19 @@ def test_the_table_is_readable_and_says_that_seconds_are_estimates(capsys: pytes
 
 
 def test_a_plan_that_does_not_fit_says_what_is_over_and_what_would_do(capsys: pytest.CaptureFixture[str]) -> None:
-    changed = ["rollout.engines=2", "policy.layout.dp=1", "policy.layout.pp=2"]
-    assert cli.main(["plan", "examples/plans/llama-3.1-70b-reinforce-plus-plus-64xh100.yaml", *changed]) == 2
+    changed = ["policy.layout={dp: 8}", "model.recompute=none"]
+    assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *changed]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert re.search(r"does not fit: GPU \d+ would hold [\d.]+ GB, [\d.]+ GB more than the 80\.8 GB of h100", error)
-    assert re.search(r"largest part is the optimizer of the policy.*the nearest that fits needs \d+ GPUs: tp=", error)
+    assert re.search(r"does not fit: GPU 0 would hold [\d.]+ GB, [\d.]+ GB more than the 80\.8 GB of h100", error)
+    nearest = re.search(
+        r"largest part is the \w+ of the policy, [\d.]+ GB; the nearest that fits: (\S+), recompute (\w+), engines of 1", error
+    )
+    assert nearest is not None
+    layout = ", ".join(part.replace("=", ": ") for part in nearest[1].split(","))
+    parallel = ", sequence_parallel: true" if "tp" in layout else ""
+    fitting = [f"policy.layout={{{layout}{parallel}}}", f"model.recompute={nearest[2]}"]
+    assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *fitting]) == 0
 
 
 def test_a_search_ranks_what_fits_and_says_why_the_rest_does_not(capsys: pytest.CaptureFixture[str]) -> None:
