@@ -16,7 +16,7 @@ const COLORINGS = {
     paint: (value, most) => `rgba(var(--far), ${0.7 * value / most})`,
   },
   surprise: {
-    title: "engine's log-prob (darker: less likely)",
+    title: "engine's log-prob (stronger: less likely)",
     value: (sample, token) => sample.engine[token],
     paint: (value, most) => `rgba(var(--bad), ${0.7 * Math.min(1, Math.abs(value) / Math.min(most, 8))})`,
   },
