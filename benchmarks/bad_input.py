@@ -178,6 +178,8 @@ def measure(seed: int, count: int | None, kinds: Sequence[str]) -> list[Outcome]
     outcomes = []
     for case in [case for case in all_cases(seed) if case.kind in kinds][:count]:
         outcomes.append(run_case(case.kind, case.name, case.prepare))
+        if len(outcomes) % 25 == 0:
+            print(f"{len(outcomes)} cases", flush=True)
         if faults := outcomes[-1].faults:
             said = outcomes[-1].said.strip()[-400:]
             print(f"{case.kind}: {outcomes[-1].name}: {'; '.join(faults)}\n    {said}", flush=True)

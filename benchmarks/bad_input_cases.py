@@ -91,7 +91,7 @@ _OVERRIDES = [
     "run.guards=[stop kl]", "run.guards=[rollback if kl/reference above 1]", "run.keep_best=accuracy",
     "run.name=a/b/../../..", "run.resume=nowhere", "policy.layout={tp: 3}", "policy.layout={pp: 3}", "policy.layout={ep: 2}",
     "policy.layout={tp: 2, vpp: 2}", "policy.layout={dp: 3}", "policy.max_tokens_per_micro_batch=8", "rollout.tp=3",
-    "rollout.engine=replay", "rollout.samples_per_prompt=1", "reference.reset_every=2", "ptx.coef=0.5", "rewards=[]",
+    "rollout.engine=replay", "rollout.samples_per_prompt=1", "reference.reset_every=x", "ptx.coef=0.5", "rewards=[]",
     "data.train.name=no_such_task", "data.train.args={no_such: 1}", "data.train.weight=2", "data.train.source=mixture",
     "data.train={source: python, name: nocolon}", "data.prompt_key=nothing", "data.chat_template=always",
     "data.max_prompt_tokens=1", "rewards=[{name: http}]", "rewards=[{name: http, args: {url: 'ftp://x'}}]",
@@ -172,7 +172,6 @@ _ROWS: dict[str, bytes] = {
     "message without role": b'{"question": [{"content": "x"}], "answer": "1"}\n',
     "message with a number": b'{"question": [{"role": "user", "content": 3}], "answer": "1"}\n',
     "prompt too long": json.dumps({"question": "1+" * 5000, "answer": "2"}).encode(),
-    "gold that is no number": b'{"question": "1+1=", "answer": "many"}\n',
     "good row, then none": json.dumps(_ROW).encode() + b"\n{broken\n",
 }
 _SUPERVISED_ROWS: dict[str, tuple[str, Any]] = {
@@ -433,7 +432,7 @@ _LINES = [
     ["train", "run.yaml", "run.name=\ud800"], ["train", "."], ["train", "/dev/null"], ["sft", "run.yaml"],
     ["preference", "run.yaml"], ["reward-model", "run.yaml"], ["eval", "run.yaml"], ["eval", "run.yaml", "--checkpoint"],
     ["generate", "run.yaml"], ["generate", "run.yaml", "--out", "run.yaml"],
-    ["generate", "run.yaml", "--out", "no/such/folder/x"], ["generate", "run.yaml", "--out", "x", "--as", "pears"],
+    ["generate", "run.yaml", "--out", "run.yaml/x"], ["generate", "run.yaml", "--out", "x", "--as", "pears"],
     ["generate", "run.yaml", "--out", "x", "--as", "pairs", "rollout.samples_per_prompt=1", "algorithm.advantage=reinforce"],
     ["serve-reward", "run.yaml", "--port", "many"], ["serve-reward", "run.yaml", "--port", "99999"],
     ["serve-reward", "run.yaml", "--host", "0.0.0.0"], ["serve-reward", "run.yaml", "--host", "no.such.host.invalid"],
@@ -463,7 +462,7 @@ def _line(folder: Path, words: list[str]) -> list[str]:
 
 
 WARM_UP: list[Callable[[Path], list[str]]] = [
-    lambda folder: _with_rows(folder, _ROWS["gold that is no number"]),
+    lambda folder: _with_rows(folder, _ROWS["no answer"]),
     lambda folder: [*_train(folder), "rewards=[{name: exact_number, args: {x: 1}}]"],
     lambda folder: _with_supervised_row(folder, "sft", {"prompt": "1"}),
     lambda folder: ["data", "inspect", "run.yaml", "--model", str(MODEL)],
