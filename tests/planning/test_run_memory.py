@@ -1,0 +1,95 @@
+"""What a whole run holds on each GPU: roles that share it, engines, main memory; against sums made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import load_config
+from megarl.config.layout import Layout
+from megarl.planning.activations import Precision, layer_activations
+from megarl.planning.gpus import gpu_named
+from megarl.planning.memory import GpuMemory
+from megarl.planning.plan import Plan, make_plan
+from megarl.planning.shape import ModelShape
+
+ROOT = Path(__file__).parents[2]
+OF_8B = 8_030_261_248
+ONE = ["policy.layout={dp: 1}", "rollout.engines=1", "rollout.tp=1"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def planned(*overrides: str, name: str = "llama-3.1-8b-grpo-8xh100", gpu: str = "h200") -> Plan:
+    return make_plan(load_config(f"examples/plans/{name}.yaml", overrides), gpu_named(gpu))
+
+
+def owners(gpu: GpuMemory) -> set[str]:
+    return {owner for owner, _ in gpu.parts}
+
+
+def test_one_gpu_holds_every_role_whole_and_the_weights_twice() -> None:
+    parts = planned(*ONE).memory.worst.parts
+    assert parts["policy", "parameters"] == parts["reference", "parameters"] == 2 * OF_8B
+    assert parts["engine", "parameters"] == pytest.approx(2 * OF_8B, rel=1e-3)
+    assert parts["policy", "gradients"] == 4 * OF_8B
+    assert parts["policy", "optimizer"] == 12 * OF_8B
+    assert parts["process", "contexts"] == 2e9
+
+
+def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
+    parts = planned("policy.layout={dp: 8}").memory.worst.parts
+    assert parts["policy", "optimizer"] == 12 * OF_8B / 8
+    assert parts["policy", "parameters"] == 2 * OF_8B
+
+
+def test_an_offloaded_optimizer_is_in_main_memory() -> None:
+    memory = planned("policy.layout={dp: 8}", "policy.optimizer.offload_fraction=1").memory
+    assert ("policy", "optimizer") not in memory.worst.parts
+    assert memory.host_bytes_of_a_node == 16 * OF_8B
+
+
+def test_separate_roles_and_engines_have_gpus_of_their_own() -> None:
+    plan = planned("resources.placement=separate", "algorithm.name=ppo")
+    assert plan.run.gpus == 8 + 1 + 8
+    assert [owners(gpu) - {"process"} for gpu in plan.memory.gpus] == [{"policy", "reference"}, {"critic"}, {"engine"}]
+    assert [gpu.count for gpu in plan.memory.gpus] == [8, 1, 8]
+
+
+def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> None:
+    parts = planned(name="llama-3.1-70b-ppo-128xh200").memory.worst.parts
+    assert parts["critic", "activations"] > 0
+    assert parts["policy", "activations"] > 0
+    assert ("reference", "communication") not in parts
+
+
+def test_the_cache_is_what_the_config_says_or_what_a_step_fills() -> None:
+    assert planned().run.engines is not None
+    cache = planned("rollout.engine_args={max_total_tokens: 100000}").memory.worst.parts["engine", "KV cache"]
+    assert cache == 100_000 * 32 * 2 * 8 * 128 * 2  # layers, keys and values, KV heads, head dimension, bytes
+    split = planned("rollout.engine_args={max_total_tokens: 100000}", "rollout.tp=8", "rollout.engines=1")
+    assert split.memory.worst.parts["engine", "KV cache"] == cache / 8
+    whole = planned("rollout.engine_args={mem_fraction_static: 0.5}", *ONE[:1]).memory
+    assert whole.worst.parts["engine", "KV cache"] == pytest.approx(0.5 * 150e9 - 2 * OF_8B, rel=1e-2)
+
+
+def test_latents_are_cached_whole_on_every_rank() -> None:
+    run = planned(name="deepseek-v3-grpo-512xh200").run
+    assert run.engines is not None
+    assert run.engines.kv_bytes_per_token == 61 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize(("recompute", "expected"), [("none", 35.75), ("full", 2.0)])
+def test_transformer_engine_keeps_what_its_modules_save(recompute: str, expected: float) -> None:
+    """Bytes per token and hidden unit of a layer of Llama 70B, counted by hand without norms' statistics and rotary tables.
+
+    Norm and product (input, normalised) twice, rotated q and k, all of qkv, attention's output, gate and up, their product.
+    """
+    shape = ModelShape.read("examples/models/llama-3.1-70b")
+    of_layer: Any = layer_activations(shape, Layout(), Precision("transformer_engine", 2), has_experts=False, mean_length=1000)
+    assert of_layer.kept(recompute) / shape.hidden == pytest.approx(expected, rel=0.01)
