@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAUSE_S = (1.0, 4.0)
 """How long a process is held up that goes on afterwards."""
 TRIAL_S = 400.0
+LOOK_S = 3.0
 LEFT_S = 20.0
 """How long processes may take to end after the run."""
 
@@ -230,9 +232,14 @@ class Trial:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost, repeated, changed or left behind."""
+        """Whether it was hit, and nothing was lost, repeated, changed or left behind."""
         exact = self.same_parameters and self.same_samples
-        return self.completed and exact and not (self.prompts_lost or self.prompts_duplicated or self.left_behind)
+        return (
+            bool(self.hit)
+            and self.completed
+            and exact
+            and not (self.prompts_lost or self.prompts_duplicated or self.left_behind)
+        )
 
 
 def do(deed: str, process: psutil.Process, draw: random.Random) -> tuple[str, float | None]:
@@ -246,16 +253,28 @@ def do(deed: str, process: psutil.Process, draw: random.Random) -> tuple[str, fl
     return what, draw.uniform(*PAUSE_S) if deed == "pause" else None
 
 
+class NoConnection(Exception):
+    """The process had no connection to cut, for as long as it was looked at."""
+
+
 def cut(process: psutil.Process, draw: random.Random) -> str:
-    """Shut one established TCP connection of the process down, as a network that breaks it would."""
-    found = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0]
-    if not found:
-        return "it had no connection"
+    """Shut one established TCP connection of the process down, as a network that breaks it would.
+
+    Raises:
+        NoConnection: there was none within `LOOK_S` seconds; some last for one request.
+    """
+    ends_at, found = time.monotonic() + LOOK_S, []
+    while not found:
+        if time.monotonic() > ends_at:
+            raise NoConnection
+        found = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0]
     one = draw.choice(sorted(found, key=lambda one: one.fd))
     handle = os.pidfd_open(process.pid)
     copy = ctypes.CDLL(None, use_errno=True).syscall(438, handle, one.fd, 0)  # pidfd_getfd
     os.close(handle)
     if copy < 0:
+        if ctypes.get_errno() in (errno.EBADF, errno.ESRCH):  # it has ended by itself meanwhile
+            raise NoConnection
         raise OSError(ctypes.get_errno(), "a connection of another process cannot be reached; it takes the right to trace it")
     with socket.socket(fileno=copy) as connection:
         connection.shutdown(socket.SHUT_RDWR)
@@ -292,7 +311,12 @@ def attempt(trial: Trial, name: str, folder: Path, reward: RewardServer, referen
     go_on: tuple[float, psutil.Process] | None = None
     step_then, look_at = 0, began
     try:
-        while run.process.poll() is None and time.monotonic() - began < TRIAL_S:
+        while time.monotonic() - began < TRIAL_S:
+            if run.process.poll() is not None:
+                if target != "supervisor" or hit_at is None or trial.restarts:
+                    break
+                trial.left_behind, trial.restarts = run.left(), 1
+                run.start()
             now, step = time.monotonic(), run.last_step
             if due_at is None and step >= trial.after_step:
                 due_at = now + trial.delay_s
@@ -300,9 +324,9 @@ def attempt(trial: Trial, name: str, folder: Path, reward: RewardServer, referen
                 run.below()
                 process = run.find(target, draw)
                 if process is not None:
-                    with contextlib.suppress(psutil.NoSuchProcess):
+                    with contextlib.suppress(psutil.NoSuchProcess, NoConnection):
                         trial.hit, wait_s = do(deed, process, draw)
-                        hit_at, step_then = time.monotonic(), step
+                        hit_at, step_then = time.monotonic(), run.last_step
                         go_on = (hit_at + wait_s, process) if wait_s is not None else None
             if go_on is not None and now >= go_on[0]:
                 with contextlib.suppress(psutil.Error):
@@ -314,9 +338,6 @@ def attempt(trial: Trial, name: str, folder: Path, reward: RewardServer, referen
             if now >= look_at:
                 run.below()
                 look_at = now + 1.0
-            if target == "supervisor" and hit_at is not None and run.process.poll() is not None and trial.restarts == 0:
-                trial.left_behind, trial.restarts = run.left(), 1
-                run.start()
             time.sleep(0.05)
         trial.exit_code, trial.wall_s = run.process.poll(), round(time.monotonic() - began, 1)
         trial.left_behind += run.left() if trial.exit_code is not None else []

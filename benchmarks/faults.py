@@ -119,7 +119,11 @@ def main() -> None:
                     break
                 further += 1
                 draw = random.Random(f"{arguments.seed} {number}")
-                done.append(attempt(trial, kept.stem, folder, reward, reference, draw))
+                trial = attempt(trial, kept.stem, folder, reward, reference, draw)
+                while not trial.hit and trial.completed:  # it was over before: another moment
+                    [trial] = plan(1, arguments.steps, step_s, [trial.kind], draw)
+                    trial = attempt(trial, kept.stem, folder, reward, reference, draw)
+                done.append(trial)
                 kept.write_text(json.dumps(asdict(trial)))
                 print(f"{number + 1}/{len(planned)} {'good' if trial.is_good else 'BAD '} {asdict(trial)}", flush=True)
                 if arguments.out:
