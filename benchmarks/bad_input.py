@@ -97,7 +97,8 @@ def run_case(kind: str, name: str, prepare: Callable[[Path], Sequence[str] | Cal
         faults = _faults(code, text, sorted(_files(folder) - before), left)
         for leftover in left:
             os.kill(leftover, signal.SIGKILL)
-    return Outcome(kind, name.encode(errors="replace").decode(), code, text[:500], round(seconds, 3), faults)
+    plain = text.replace(str(ROOT), ".").replace(place, "…")[:500]
+    return Outcome(kind, name.encode(errors="replace").decode(), code, plain, round(seconds, 3), faults)
 
 
 def _child(what: Sequence[str] | Callable[[], int], folder: Path, said: Path, mark: str) -> None:
