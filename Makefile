@@ -9,7 +9,7 @@
 #   make test-py312-reduced  what CI has time for of that
 #   make lint        linters, types and import contracts
 #   make clean       removes the environments, models and caches (never runs/)
-# TESTS="tests/platform tests/models" makes either test target run these alone.
+# TESTS="tests/platform tests/models" makes either test target run these alone. JOBS=1 runs one file at a time (default 2).
 
 PYTHON ?= python3
 # The build of torch is the machine's business: on CUDA machines set TORCH to the one that SGLang pins.
@@ -19,6 +19,8 @@ VENV ?= .venv
 PYTHON312 ?= $(lastword python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 VENV312 := .venv-py312
 TESTS ?= tests
+JOBS ?= 2
+PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
 MODEL := models/SmolLM2-135M-Instruct
 QUICKSTART ?= examples/quickstart.yaml
 
@@ -48,7 +50,7 @@ $(VENV)/.trainer: setup.py requirements/constraints.txt | $(VENV)/.torch
 # torchvision is kept out of the environment proper: on CPU its compiled operators do not match, and its mere presence
 # breaks `import transformers`. Only SGLang's server process sees it.
 $(VENV)/.installed: setup.py requirements/sglang-cpu.txt requirements/constraints.txt | $(VENV)/.torch
-	$(PIP) install -c requirements/constraints.txt -e ".[sglang,wandb,test]"
+	$(PIP) install -c requirements/constraints.txt -e ".[sglang,wandb,mlflow,docs,test]"
 	grep -v '^torchvision' requirements/sglang-cpu.txt | $(PIP) install --no-deps -r /dev/stdin
 	grep '^torchvision' requirements/sglang-cpu.txt | $(PIP) install --no-deps --upgrade --target $(VENV)/sglang-cpu -r /dev/stdin
 	@touch $@
@@ -82,12 +84,12 @@ lint: venv
 	$(BIN)/lint-imports
 
 test: lint model
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python $(PYTEST) $(TESTS)
 
 # the recursive call, because every path below hangs on VENV
 test-py312:
 	$(MAKE) model VENV=$(VENV312) PYTHON=$(PYTHON312)
-	$(VENV312)/bin/python -m pytest $(TESTS)
+	$(VENV312)/bin/python $(PYTEST) $(TESTS)
 
 # megatron-core's own training in every kind of layout, checkpoints, and of the parity matrix a cell for each parallelism.
 PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/parallel/test_parity.py \
@@ -95,7 +97,7 @@ PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/parallel/test_
 PY312_CELLS := llama-tp2 and pp2 and not cp2 or qwen2-vpp2 or mixtral-ep2 and etp2 or deepseek and tp2 and cp2+sp
 test-py312-reduced:
 	$(MAKE) $(VENV312)/.trainer VENV=$(VENV312) PYTHON=$(PYTHON312)
-	$(VENV312)/bin/python -m pytest $(PY312_REDUCED) -k "not test_parity or $(PY312_CELLS)"
+	$(VENV312)/bin/python $(PYTEST) $(PY312_REDUCED) -k "not test_parity or $(PY312_CELLS)"
 
 clean:
 	rm -rf $(VENV) $(VENV312) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
