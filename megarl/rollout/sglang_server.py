@@ -160,7 +160,8 @@ class SglangServer:
         return bearer(self.token)
 
     def _hand_over_token(self) -> None:
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it ended already, which is said where it is waited for
             self._process.stdin.write(f"{self.token}\n".encode())
             self._process.stdin.flush()
