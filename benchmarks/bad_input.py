@@ -98,7 +98,8 @@ def run_case(kind: str, name: str, prepare: Callable[[Path], Sequence[str] | Cal
         for leftover in left:
             os.kill(leftover, signal.SIGKILL)
     plain = text.replace(str(ROOT), ".").replace(place, "…")[:500]
-    return Outcome(kind, name.encode(errors="replace").decode(), code, plain, round(seconds, 3), faults)
+    shown = name.replace(str(ROOT), ".").encode(errors="replace").decode()
+    return Outcome(kind, shown, code, plain, round(seconds, 3), faults)
 
 
 def _child(what: Sequence[str] | Callable[[], int], folder: Path, said: Path, mark: str) -> None:
