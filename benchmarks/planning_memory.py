@@ -27,10 +27,10 @@ PARTS = ("parameters", "gradients", "optimizer", "activations")
 BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 
 
-def compared(world: World) -> list[dict[str, Any]]:
-    """Planned and measured bytes by part, of every case and stage."""
+def compared(world: World, most_ranks: int) -> list[dict[str, Any]]:
+    """Planned and measured bytes by part, of every stage of every case with at most so many ranks."""
     found = []
-    for case in CASES:
+    for case in [case for case in CASES if case.layout.world_size <= most_ranks]:
         of_ranks = measured(world, case)
         for stage in range(case.layout.pp):
             ranks = [rank for number, rank in enumerate(of_ranks) if case.layout.coords(number).pp == stage]
@@ -58,9 +58,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--docs", type=Path, help="document that gets the table")
+    parser.add_argument("--ranks", type=int, default=4, help="largest layouts that are measured (default: 4 ranks, all)")
     arguments = parser.parse_args()
-    with World(4) as world:
-        rows = compared(world)
+    with World(arguments.ranks) as world:
+        rows = compared(world, arguments.ranks)
     report = {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "command": shlex.join(["python", *sys.argv]),
