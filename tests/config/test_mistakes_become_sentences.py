@@ -100,6 +100,11 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["critic.warmup_steps=3"], ["critic.warmup_steps is 3", "'gae'"]),
         (["rewards=[]"], ["rewards is empty"]),
         (["data.eval=null", "run.eval_every=2"], ["run.eval_every is 2", "data.eval is null"]),
+        (["data.eval=null", "run.keep_best=accuracy"], ["run.keep_best is 'accuracy'", "data.eval is null"]),
+        (["run.name=../elsewhere"], ["run.name is '../elsewhere'", "a folder inside run.folder"]),
+        (["run.guards=[stop when it hurts]"], ["run.guards[0] is 'stop when it hurts'", "<skip|rollback|stop> if <metric>"]),
+        (["run.guards=[rollback if kl/reference above 1]"], ["rollback if kl/reference above 1", "run.save_every is 0"]),
+        (["algorithm.truncated=bootstrap"], ["algorithm.truncated is 'bootstrap'", "'gae'"]),
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr is 1", "at most policy.optimizer.lr = 1e-06"]),
         (["algorithm.clip_low=1.0"], ["algorithm.clip_low is 1.0"]),
     ],
@@ -183,3 +188,24 @@ def test_a_missing_model_folder_names_the_nearest_one(tmp_path) -> None:
     config = parse_config(apply_overrides(BASE, [f"model.path={tmp_path}/SmolLM"]))
     with pytest.raises(MegarlError, match=r"did you mean '.*/SmolLM2'"):
         check_models(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("model: &m {path: *m}", "nested more than 50 deep"),
+        (
+            "a: &a [x, x, x]\n"
+            + "".join(f"{chr(98 + n)}: &{chr(98 + n)} [{', '.join([f'*{chr(97 + n)}'] * 9)}]\n" for n in range(12)),
+            "entries",
+        ),
+        ("model: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("? [a, b]\n: 3", "a key is a list or a mapping"),
+    ],
+    ids=["alias of itself", "aliases of aliases", "deep", "list as key"],
+)
+def test_yaml_without_end_is_a_sentence_at_once(tmp_path, text: str, part: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="is not valid YAML") as caught:
+        load_config(tmp_path / "c.yaml")
+    assert part in str(caught.value)
