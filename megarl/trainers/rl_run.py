@@ -117,6 +117,7 @@ class RlRun(Run):
         return {
             "sampler": self.sampler.state_dict(),
             "weight_version": self.rollouts.version,
+            "engines_are_behind": self.rollouts.stale,
             "groups": self.rollouts.state(),
             "experience": self.experience.state_dict(),
             "guards": self.guards.state_dict(),
@@ -133,7 +134,9 @@ class RlRun(Run):
         if self.ptx is not None and state["ptx"] is not None:
             self.ptx.load_state_dict(state["ptx"])
         if not self.was_finished:
-            self.rollouts.resume_after(state["weight_version"], state.get("groups"))
+            # weights that the engines had got already, as for an evaluation, are given to them under the same version again
+            version = state["weight_version"] - (0 if state.get("engines_are_behind", True) else 1)
+            self.rollouts.resume_after(version, state.get("groups"))
 
     def gates(self) -> dict[str, float | None]:
         """Policy against reference at the first step, trainer against engine."""
