@@ -33,7 +33,12 @@ _PLAIN = {
     ("pathlib._local", "PosixPath"): Path,
 }
 # numpy's part of the random numbers' state is an array; its kinds of numbers are classes of their own
-_ARRAYS: list[Any] = [np.ndarray.__reduce__(np.zeros(0))[0], np.ndarray, np.dtype, *(type(np.dtype(code)) for code in "?bBhHiIqQefd")]
+_ARRAYS: list[Any] = [
+    np.ndarray.__reduce__(np.zeros(0))[0],
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(code)) for code in "?bBhHiIqQefd"),
+]
 
 
 def check_harmless(folder: str | Path) -> None:
