@@ -7,6 +7,9 @@
 #   make test        linters, types, import contracts and tests; lists what was skipped and why
 #   make test-py312  the tests on Python 3.12 with megatron-core 0.19, in an environment of its own, .venv-py312
 #   make test-py312-reduced  what CI has time for of that
+#   make test-slurm  a run over two nodes of a real Slurm, started on this machine (root; make system-packages)
+#   make test-multinode  runs over two network namespaces on this machine (root)
+#   make system-packages  what these and the report's tests in a browser need from Debian, as root
 #   make lint        linters, types and import contracts
 #   make clean       removes the environments, models and caches (never runs/)
 # TESTS="tests/platform tests/models" makes either test target run these alone. JOBS=1 runs one file at a time (default 2).
@@ -18,7 +21,7 @@ VENV ?= .venv
 # pyenv keeps interpreters off the PATH
 PYTHON312 ?= $(lastword python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 VENV312 := .venv-py312
-TESTS ?= tests
+TESTS ?= tests --ignore=tests/slurm --ignore=tests/multinode
 JOBS ?= 2
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
 MODEL := models/SmolLM2-135M-Instruct
@@ -27,7 +30,7 @@ QUICKSTART ?= examples/quickstart.yaml
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-calculator quickstart test test-py312 test-py312-reduced lint clean help
+.PHONY: venv model tiny-model tiny-calculator quickstart test test-py312 test-py312-reduced test-slurm test-multinode system-packages lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -98,6 +101,14 @@ PY312_CELLS := llama-tp2 and pp2 and not cp2 or qwen2-vpp2 or mixtral-ep2 and et
 test-py312-reduced:
 	$(MAKE) $(VENV312)/.trainer VENV=$(VENV312) PYTHON=$(PYTHON312)
 	$(VENV312)/bin/python $(PYTEST) $(PY312_REDUCED) -k "not test_parity or $(PY312_CELLS)"
+
+# CASES, as pytest's -k takes it, chooses among them; one after the other, because each brings nodes of its own up
+test-slurm test-multinode: test-%: venv
+	$(BIN)/python -m pytest tests/$* -k "$(CASES)"
+
+system-packages:
+	apt-get update --quiet
+	apt-get install --yes --quiet --no-install-recommends slurm-wlm munge iproute2 util-linux chromium
 
 clean:
 	rm -rf $(VENV) $(VENV312) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
