@@ -81,7 +81,8 @@ def _load(path: Path) -> Any:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return AutoModelForCausalLM.from_pretrained(str(path), dtype="auto", local_files_only=True).to(device).eval()
+        options = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
+        return AutoModelForCausalLM.from_pretrained(str(path), **options).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"{path} holds no model that can be loaded: {type(error).__name__}: {reason}") from error
