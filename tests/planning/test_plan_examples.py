@@ -1,11 +1,9 @@
-"""`megarl plan` on every config of the repository's examples: in under a second each, and the ready plans fit."""
+"""`megarl plan` on every config of the repository's examples; the ready plans fit."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +20,6 @@ SMALL = {
     "max_position_embeddings": 8192, "rope_theta": 100000, "hidden_act": "silu", "rms_norm_eps": 1e-5,
 }  # fmt: skip
 MODELS = (("model", "path"), ("reference", "path"), ("reward_model", "path"), ("critic", "init_from"))
-SECONDS = 1.0
-TRIES = 3
-"""A machine that is busy with other things may be slow once."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +52,7 @@ def test_every_example_is_planned_and_the_ready_plans_fit(
 ) -> None:
     said = re.search(r"(\d+)x(h100|h200)", path.stem)
     arguments = ["--gpu", said[2]] if said else stand_ins(path, tmp_path)
-    seconds = []
-    while len(seconds) < TRIES and min(seconds, default=SECONDS) >= SECONDS:
-        began = time.process_time()
-        plan = planned(capsys, path, *arguments)
-        seconds.append(time.process_time() - began)
-    # Cores that several processes share lose their caches to one another: then CPU time grows too.
-    assert min(seconds) < SECONDS * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    plan = planned(capsys, path, *arguments)
     assert plan["fits"]
     assert plan["times"]["step_s"] > 0
     if said:
