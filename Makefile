@@ -86,7 +86,7 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint model
+test: lint model tiny-model
 	$(BIN)/python $(PYTEST) $(TESTS)
 
 # the recursive call, because every path below hangs on VENV

@@ -118,8 +118,8 @@ def _latent(
     outside += latent.rope * size  # cosines and sines
     outside += value * operand  # the output projection's input
     core_inputs = (2 * query + value + heads * latent.nope) * size
-    if precision.is_reference:  # widths of keys and values differ, for which torch computes all scores
-        core = size * (2 * query + 2 * value + heads * mean_length)
+    if precision.is_reference:  # widths of keys and values differ, for which torch computes all scores, in float32
+        core = 4 * (2 * query + value + heads * mean_length) + size * value
         return outside, core, core_inputs
     core = core_inputs + value * size + STATISTICS * heads
     return outside + both * rows * size - (0 if precision.fp8 else value * size), core, core_inputs

@@ -166,7 +166,7 @@ def test_a_distributed_checkpoint_that_is_damaged(checkpoint: Path, capsys: pyte
     victim.write_bytes(content)
     metadata = (checkpoint / ".metadata").read_bytes()
     (checkpoint / ".metadata").write_bytes(metadata[: len(metadata) // 2])
-    assert ".metadata' cannot be read" in export_refused()
+    assert ".metadata' is damaged: it cannot be read" in export_refused()
     without = pickle.loads(metadata)
     without.state_dict_metadata.pop("decoder.final_layernorm.weight")
     (checkpoint / ".metadata").write_bytes(pickle.dumps(without))

@@ -17,7 +17,7 @@ CONFIG = TINY.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     ("changed", "dtype", "message"),
     [
         (
-            {"architectures": ["Qwen2ForCausalLM"]},
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
             "float32",
             "has architecture Qwen2ForCausalLM, the trainer's LlamaForCausalLM",
         ),
