@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from megarl import __version__
+from megarl.config.yaml_tree import tree_leaves
 
 CONFIG = "config.yaml"
 _LIBRARIES = ("torch", "megatron-core")
@@ -49,7 +50,7 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any], config_before: 
     ]
     said = [f"the checkpoint was written by {'; '.join(code)}"] if code else []
     if made.get("config_sha256") != now["config_sha256"]:
-        before, after = _leaves(yaml.safe_load(config_before)), _leaves(yaml.safe_load(config_now))
+        before, after = (dict(tree_leaves(yaml.safe_load(text))) for text in (config_before, config_now))
         changed = [
             f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
             for name in sorted({*before, *after})
@@ -71,9 +72,3 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix.removesuffix("."): tree}
-    return {name: value for key, inner in tree.items() for name, value in _leaves(inner, f"{prefix}{key}.").items()}

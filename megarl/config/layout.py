@@ -50,7 +50,7 @@ class Layout:
             raise LayoutError(
                 f"layout.ep is {self.ep} with layout.etp={self.etp}, but ep * etp must divide the {per_stage} ranks of a "
                 f"pipeline stage (tp*cp*dp = {self.tp}*{self.cp}*{self.dp}); "
-                + (f"ep may be {_nearest(fit, self.ep)}" if fit else f"etp may be {_nearest(divisors(per_stage), self.etp)}")
+                + (f"ep may be {closest(fit, self.ep)}" if fit else f"etp may be {closest(divisors(per_stage), self.etp)}")
             )
         if self.sequence_parallel and self.tp == 1:
             raise LayoutError("layout.sequence_parallel is true, but it needs layout.tp of at least 2")
@@ -132,7 +132,7 @@ class Layout:
         if self.first_stage_layers is None and self.last_stage_layers is None:
             chunks = self.vpp or 1
             fit = [n for n in divisors(num_layers) if num_layers % (n * chunks) == 0 and (n > 1 or not self.vpp)]
-            sizes = f"pp may be {_nearest(fit, self.pp)}" if fit else f"vpp may be {_nearest(divisors(num_layers), chunks)}"
+            sizes = f"pp may be {closest(fit, self.pp)}" if fit else f"vpp may be {closest(divisors(num_layers), chunks)}"
             uneven = self._uneven_proposal(num_layers)
             return f"layout.pp={self.pp}{vpp} does not divide the model's {num_layers} layers; {sizes}" + (
                 f", or first_stage_layers and last_stage_layers {uneven[0]} and {uneven[1]}" if uneven else ""
@@ -193,7 +193,7 @@ class Layout:
             width = f" and a feed-forward width of {ffn_size}" if ffn_size else ""
             raise LayoutError(
                 f"layout.tp is {self.tp}, but the model has {num_heads} attention heads, {num_kv_heads} KV heads{width}; "
-                f"tp may be {_nearest([n for n in divisors(num_heads) if holds(n)], self.tp)}"
+                f"tp may be {closest([n for n in divisors(num_heads) if holds(n)], self.tp)}"
             )
         self.stage_layers(num_layers)
         if num_experts is None:
@@ -203,13 +203,13 @@ class Layout:
         if num_experts % self.ep:
             fit = [n for n in divisors(num_experts) if self.tp * self.cp * self.dp % (n * self.etp) == 0]
             raise LayoutError(
-                f"layout.ep is {self.ep}, but the model has {num_experts} experts; ep may be {_nearest(fit, self.ep)}"
+                f"layout.ep is {self.ep}, but the model has {num_experts} experts; ep may be {closest(fit, self.ep)}"
             )
         if expert_ffn_size is not None and expert_ffn_size % self.etp:
             fit = [n for n in divisors(expert_ffn_size) if self.tp * self.cp * self.dp % (n * self.ep) == 0]
             raise LayoutError(
                 f"layout.etp is {self.etp}, but an expert's feed-forward width is {expert_ffn_size}; "
-                f"etp may be {_nearest(fit, self.etp)}"
+                f"etp may be {closest(fit, self.etp)}"
             )
         if self.tp > 1 and not self.sequence_parallel:
             raise LayoutError(
@@ -228,7 +228,7 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _nearest(values: list[int], wanted: int) -> str:
+def closest(values: list[int], wanted: int) -> str:
     """The four values nearest to the one wanted, ascending."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4])))
 

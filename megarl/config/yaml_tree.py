@@ -6,7 +6,7 @@ PyYAML's safe loader with two mends: `1e-6` is a number (YAML 1.1 reads it as te
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,15 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
             raise ConfigError(f"override '{override}' has a value that is not valid YAML: {_one_line(error)}") from None
         _set(result, key, value)
     return result
+
+
+def tree_leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Every value of a tree under its dotted name; an empty mapping is a value."""
+    if isinstance(tree, Mapping) and tree:
+        for key, inner in tree.items():
+            yield from tree_leaves(inner, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
 
 
 def describe_value(value: Any) -> str:

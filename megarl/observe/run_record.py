@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.yaml_tree import read_yaml
+from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.errors import ConfigError, DataError
 from megarl.observe.metrics import read_metrics
 
@@ -35,7 +35,7 @@ class RunRecord:
 
     def fields(self) -> dict[str, Any]:
         """The config's leaves by dotted name."""
-        return dict(_leaves("", self.config))
+        return dict(tree_leaves(self.config))
 
     def curve(self, metric: str) -> dict[int, float]:
         """The values of `metric` by step."""
@@ -110,11 +110,3 @@ def last_mean(curve: Mapping[int, float], steps: int = 10) -> float | None:
     """Mean of the last `steps` values; None if there are none."""
     values = [value for _, value in sorted(curve.items())][-steps:]
     return sum(values) / len(values) if values else None
-
-
-def _leaves(prefix: str, node: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(node, Mapping) and node:
-        for key, value in node.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
-    else:
-        yield prefix, node

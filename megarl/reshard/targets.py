@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.config.layout import divisors
+from megarl.config.layout import closest, divisors
 from megarl.errors import LayoutError
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import GateUp, GroupedQKV, Vocabulary
@@ -59,7 +59,7 @@ class Target:
         if self.ranks % self.ep:
             raise LayoutError(
                 f"target ep is {self.ep}, but it must divide the engine's {self.ranks} ranks (tp*dp = {self.tp}*{self.dp}); "
-                f"ep may be {_nearest(divisors(self.ranks), self.ep)}"
+                f"ep may be {closest(divisors(self.ranks), self.ep)}"
             )
 
     @property
@@ -172,7 +172,7 @@ def check_target(hf_config: HFConfig, target: Target) -> None:
     if target.ep > 1 and (weight_map.num_experts or 1) % target.ep:
         what = f"{weight_map.num_experts} experts" if weight_map.num_experts else "no experts"
         fit = [ep for ep in divisors(weight_map.num_experts or 1) if target.ranks % ep == 0]
-        raise LayoutError(f"target ep is {target.ep}, but the model has {what}; ep may be {_nearest(fit, target.ep)}")
+        raise LayoutError(f"target ep is {target.ep}, but the model has {what}; ep may be {closest(fit, target.ep)}")
     if not fits(target):
         shared = [f"{heads} attention heads", *(f"{found} KV heads" for found in groups)]
         shared += [f"a feed-forward width of {width}" for width in sorted(widths)]
@@ -180,12 +180,8 @@ def check_target(hf_config: HFConfig, target: Target) -> None:
         fit = [tp for tp in divisors(heads) if tp * target.dp % target.ep == 0 and fits(replace(target, tp=tp))]
         raise LayoutError(
             f"target tp is {target.tp} in engines of {target.ranks} ranks, but the model has {', '.join(shared)}; "
-            + (f"tp may be {_nearest(fit, target.tp)}" if fit else "dp and ep may be 1")
+            + (f"tp may be {closest(fit, target.tp)}" if fit else "dp and ep may be 1")
         )
-
-
-def _nearest(values: list[int], wanted: int) -> str:
-    return ", ".join(map(str, sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4])))
 
 
 def _even(length: int, size: int) -> list[Interval]:
