@@ -1,11 +1,37 @@
-"""Processes that end-to-end runs must not leave behind."""
+"""Runs as processes of their own, and processes that end-to-end runs must not leave behind."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import psutil
+
+from megarl.observe import read_metrics
+
+
+def outside_ray() -> dict[str, str]:
+    """This process's environment without what joins its Ray."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+
+
+def start_megarl(*arguments: str) -> subprocess.Popen[str]:
+    """`megarl` with these arguments; what it says on stderr is kept."""
+    command = [sys.executable, "-m", "megarl", *arguments]
+    return subprocess.Popen(command, env=outside_ray(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, deadline_s: float = 240) -> None:
+    """Return when metrics.jsonl has `step`; the run must be alive until then."""
+    ends_at, metrics = time.monotonic() + deadline_s, folder / "metrics.jsonl"
+    while not (metrics.exists() and any(row["step"] >= step for row in read_metrics(metrics))):
+        assert run.poll() is None, run.stderr.read() if run.stderr else ""
+        assert time.monotonic() < ends_at
+        time.sleep(0.02)
 
 
 def servers() -> set[int]:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +20,7 @@ import yaml
 from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.trainers.rl import train
+from tests.e2e.processes import start_megarl, wait_for_step
 
 STEPS = 9
 OVERRIDES = {
@@ -56,14 +55,6 @@ def below(process: subprocess.Popen[str], name: str) -> psutil.Process:
     raise AssertionError(f"no process below the run is called {name}")
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    ends_at = time.monotonic() + 240
-    while not any(row["step"] >= step for row in read_metrics(folder / "metrics.jsonl")):
-        assert process.poll() is None, process.stderr.read() if process.stderr else ""
-        assert time.monotonic() < ends_at
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_a_run_that_is_hit_ends_as_one_that_was_left_alone(
     tiny_config: Callable[..., Config], local_ray: None, tmp_path: Path
@@ -75,9 +66,7 @@ def test_a_run_that_is_hit_ends_as_one_that_was_left_alone(
     hit = tiny_config(**OVERRIDES, **{"run.name": "hit", "run.restarts": 3})
     folder = Path(hit.run_folder)
     (tmp_path / "hit.yaml").write_text(yaml.safe_dump(hit.model_dump(mode="json", exclude_none=True)))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-m", "megarl", "train", str(tmp_path / "hit.yaml")]
-    run = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    run = start_megarl("train", str(tmp_path / "hit.yaml"))
     try:
         wait_for_step(run, folder, 1)
         below(run, "ray::EngineActor").kill()

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from megarl.config import Config
 from megarl.observe import read_metrics
+from tests.e2e.processes import start_megarl, wait_for_step
 
 
 def node_of_rank(cluster: Cluster) -> tuple[object, psutil.Process]:
@@ -44,15 +41,9 @@ def test_a_run_that_loses_a_node_goes_on_on_a_spare_one(tiny_config: Callable[..
         )
         folder = Path(config.run_folder)
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        command = [sys.executable, "-m", "megarl", "train", str(tmp_path / "run.yaml")]
-        run = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        run = start_megarl("train", str(tmp_path / "run.yaml"))
         try:
-            ends_at = time.monotonic() + 200
-            while not any(row["step"] >= 3 for row in read_metrics(folder / "metrics.jsonl")):
-                assert run.poll() is None, run.stderr.read() if run.stderr else ""
-                assert time.monotonic() < ends_at
-                time.sleep(0.05)
+            wait_for_step(run, folder, 3, deadline_s=200)
             lost, rank = node_of_rank(cluster)
             cluster.remove_node(lost, allow_graceful=False)
             _, said = run.communicate(timeout=300)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,13 +13,7 @@ import yaml
 from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.trainers.stop import StopRequest
-
-
-def start(arguments: list[str]) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+from tests.e2e.processes import start_megarl, wait_for_step
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -35,14 +25,10 @@ def test_a_warned_run_saves_leaves_and_is_continued(tiny_config: Callable[..., C
     config = tiny_config(**{"run.steps": 1000, "run.name": "warned", "data.eval": None})
     folder = Path(config.run_folder)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
-    arguments = ["-m", "megarl", "train", str(tmp_path / "run.yaml")]
-    run = start(arguments)
+    arguments = ["train", str(tmp_path / "run.yaml")]
+    run = start_megarl(*arguments)
     try:
-        deadline = time.monotonic() + 240
-        while len(steps_of(folder)) < 2:
-            assert run.poll() is None, run.stderr.read() if run.stderr else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_for_step(run, folder, 2)
         run.send_signal(signal.SIGUSR1)
         _, said = run.communicate(timeout=120)
     finally:
@@ -52,7 +38,7 @@ def test_a_warned_run_saves_leaves_and_is_continued(tiny_config: Callable[..., C
     assert run.returncode == 75, said
     assert f"megarl: stopped by SIGUSR1 after step {last} of 1000; run.resume=auto continues from" in said
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:06d}"]
-    resumed = start([*arguments, "run.resume=auto", f"run.steps={last + 1}"])
+    resumed = start_megarl(*arguments, "run.resume=auto", f"run.steps={last + 1}")
     _, said = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, said
     assert steps_of(folder) == list(range(1, last + 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from megarl import cli
 from megarl.config import SupervisedConfig, parse_supervised_config
 from megarl.observe import read_metrics
 from megarl.trainers.supervised import train
+from tests.e2e.processes import outside_ray
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 STEPS, LR, EPS, BETA = 3, 1e-2, 1e-3, 0.3
@@ -223,8 +223,7 @@ def test_torchrun_gives_the_losses_that_ray_gives(supervised_config: Callable[..
     file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megarl"]
     command += ["preference", str(file), "run.name=torchrun", "run.export=true"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=outside_ray(), timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     curves = [
         [row["train/loss"] for row in read_metrics(Path(config.run.folder) / name / "metrics.jsonl")]
