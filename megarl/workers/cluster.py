@@ -28,6 +28,7 @@ from megarl.workers.rank_actor import RankActor
 
 EngineActor: Any = engine_actor.EngineActor
 SHUTDOWN_S = 180.0
+_TOKEN_HINT = "; one that wants a token answers only if RAY_AUTH_MODE=token is set here too"
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,10 @@ class Cluster:
             try:
                 ray.init(address=self.address, **quiet)
             except (ConnectionError, ValueError, RuntimeError) as error:
+                hint = "" if "RAY_AUTH_MODE" in os.environ else _TOKEN_HINT
                 raise ClusterError(
                     f"resources.ray_address is '{self.address}', but no Ray cluster answers there ({error}); "
-                    "start one, or leave it empty for a local Ray"
+                    f"start one, or leave it empty for a local Ray{hint}"
                 ) from error
         else:
             # On a CPU machine more ranks than cores may share the cores: places are counted, not cores.
