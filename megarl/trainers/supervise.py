@@ -68,7 +68,7 @@ class _Supervision:
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints")
         self.faults: list[Fault] = []
         self.signals = Signals()
-        self.began = time.time()
+        self._there_before = self._written()
         self.has_begun = self.has_run = False
         self._failed_at: float | None = None
         self._earlier = ""
@@ -154,10 +154,13 @@ class _Supervision:
         if not self.has_begun:  # it may yet be refused, for what another run left in its folder
             return self.config
         resume = self.config.run.resume
-        written = any(path.stat().st_mtime > self.began for path in self.checkpoints.all())
-        if resume in ("never", "auto") or written:
+        if resume in ("never", "auto") or self._written() - self._there_before:
             resume = "auto"
         return self.config.model_copy(update={"run": self.config.run.model_copy(update={"resume": resume})})
+
+    def _written(self) -> set[tuple[Path, int]]:
+        """The checkpoints of this run, each with a time that tells it from another of its name; no clock orders them."""
+        return {(path, path.stat().st_mtime_ns) for path in self.checkpoints.all()}
 
     def _recovered(self) -> None:
         """A step is done again after a failure, or the run."""

@@ -22,7 +22,9 @@ from megarl.config import parse_config
 from megarl.observe.phases import Phases
 from megarl.trainers import attempt, supervise
 
-folder, behaviour, restarts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+folder, behaviour, restarts, resume, ahead_s = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5])
+now = time.time
+time.time = lambda: now() + ahead_s
 supervise.FIRST_WAIT_S = 0.1
 attempt.BEAT_S, attempt.SILENT_S, attempt.TEARDOWN_S = 0.1, 3.0, 1.0
 
@@ -74,7 +76,7 @@ def fail(number, step):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell starts programs in the background
-    tree = {"run": {"folder": str(folder / "runs"), "restarts": restarts}, "model": {"path": "m"}}
+    tree = {"run": {"folder": str(folder / "runs"), "restarts": restarts, "resume": resume}, "model": {"path": "m"}}
     tree["data"] = {"train": {"source": "jsonl", "path": "rows.jsonl"}}
     tree["rewards"] = [{"name": "exact_number"}]
     try:
@@ -87,16 +89,18 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, behaviour: str, restarts: int) -> subprocess.Popen[str]:
+def start(
+    folder: Path, behaviour: str, restarts: int, resume: str = "never", clock_is_ahead_s: float = 0.0
+) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM)
-    command = [sys.executable, str(folder / "program.py"), str(folder), behaviour, str(restarts)]
+    command = [sys.executable, str(folder / "program.py"), str(folder), behaviour, str(restarts), resume, str(clock_is_ahead_s)]
     root = str(Path(__file__).parents[2])
     return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, text=True, stderr=subprocess.PIPE)
 
 
-def run(folder: Path, behaviour: str, restarts: int = 3) -> tuple[int, list[str], list[dict[str, Any]], str]:
+def run(folder: Path, behaviour: str, restarts: int = 3, **further: Any) -> tuple[int, list[str], list[dict[str, Any]], str]:
     """Exit code, `run.resume` of every attempt, the lines of faults.jsonl, what was said."""
-    process = start(folder, behaviour, restarts)
+    process = start(folder, behaviour, restarts, **further)
     _, said = process.communicate(timeout=60)
     assert (folder / "tries").exists(), said
     faults = folder / "runs" / "run" / "faults.jsonl"
@@ -167,6 +171,17 @@ def test_it_is_begun_again_no_more_often_than_the_config_says(tmp_path: Path) ->
 
 def test_a_run_that_was_killed_before_it_began_may_still_be_refused(tmp_path: Path) -> None:
     assert run(tmp_path, "kill@1,-1")[:2] == (0, ["never", "never"])
+
+
+@pytest.mark.parametrize("clock_is_ahead_s", [0.0, 86_400.0])
+def test_a_named_checkpoint_counts_until_the_run_has_one_whatever_the_clock_says(
+    tmp_path: Path, clock_is_ahead_s: float
+) -> None:
+    named = str(tmp_path / "another" / "step_000007")
+    for when, resumes in (("1,1", [named, named]), ("1,2", [named, "auto"])):
+        folder = tmp_path / when
+        folder.mkdir()
+        assert run(folder, f"kill@{when}", resume=named, clock_is_ahead_s=clock_is_ahead_s)[:2] == (0, resumes)
 
 
 def test_without_restarts_nothing_stands_between_the_caller_and_the_run(tmp_path: Path) -> None:
