@@ -16,6 +16,7 @@ from megarl.config.fp8 import check_fp8, check_fp8_sizes
 from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import Layout
 from megarl.config.presets import GROUP_ADVANTAGES
+from megarl.config.profile_config import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.errors import ConfigError, LayoutError, ModelError, nearest
 
@@ -36,6 +37,8 @@ def check_fields_agree(config: Config) -> None:
         check_source("data.eval", config.data.eval)
         _check_held_out(config.data.train, config.data.eval)
     check_run(config.run, evaluates=config.data.eval is not None)
+    layouts = (config.policy.layout, config.critic.layout, config.reference.layout, config.reward_model.layout)
+    check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
     if not config.rewards and not config.uses_reward_model:
         raise ConfigError("rewards is empty and reward_model.path is null, but a run needs at least one source of reward")
     trained = {"policy": config.policy, "critic": config.critic}

@@ -131,8 +131,10 @@ def _in_words(annotation: Any) -> str:
     if origin is Literal:
         quoted = [f"'{choice}'" for choice in arguments]
         return " or ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
+    if origin is tuple and Ellipsis in arguments:
+        return "a list of whole numbers" if _in_words(arguments[0]) == "a whole number" else "a list of texts"
     if origin is tuple:
-        return "a list of texts" if Ellipsis in arguments else f"a list of {len(arguments)} numbers"
+        return f"a list of {len(arguments)} numbers"
     if origin is dict or annotation is dict:
         return "a mapping"
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(annotation, str(annotation))

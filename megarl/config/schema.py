@@ -14,6 +14,7 @@ from megarl.config import checks
 from megarl.config.fp8 import Fp8Format, Fp8RecipeName
 from megarl.config.layout_config import LayoutConfig
 from megarl.config.presets import AdvantageName, AggregationName, KlEstimator, PolicyLossName, PresetName, fill_preset
+from megarl.config.profile_config import ProfileConfig
 from megarl.config.rollout_config import RolloutConfig
 from megarl.config.section import Count, Decay, Fraction, ImportPath, NonNegative, Positive, Seconds, Section
 
@@ -379,6 +380,8 @@ class Config(Section):
     """Where processes run."""
     trackers: TrackersConfig = TrackersConfig()
     """Where metrics go besides `metrics.jsonl`."""
+    profile: ProfileConfig = ProfileConfig()
+    """Steps that torch's profiler records."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Config:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from megarl.config import checks
 from megarl.config.fp8 import check_fp8
+from megarl.config.profile_config import ProfileConfig, check_profile
 from megarl.config.schema import (
     ModelConfig,
     PolicyConfig,
@@ -102,6 +103,8 @@ class SupervisedConfig(Section):
     """Where processes run."""
     trackers: TrackersConfig = TrackersConfig()
     """Where metrics go besides `metrics.jsonl`."""
+    profile: ProfileConfig = ProfileConfig()
+    """Steps that torch's profiler records."""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> SupervisedConfig:
@@ -120,6 +123,7 @@ class SupervisedConfig(Section):
                 f"{self.data.rows_per_step}"
             )
         checks.check_run(self.run, evaluates=self.data.eval is not None)
+        check_profile(self.profile, self.run.steps, [self.policy.layout])
         checks.check_offload(self.model, {"policy": self.policy}, valued=("policy",) if self.has_value_head else ())
         check_fp8(self.model, trained={"policy": self.policy}, frozen=["the reference"] if self.uses_reference else [])
         if self.reference.reset_every:

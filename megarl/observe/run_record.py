@@ -32,6 +32,8 @@ class RunRecord:
     samples: Sequence[Mapping[str, Any]]
     faults: Sequence[Mapping[str, Any]]
     summary: Mapping[str, Any]
+    profiles: Sequence[str]
+    """Files of profiled steps, relative to the folder."""
 
     def fields(self) -> dict[str, Any]:
         """The config's leaves by dotted name."""
@@ -68,6 +70,7 @@ def read_run(folder: str | Path) -> RunRecord:
             samples=list(read_samples(path / "samples.jsonl")),
             faults=read_metrics(path / "faults.jsonl"),
             summary=json.loads(summary.read_text()) if summary.is_file() else {},
+            profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
         )
     except (OSError, ValueError, AttributeError, ConfigError) as error:
         raise DataError(f"{path} cannot be read as a run: {error}") from error

@@ -111,6 +111,17 @@ def by_process(driver: Sequence[Span], groups: Mapping[str, Sequence[Sequence[Sp
     }
 
 
+def with_memory_curve(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """A trace of torch's profiler with its notes of allocations as a curve too: bytes that are in use, by time."""
+    events = trace["traceEvents"]
+    curve = [
+        {"ph": "C", "name": "memory", **{key: event[key] for key in ("pid", "tid", "ts")}, "args": {"bytes": total}}
+        for event in events
+        if event["name"] == "[memory]" and (total := event["args"]["Total Allocated"]) >= 0
+    ]
+    return {**trace, "traceEvents": [*events, *curve]}
+
+
 def chrome_trace(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The rows of `trace.jsonl` in Chrome's trace format, one process per group and one thread per rank; times in µs."""
     processes: dict[str, int] = {}

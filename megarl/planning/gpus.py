@@ -29,6 +29,8 @@ class Gpu:
     nvlink_gb_per_s: float
     network_gb_per_s: float
     host_gb_per_s: float
+    cuda_name: str | None = None
+    """What CUDA calls it."""
 
     @property
     def usable_bytes(self) -> float:
@@ -59,6 +61,11 @@ def gpu_named(name: str) -> Gpu:
     if name not in known:
         raise ConfigError(f"--gpu is '{name}', but it may be {', '.join(known)}{nearest(name, list(known))}")
     return known[name]
+
+
+def gpu_called(cuda_name: str | None) -> Gpu | None:
+    """The GPU that CUDA calls so; None if gpus.yaml has none of this name, as for other forms of a GPU, whose peaks differ."""
+    return next((gpu for gpu in _known().values() if gpu.cuda_name is not None and gpu.cuda_name == cuda_name), None)
 
 
 @cache

@@ -41,6 +41,18 @@ class Platform(ABC):
         """Return `allocated_bytes`, `peak_bytes` and `total_bytes` of the memory that tensors of this process live in."""
 
     @abstractmethod
+    def device_name(self) -> str | None:
+        """Return what the driver calls this process's GPU, such as `NVIDIA H200`; None without one."""
+
+    @abstractmethod
+    def start_memory_history(self) -> None:
+        """Remember from now on every allocation on the device and where in the code it was made."""
+
+    @abstractmethod
+    def write_memory_history(self, path: str) -> bool:
+        """Write what was remembered to `path`, and stop; False, and no file, where the platform has no history."""
+
+    @abstractmethod
     def worker_env(self, threads: int) -> dict[str, str]:
         """Return the environment variables a worker process must be started with.
 

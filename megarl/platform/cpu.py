@@ -42,6 +42,15 @@ class CpuPlatform(Platform):
             "total_bytes": psutil.virtual_memory().total,
         }
 
+    def device_name(self) -> str | None:
+        return None
+
+    def start_memory_history(self) -> None:
+        """Nothing to remember: torch's CPU allocator has no history."""
+
+    def write_memory_history(self, path: str) -> bool:
+        return False
+
     def worker_env(self, threads: int) -> dict[str, str]:
         return thread_env(threads) | {
             # glibc otherwise returns every large block to the kernel when a tensor dies and faults it in again, page by

@@ -35,6 +35,17 @@ class CudaPlatform(Platform):
             "total_bytes": torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory,
         }
 
+    def device_name(self) -> str | None:
+        return torch.cuda.get_device_name()
+
+    def start_memory_history(self) -> None:
+        torch.cuda.memory._record_memory_history()
+
+    def write_memory_history(self, path: str) -> bool:
+        torch.cuda.memory._dump_snapshot(path)
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return True
+
     def worker_env(self, threads: int) -> dict[str, str]:
         return thread_env(threads) | {
             # Hopper and older: megatron overlaps TP and CP communication by the order of kernel launches.

@@ -22,8 +22,10 @@ from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
 from megarl.data.stream import MicroBatch, Unit
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
+from megarl.planning.gpus import gpu_called
 from megarl.trainers.guards import skip_rules
 from megarl.trainers.objectives import combine
+from megarl.trainers.throughput import update_flops
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup, WorkerGroup, wait_for
 from megarl.workers.weight_sync import Pushed, merge
@@ -82,10 +84,13 @@ class Roles:
         # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
         self.share_prompts = config.policy.share_prompts and layer_spec == "reference"
         self.optimizer: str | None = None
+        self.peak_flops: float | None = None
+        """Of a GPU of the policy, in operations per second; None where it is not known."""
         self.before_use: Callable[[], None] = lambda: None
         """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
         self._loaded: list[str] = []
         self._saving: list[str] = []
+        self._update_flops = 0
 
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
@@ -120,6 +125,9 @@ class Roles:
         )
         if role == POLICY:
             self.optimizer = answers[0]
+            names = group.call("device_name", (), phase=f"loading of {role}", deadline_s=self._deadlines.start_s)
+            gpu = gpu_called(names[0])
+            self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
         self._loaded.append(role)
 
     def describe(self) -> str:
@@ -168,6 +176,14 @@ class Roles:
         if mixed_in is not None:
             more = self._micro_batches(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1])
             replicas = [own + extra for own, extra in zip(replicas, more, strict=True)]
+        if role == POLICY:
+            self._update_flops += update_flops(
+                self.flops,
+                [micro_batch for share in replicas for micro_batch in share],
+                shared_prompts=self.layer_spec == "reference",
+                score_at=at is not None,
+                logits=self.specs[role].head == "log_probs",
+            )
         return group, group.submit("update", [(role, share, loss, at is not None) for share in group.share(replicas)])
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
@@ -230,6 +246,11 @@ class Roles:
         """By group and rank, what each rank did since the last call, and its peak memory in bytes."""
         limit_s = self._deadlines.step_s
         return {name: group.call("take_record", (), phase="trace", deadline_s=limit_s) for name, group in self.groups.items()}
+
+    def take_update_flops(self) -> int:
+        """Operations of the policy's updates since the last call (see `throughput.update_flops`)."""
+        taken, self._update_flops = self._update_flops, 0
+        return taken
 
     def save(self, folder: str) -> None:
         """Have every role that changes during the run written into a folder of its own below `folder`, in the background.

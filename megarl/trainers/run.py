@@ -24,6 +24,7 @@ from megarl.errors import CheckpointError, ConfigError, DeadlineError, MegarlErr
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
 from megarl.trainers.attempt import follow
 from megarl.trainers.guards import Guards
+from megarl.trainers.profiling import Profiling
 from megarl.trainers.roles import POLICY, Roles
 from megarl.trainers.saving import Saving, unwritable
 from megarl.trainers.stop import StopRequest
@@ -52,6 +53,7 @@ class Run(ABC):
         self.leads = leads
         self.was_finished = False
         self.guards = Guards(config.run.guards)
+        self.profiling = Profiling(config.profile, self.folder / "profile")
         self._settings = config
         self._stack = ExitStack()
         self._stop = StopRequest()
@@ -176,7 +178,7 @@ class Run(ABC):
     def next_step(self) -> Iterator[None]:
         """One training step; what happens inside is timed and its metrics are collected."""
         self.metrics = {}
-        with self.phases.step():
+        with self.profiling.of_step(self.step + 1, self.roles), self.phases.step():
             yield
         self.step += 1
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megarl.observe import MetricsFile, Phases
 from megarl.observe.trace import PhaseSpans, Span, by_process
-from megarl.trainers.roles import Roles
+from megarl.trainers.roles import POLICY, Roles
+from megarl.trainers.throughput import throughput
 
 GIB = 2**30
 
@@ -24,13 +25,17 @@ class Timeline:
         phases.listen(self._driver.changed)
 
     def record(self, step: int, roles: Roles) -> dict[str, float]:
-        """Write what was done since the last call; returns `memory/<group>_peak_gib`, the highest of a group's ranks."""
-        records = roles.take_records()
+        """Write what was done since the last call.
+
+        Returns `memory/<group>_peak_gib`, the highest of a group's ranks, and how fast the policy was trained.
+        """
+        records, operations = roles.take_records(), roles.take_update_flops()
         if self._file is not None:
             spans = {name: [spans for spans, _ in ranks] for name, ranks in records.items()}
             spans |= {name: take() for name, take in self.others.items()}
             self._file.log(step, {"spans": by_process(self._driver.take(), spans)})
-        return {f"memory/{name}_peak_gib": max(peak for _, peak in ranks) / GIB for name, ranks in records.items()}
+        peaks = {f"memory/{name}_peak_gib": max(peak for _, peak in ranks) / GIB for name, ranks in records.items()}
+        return peaks | throughput(operations, [spans for spans, _ in records[POLICY]], roles.peak_flops)
 
     def close(self) -> None:
         """Close the file."""

@@ -38,6 +38,7 @@ class Rank:
         self.quantiser: Any = None
         self.engines: set[int] = set()
         self.writer: Any = None
+        self.profile: Any = None
 
     def address(self) -> tuple[str, int]:
         """(IP of this node, a port that was free a moment ago), for rank 0 to lead the world's rendezvous."""
@@ -81,11 +82,13 @@ class Rank:
 
     def forward(self, role: str, micro_batches: list[Any], score_at: bool) -> dict[int, Any]:
         """`{response index: float32 [L, C]}`; empty where this rank does not report."""
-        return self.roles[role].forward(micro_batches, score_at=score_at)
+        with _labelled(f"forward {role}"):
+            return self.roles[role].forward(micro_batches, score_at=score_at)
 
     def update(self, role: str, micro_batches: list[Any], loss_function: Any, score_at: bool) -> dict[str, float]:
         """One optimizer step; metric sums of this rank."""
-        return self.roles[role].update(micro_batches, loss_function, score_at=score_at)
+        with _labelled(f"update {role}"):
+            return self.roles[role].update(micro_batches, loss_function, score_at=score_at)
 
     def copy_role(self, source: str, target: str) -> None:
         """Give `target` the weights of `source`, which has the same layout and head."""
@@ -140,10 +143,10 @@ class Rank:
 
         one = next(iter(targets.values()))
         self.quantiser = quantiser_for(one)
-        plan = plan_for(one, transport, trainer, self.layout, engines)
+        plan = plan_for(one, trainer, self.layout, engines)
         if plan is not None and self.rank == 0:
             verify(plan)  # once is enough: all ranks make the same plan, this one first
-        return RankPlan(plan, self.rank) if plan is not None else None
+        return RankPlan(plan, self.rank, at_once=transport == "process_group") if plan is not None else None
 
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
@@ -191,6 +194,22 @@ class Rank:
         """Read the role's distributed checkpoint; collective over the world."""
         self.roles[role].load(folder)
 
+    def start_profile(self, file: str | None) -> None:
+        """Record what is computed until `stop_profile`, for `file` (see `profiling.Profile`); None: this rank does not."""
+        from megarl.workers.profiling import Profile
+
+        self.profile = Profile(file, self.platform) if file is not None else None
+
+    def stop_profile(self) -> None:
+        """Write what was recorded."""
+        if self.profile is not None:
+            self.profile.write()
+            self.profile = None
+
+    def device_name(self) -> str | None:
+        """What the driver calls this rank's GPU; None on a CPU."""
+        return self.platform.device_name()
+
     def take_record(self) -> tuple[list[Span], int]:
         """What this rank did since the last call, and its peak memory in bytes."""
         return take_spans(self), self.peak_memory_bytes()
@@ -212,3 +231,10 @@ class Rank:
         with open(path, "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         return path
+
+
+def _labelled(what: str) -> Any:
+    """A context that a profile shows under this name."""
+    from torch.profiler import record_function
+
+    return record_function(what)

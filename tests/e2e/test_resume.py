@@ -18,7 +18,7 @@ from megarl.observe import read_metrics
 from megarl.trainers.rl import train
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-TIMES = ("time/", "share/", "speed/", "eval/seconds", "memory/")
+TIMES = ("time/", "share/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu")
 STEPS, HALF = 4, 2
 SETTINGS: dict[str, Any] = {  # everything that remembers something from step to step
     "algorithm": {

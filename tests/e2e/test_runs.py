@@ -18,7 +18,7 @@ from megarl.observe.run_record import read_run
 from megarl.trainers.rl import train
 from tests.e2e.processes import servers
 
-TIMES = ("time/", "share/", "speed/", "eval/seconds", "memory/")
+TIMES = ("time/", "share/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu")
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
