@@ -7,16 +7,15 @@ without which there is no checkpoint. The format is megatron-core's `torch_dist`
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING
 
 import torch
-import xxhash
 
+from megarl.checkpoint.direct_file import DirectFile
 from megarl.checkpoint.dist_format import COMMON, StoredChunk, StoredKey, write_metadata
 from megarl.checkpoint.manifest import FileRecord
 from megarl.checkpoint.tensor_blob import frame
@@ -24,8 +23,6 @@ from megarl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megarl.megatron.shards import Shards
-
-_BLOCK = 2**24
 
 
 @dataclass
@@ -46,8 +43,7 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
     written, path = Written(), Path(folder) / f"__{shards.rank}_0.distcp"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        with path.open("wb", buffering=2**20) as file:
-            output = _Output(file)
+        with DirectFile(path) as output:
             chunks: dict[str, list[StoredChunk]] = {}
             kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
             for box in shards.boxes:
@@ -60,16 +56,15 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
             for name, content in shards.objects.items():
                 written.objects[name] = (path.name, output.position, len(content))
                 output.write(content)
-            written.files[path.name] = output.finish()
+            written.files[path.name] = FileRecord(output.position, output.finish())
         written.keys = {key: StoredKey(*kinds[key], tuple(of_key)) for key, of_key in chunks.items()}
         if shards.common is not None:
             path = Path(folder) / COMMON
             pickled = io.BytesIO()
             torch.save(shards.common, pickled)
-            with path.open("wb") as file:
-                output = _Output(file)
+            with DirectFile(path) as output:
                 output.write(pickled.getvalue())
-                written.files[path.name] = output.finish()
+                written.files[path.name] = FileRecord(output.position, output.finish())
     except OSError as error:
         raise CheckpointError(f"'{path}' could not be written ({error.strerror})") from None
     return written
@@ -94,24 +89,3 @@ def join_shards(folder: str | Path, parts: Sequence[Written]) -> dict[str, FileR
             raise CheckpointError(f"the ranks wrote {elements} elements of '{key}', which has {prod(stored.shape)}")
     write_metadata(Path(folder), keys, {name: at for part in parts for name, at in part.objects.items()})
     return {name: record for part in parts for name, record in part.files.items()}
-
-
-class _Output:
-    """A file that is being written, with the checksum of what was meant to be in it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest, self.position = file, xxhash.xxh3_128(), 0
-
-    def write(self, content: Any) -> None:
-        view = memoryview(content)
-        for start in range(0, len(view), _BLOCK):
-            block = view[start : start + _BLOCK]
-            self._file.write(block)
-            self._digest.update(block)
-        self.position += len(view)
-
-    def finish(self) -> FileRecord:
-        """Bring it to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        return FileRecord(self.position, self._digest.hexdigest())
