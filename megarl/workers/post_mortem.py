@@ -63,6 +63,8 @@ def _state(answer: Any, local_pid: int | None) -> str:
             return ""
         except ray.exceptions.RayActorError:
             return "is gone"
+        except ray.exceptions.OutOfMemoryError:
+            return "was ended by Ray, as its node was short of memory"
         except ray.exceptions.RayError:
             return "does not answer"
     if local_pid is not None:

@@ -87,3 +87,14 @@ def test_a_rank_that_is_gone_is_named(group: WorkerGroup, tmp_path: Path) -> Non
         group.wait(started, phase="sleep", deadline_s=30)
     assert caught.value.who == "rank 2 of policy"
     assert "sleep_in_a_named_place" in (tmp_path / "stacks" / "policy-0.txt").read_text()
+
+
+def test_a_rank_that_was_out_of_memory_is_named(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: Any, timeout: float) -> None:
+        raise ray.exceptions.OutOfMemoryError("the node ran low on memory")  # what Ray's memory monitor leaves of an actor
+
+    monkeypatch.setattr(post_mortem.ray, "get", get)
+    silent, clause = group.examine("policy update")
+    assert silent == ["rank 0 of policy", "rank 1 of policy", "rank 2 of policy"]
+    assert f"rank 1 of policy (process {group.whereabouts[1][1]} on " in clause
+    assert "was ended by Ray, as its node was short of memory" in clause
