@@ -26,6 +26,8 @@ from typing import Any
 import psutil
 import yaml
 
+from megarl.atomic import write_text_atomically
+
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE_S = (1.0, 4.0)
 """How long a process is held up that goes on afterwards."""
@@ -41,17 +43,20 @@ TARGETS = {
     "engine": "a rollout engine's process",
     "reward_server": "the server of rewards; started again by its own service manager, here the benchmark",
     "ray": "one of Ray's own processes: raylet, GCS, agents, monitors",
+    "clock": "the time of day, for all Python code of the run (a real one would change it for the machine)",
 }
 DEEDS = {
     "kill": (signal.SIGKILL, "SIGKILL"),
     "stop": (signal.SIGSTOP, "SIGSTOP, for good"),
     "pause": (signal.SIGSTOP, "SIGSTOP, and SIGCONT some seconds later"),
     "cut": (None, "one of its TCP connections is shut down, both ways"),
+    "starve": (None, "it gets no more memory from now on (RLIMIT_AS at what it has)"),
+    "jump": (None, "a day to the future or to the past"),
 }
 KINDS = (
     "kill driver", "kill supervisor", "kill rank", "kill engine", "kill reward_server", "kill ray",
     "stop driver", "stop rank", "stop engine", "pause driver", "pause rank", "pause engine", "pause reward_server",
-    "cut driver", "cut rank", "cut engine", "cut reward_server",
+    "cut driver", "cut rank", "cut engine", "cut reward_server", "starve rank", "jump clock",
 )  # fmt: skip
 
 
@@ -69,8 +74,8 @@ def config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
         "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
         "data": {"train": task, "chat_template": "never", "max_prompt_tokens": 8},
         "rollout": {"engine": "embedded", "prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 4, "threads": 1}
-        | {"deadlines": {"start_s": 120, "generate_s": 30, "update_s": 30}},
-        "resources": {"deadlines": {"start_s": 120, "step_s": 30, "save_s": 60}},
+        | {"deadlines": {"start_s": 120, "generate_s": 20, "update_s": 20}},
+        "resources": {"deadlines": {"start_s": 120, "step_s": 20, "save_s": 60}},
         "rewards": [{"name": "http", "args": {"url": url, "timeout_s": 5, "retries": 7}}],
     }
 
@@ -78,14 +83,14 @@ def config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
 class RewardServer:
     """`megarl serve-reward` on a port of its own; `see_to` starts it again when it is gone, as a service manager would."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
-        self._config = folder / "reward.yaml"
+        self._config = folder / f"{name}.yaml"
         tree = config(folder, self.port, 1) | {"rewards": [{"name": "exact_number"}]}
         self._config.write_text(yaml.safe_dump(tree))
-        self._log = (folder / "reward.log").open("ab")
+        self._log = (folder / f"{name}.log").open("ab")
         self.process = self._start()
         self._wait()
 
@@ -102,7 +107,7 @@ class RewardServer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [*MEGARL, "serve-reward", str(self._config), "--port", str(self.port)]
-        return subprocess.Popen(command, env=environment(), stdout=self._log, stderr=self._log)
+        return subprocess.Popen(command, env=environment(ROOT), stdout=self._log, stderr=self._log)
 
     def _wait(self) -> None:
         ends_at = time.monotonic() + 120
@@ -116,10 +121,30 @@ class RewardServer:
 MEGARL = (sys.executable, "-m", "megarl")
 
 
-def environment() -> dict[str, str]:
-    """This process's environment without Ray's variables, which would make a run join another one's Ray."""
+CLOCK = """
+import time
+
+_TIME, _TIME_NS, _JUMP = time.time, time.time_ns, {jump!r}
+
+
+def _jumped_s():
+    try:
+        with open(_JUMP) as file:
+            return int(file.read())
+    except FileNotFoundError:
+        return 0
+
+
+time.time = lambda: _TIME() + _jumped_s()
+time.time_ns = lambda: _TIME_NS() + _jumped_s() * 10**9
+"""
+"""A `sitecustomize.py`: from when the file `jump` has a number of seconds in it, the clock is ahead by so much."""
+
+
+def environment(*folders: Path) -> dict[str, str]:
+    """This process's environment, `folders` first on Python's path, without what would make a run join another one's Ray."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return own | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), own.get("PYTHONPATH", "")]))}
+    return own | {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), own.get("PYTHONPATH", "")]))}
 
 
 class Run:
@@ -133,6 +158,9 @@ class Run:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a trial that was interrupted
         self.folder.mkdir(parents=True)
         self._config = self.folder / "run.yaml"
+        self.clock = self.folder / "clock"
+        self.clock.mkdir()
+        (self.clock / "sitecustomize.py").write_text(CLOCK.format(jump=str(self.clock / "jump")))
         tree = config(folder, reward.port, steps)
         tree["run"]["name"] = name
         self._config.write_text(yaml.safe_dump(tree))
@@ -143,7 +171,8 @@ class Run:
     def start(self) -> None:
         """Start the command; a second time after it was killed."""
         command = [*MEGARL, "train", str(self._config)]
-        self.process = subprocess.Popen(command, env=environment(), stdout=self.output, stderr=self.output)
+        environ = environment(self.clock, ROOT)
+        self.process = subprocess.Popen(command, env=environ, stdout=self.output, stderr=self.output)
 
     @property
     def last_step(self) -> int:
@@ -156,7 +185,7 @@ class Run:
         """A process of that kind that runs now."""
         if target == "reward_server":
             return psutil.Process(self.reward.process.pid) if self.reward.process.poll() is None else None
-        if target == "supervisor":
+        if target in ("supervisor", "clock"):
             return psutil.Process(self.process.pid) if self.process.poll() is None else None
         found = []
         for process in self.below():
@@ -242,11 +271,19 @@ class Trial:
         )
 
 
-def do(deed: str, process: psutil.Process, draw: random.Random) -> tuple[str, float | None]:
+def do(deed: str, process: psutil.Process, run: Run, draw: random.Random) -> tuple[str, float | None]:
     """Do it; returns what was hit, in words, and after how many seconds to send SIGCONT, if at all."""
     what = f"{process.pid} {process.name()}"
     if deed == "cut":
         return f"{what}: {cut(process, draw)}", None
+    if deed == "starve":
+        has = process.memory_info().vms
+        process.rlimit(psutil.RLIMIT_AS, (has, has))
+        return f"{what}: {has} bytes", None
+    if deed == "jump":
+        by_s = draw.choice((-86_400, 86_400))
+        write_text_atomically(run.clock / "jump", str(by_s))
+        return f"{by_s} s", None
     number = DEEDS[deed][0]
     assert number is not None, "the other deeds are signals"
     process.send_signal(number)
@@ -325,7 +362,7 @@ def attempt(trial: Trial, name: str, folder: Path, reward: RewardServer, referen
                 process = run.find(target, draw)
                 if process is not None:
                     with contextlib.suppress(psutil.NoSuchProcess, NoConnection):
-                        trial.hit, wait_s = do(deed, process, draw)
+                        trial.hit, wait_s = do(deed, process, run, draw)
                         hit_at, step_then = time.monotonic(), run.last_step
                         go_on = (hit_at + wait_s, process) if wait_s is not None else None
             if go_on is not None and now >= go_on[0]:

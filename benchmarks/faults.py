@@ -4,23 +4,28 @@
     python benchmarks/faults.py --trials 100 --seed 0 --out benchmarks/results/faults.json
 
 A trial is good if the run completes, no prompt was lost or trained on twice, the samples and the final parameters are those of
-the undisturbed run to the last bit, and no process of it is left. Half a minute a trial where a core is free for each rank.
+the undisturbed run to the last bit, and no process of it is left. Half a minute a trial where a core is free for each rank;
+`--at-once 2` has two under way at a time, since much of a trial is waiting for a deadline.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import queue
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from fault_trials import DEEDS, KINDS, TARGETS, RewardServer, Trial, attempt, undisturbed
+from fault_trials import DEEDS, KINDS, TARGETS, RewardServer, Run, Trial, attempt, undisturbed
 from workload import machine, versions
 
 START_S = 12.0
@@ -89,7 +94,8 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="such as 'kill rank'; default: all")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs; the same command goes on where it was stopped")
-    parser.add_argument("--at-most", type=int, metavar="N", help="stop after so many further trials")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trials under way at the same time")
+    parser.add_argument("--for-s", type=float, default=float("inf"), metavar="S", help="begin none later than after so long")
     parser.add_argument("--out", type=Path, help="JSON file to write, after every trial")
     arguments = parser.parse_args()
     unknown = set(arguments.kinds) - set(KINDS)
@@ -98,40 +104,72 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments = arguments_of(parser)
-    done: list[Trial] = []
-    with tempfile.TemporaryDirectory(prefix="megarl-faults-") as temporary:
-        folder = arguments.keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        reward, further = RewardServer(folder), 0
-        try:
-            reference, step_s = undisturbed(folder, reward, arguments.steps)
-            planned = plan(arguments.trials, arguments.steps, step_s, arguments.kinds, random.Random(arguments.seed))
+class Campaign:
+    """The trials of one command, each with a reward server of its own while it is under way."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        self._servers: queue.SimpleQueue[RewardServer] = queue.SimpleQueue()
+        self._ends_at = time.monotonic() + arguments.for_s
+
+    def run(self) -> list[Trial]:
+        """All trials that are done by now, in the order planned."""
+        arguments, draw = self.arguments, random.Random(self.arguments.seed)
+        done: dict[int, Trial] = {}
+        with contextlib.ExitStack() as stack, ThreadPoolExecutor(arguments.at_once) as pool:
+            for number in range(arguments.at_once):
+                stack.callback((server := RewardServer(self.folder, f"reward-{number}")).stop)
+                self._servers.put(server)
+            with self._server() as server:
+                reference, step_s = undisturbed(self.folder, server, arguments.steps)
             print(f"undisturbed: {step_s:.2f} s a step", flush=True)
-            for number, trial in enumerate(planned):
-                kept = folder / f"trial-{number:03d}.json"
-                if kept.exists():
-                    done.append(Trial(**json.loads(kept.read_text())))
+            planned = plan(arguments.trials, arguments.steps, step_s, arguments.kinds, draw)
+            begun = {pool.submit(self._one, number, trial, reference, step_s): number for number, trial in enumerate(planned)}
+            for future in as_completed(begun):
+                number, trial = begun[future], future.result()
+                if trial is None:
                     continue
-                if further == arguments.at_most:
-                    break
-                further += 1
-                draw = random.Random(f"{arguments.seed} {number}")
-                trial = attempt(trial, kept.stem, folder, reward, reference, draw)
-                while not trial.hit and trial.completed:  # it was over before: another moment
-                    [trial] = plan(1, arguments.steps, step_s, [trial.kind], draw)
-                    trial = attempt(trial, kept.stem, folder, reward, reference, draw)
-                done.append(trial)
-                kept.write_text(json.dumps(asdict(trial)))
+                done[number] = trial
                 print(f"{number + 1}/{len(planned)} {'good' if trial.is_good else 'BAD '} {asdict(trial)}", flush=True)
                 if arguments.out:
                     arguments.out.parent.mkdir(parents=True, exist_ok=True)
                     command = " ".join(["benchmarks/faults.py", *sys.argv[1:]])
-                    arguments.out.write_text(json.dumps(report(done, step_s, command), indent=1) + "\n")
+                    written = report([done[at] for at in sorted(done)], step_s, command)
+                    arguments.out.write_text(json.dumps(written, indent=1) + "\n")
+        return [done[at] for at in sorted(done)]
+
+    def _one(self, number: int, trial: Trial, reference: Run, step_s: float) -> Trial | None:
+        """The trial, done now or by an earlier command; None: there is no time for it."""
+        kept = self.folder / f"trial-{number:03d}.json"
+        if kept.exists():
+            return Trial(**json.loads(kept.read_text()))
+        if time.monotonic() > self._ends_at:
+            return None
+        draw = random.Random(f"{self.arguments.seed} {number}")
+        with self._server() as server:
+            trial = attempt(trial, kept.stem, self.folder, server, reference, draw)
+            while not trial.hit and trial.completed:  # it was over before: another moment
+                [trial] = plan(1, self.arguments.steps, step_s, [trial.kind], draw)
+                trial = attempt(trial, kept.stem, self.folder, server, reference, draw)
+        kept.write_text(json.dumps(asdict(trial)))
+        return trial
+
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[RewardServer]:
+        server = self._servers.get()
+        try:
+            yield server
         finally:
-            reward.stop()
+            self._servers.put(server)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = arguments_of(parser)
+    with tempfile.TemporaryDirectory(prefix="megarl-faults-") as temporary:
+        folder = arguments.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        done = Campaign(arguments, folder).run()
     print(json.dumps(summary(done), indent=1))
 
 
