@@ -138,6 +138,9 @@ def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, group:
     pending, ends_at = list(references), time.monotonic() + deadline_s
     while pending:
         done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends_at - time.monotonic()))
+        if done and pending:  # all that are there at once: one at a time, looking at the others costs with their square
+            more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+            done += more
         for reference in done:
             try:
                 results[rank[reference]] = ray.get(reference, timeout=max(FETCH_S, ends_at - time.monotonic()))
