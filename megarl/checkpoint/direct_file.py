@@ -25,6 +25,7 @@ class DirectFile:
 
     def __init__(self, path: str | Path) -> None:
         """Make the file, or empty one that is there; raises OSError."""
+        self._staged = mmap.mmap(-1, _BLOCK)  # memory that is aligned
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         try:
             self._file = os.open(path, flags | os.O_DIRECT, 0o644)
@@ -32,7 +33,6 @@ class DirectFile:
             if error.errno != errno.EINVAL:  # what a file system says that has no other way than the cache
                 raise
             self._file = os.open(path, flags, 0o644)
-        self._staged = mmap.mmap(-1, _BLOCK)  # memory that is aligned
         self._fill = 0
         self._digest = xxhash.xxh3_128()
         self.position = 0

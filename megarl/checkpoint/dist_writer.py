@@ -6,6 +6,7 @@ without which there is no checkpoint. The format is megatron-core's `torch_dist`
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
 
     Raises:
         CheckpointError: it could not be written; names the file and why.
+        MemoryError: this process had no memory left for it, which is not the disk's fault, nor anybody's mistake.
     """
     written, path = Written(), Path(folder) / f"__{shards.rank}_0.distcp"
     try:
@@ -66,6 +68,8 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
                 output.write(pickled.getvalue())
                 written.files[path.name] = FileRecord(output.position, output.finish())
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"'{path}' could not be written ({error.strerror})") from None
         raise CheckpointError(f"'{path}' could not be written ({error.strerror})") from None
     return written
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import random
@@ -13,6 +14,9 @@ import xxhash
 
 from megarl.checkpoint import direct_file
 from megarl.checkpoint.direct_file import DirectFile
+from megarl.checkpoint.dist_writer import write_shards
+from megarl.errors import CheckpointError
+from megarl.megatron.shards import Shards
 
 BLOCK = direct_file._BLOCK
 
@@ -54,12 +58,12 @@ def test_the_file_has_the_bytes_that_were_written(
 
     def open_(path: Path, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
+            raise OSError(errno.EINVAL, "Invalid argument")
         return real_open(path, flags, mode)
 
     def write_(file: int, data: memoryview) -> int:
         if direct_file.fcntl.fcntl(file, direct_file.fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
+            raise OSError(errno.EINVAL, "Invalid argument")
         return real_write(file, data[: max(1, len(data) // 2)])  # some write less than they are given
 
     if refuses == "to open":
@@ -85,3 +89,15 @@ def test_a_large_file_takes_no_room_in_the_page_cache(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_is_an_error_and_no_loop() -> None:
     with pytest.raises(OSError, match="No space left on device"):
         write(Path("/dev/full"), [b"x"])
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOMEM, MemoryError), (errno.EIO, CheckpointError)])
+def test_memory_that_runs_out_is_not_taken_for_a_disk_that_fails(
+    tmp_path: Path, number: int, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def map_(file: int, nbytes: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(direct_file.mmap, "mmap", map_)
+    with pytest.raises(kind, match=f"__0_0.distcp' could not be written .{os.strerror(number)}"):
+        write_shards(Shards(0, [], {}, None), tmp_path)
