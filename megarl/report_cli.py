@@ -80,7 +80,8 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
 
         plot(runs, arguments.metric, Path(arguments.png))
         console.print(f"{arguments.png} written", highlight=False, markup=False)
-    _write(console, arguments.out or runs[0].folder / "report.html", build_page(runs))
+    out = Path(arguments.out or runs[0].folder / "report.html")
+    _write(console, out, build_page(runs, out.parent))
     return 0
 
 
@@ -108,7 +109,7 @@ def _compare(arguments: argparse.Namespace, console: Console) -> int:
     console.print()
     console.print(metrics, markup=False)
     if arguments.out:
-        _write(console, arguments.out, build_page(runs))
+        _write(console, arguments.out, build_page(runs, Path(arguments.out).parent))
     return 0
 
 

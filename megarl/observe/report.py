@@ -9,9 +9,12 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -28,8 +31,11 @@ SPANS = 20_000
 PARTS = ("charts.js", "samples.js", "page.js")
 
 
-def build_page(runs: Sequence[RunRecord]) -> str:
-    """The page that shows `runs`; of those that repeat each other under other seeds also the mean and the range."""
+def build_page(runs: Sequence[RunRecord], place: str | Path = ".") -> str:
+    """The page that shows `runs`; of those that repeat each other under other seeds also the mean and the range.
+
+    `place` is the folder that it will be in, from which it names the files of profiles.
+    """
     folder = files("megarl.observe") / "page"
     script = "\n".join((folder / part).read_text() for part in PARTS)
     title = "megarl: " + ", ".join(run.name for run in runs)
@@ -49,7 +55,7 @@ def build_page(runs: Sequence[RunRecord]) -> str:
 <body>
 <header><h1></h1><nav></nav></header>
 <main></main>
-<script type="application/json" id="data">{as_inert_json(page_data(runs))}</script>
+<script type="application/json" id="data">{as_inert_json(page_data(runs, place))}</script>
 <script>
 {script}
 </script>
@@ -66,10 +72,10 @@ def as_inert_json(value: Any) -> str:
     return text
 
 
-def page_data(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, Any]:
     """All that the page shows."""
     return {
-        "runs": [_run_data(run) for run in runs],
+        "runs": [_run_data(run) | {"profiles": _links(run, Path(place))} for run in runs],
         "repetitions": repetitions(runs),
         "differences": differences(runs),
         "last": {name: [last_mean(run.curve(name)) for run in runs] for name in _all_metrics(runs)},
@@ -98,6 +104,12 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "phases": run.summary.get("phases", {}),
         "faults": faults,
     }
+
+
+def _links(run: RunRecord, place: Path) -> list[dict[str, str]]:
+    """The files of the run's profiles, and where they are from `place` as a relative URL."""
+    found = [(name, os.path.relpath(run.folder / name, place)) for name in run.profiles]
+    return [{"name": name, "href": quote(path)} for name, path in found]
 
 
 def _sample_data(sample: Mapping[str, Any]) -> dict[str, Any]:

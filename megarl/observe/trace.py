@@ -123,19 +123,20 @@ def with_memory_curve(trace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chrome_trace(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The rows of `trace.jsonl` in Chrome's trace format, one process per group and one thread per rank; times in µs."""
+    """The rows of `trace.jsonl` in the Trace Event Format, one process per group and one thread per rank; times in µs."""
     processes: dict[str, int] = {}
+    places: dict[str, dict[str, int]] = {}
     events: list[dict[str, Any]] = []
     began = min((span[1] for row in steps for spans in row["spans"].values() for span in spans), default=0.0)
     for row in steps:
         for who, spans in row["spans"].items():
             group, _, rank = who.partition(" ")
-            if group not in processes:
-                processes[group] = len(processes) + 1
-                name = {"ph": "M", "name": "process_name", "pid": processes[group], "tid": 0, "args": {"name": group}}
-                events.append(name)
+            pid = processes.setdefault(group, len(processes) + 1)
+            if who not in places:
+                places[who] = {"pid": pid, "tid": int(rank or 0) + 1}  # thread 0 is the idle one to some readers
+                for kind, name in (("process_name", group), ("thread_name", f"rank {rank}" if rank else group)):
+                    events.append({"ph": "M", "name": kind, **places[who], "args": {"name": name}})
             for what, begin, end in spans:
-                place = {"pid": processes[group], "tid": int(rank or 0)}
                 times = {"ts": round((begin - began) * 1e6), "dur": round((end - begin) * 1e6)}
-                events.append({"ph": "X", "name": what, "cat": "phase", **place, **times, "args": {"step": row["step"]}})
+                events.append({"ph": "X", "name": what, "cat": "phase", **places[who], **times, "args": {"step": row["step"]}})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -129,6 +129,20 @@ def test_the_timeline_shows_the_steps_asked_for(opened: Chromium) -> None:
     assert driver[0] / driver[1] == pytest.approx(6 / 3, rel=1e-6)
 
 
+def test_profiled_steps_are_linked_from_where_the_page_is(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "runs" / "a run")
+    trace = run / "profile" / "step_000003" / "policy-0.trace.json.gz"
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"")
+    (tmp_path / "pages").mkdir()
+    page = tmp_path / "pages" / "report.html"
+    page.write_text(build_page([read_run(run)], page.parent))
+    browser.open(page)
+    assert texts(browser, ".profiles a") == ["profile/step_000003/policy-0.trace.json.gz"]
+    assert browser.run("document.querySelector('.profiles a').href") == trace.as_uri()
+    assert browser.complaints == []
+
+
 def test_a_run_that_has_only_begun_can_be_shown(browser: Chromium, tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "nan"}\n{"step": 2, "rew')

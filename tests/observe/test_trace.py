@@ -7,7 +7,7 @@ import pytest
 
 from megarl.observe import Phases, distributions
 from megarl.observe.distributions import histogram
-from megarl.observe.trace import BusySpans, PhaseSpans, by_process, chrome_trace, take_spans, timed
+from megarl.observe.trace import BusySpans, PhaseSpans, by_process, chrome_trace, take_spans, timed, with_memory_curve
 
 
 class Clock:
@@ -83,12 +83,29 @@ def test_a_chrome_trace_has_a_process_per_group_and_microseconds_since_the_first
     spans = by_process([("generate", 10.0, 11.5)], {"policy": [[("update", 11.5, 12.0)], [("update", 11.5, 12.25)]]})
     assert spans["policy 1"] == [["update", 11.5, 12.25]]
     events = chrome_trace([{"step": 1, "spans": spans}])["traceEvents"]
-    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    found = [(names[e["pid"]], e["tid"], e["name"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
+    groups = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = {(e["pid"], e["tid"]): f"{groups[e['pid']]}/{e['args']['name']}" for e in events if e["name"] == "thread_name"}
+    found = [(names[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]) for e in events if e["ph"] == "X"]
     assert found == [
-        ("driver", 0, "generate", 0, 1_500_000, {"step": 1}),
-        ("policy", 0, "update", 1_500_000, 500_000, {"step": 1}),
-        ("policy", 1, "update", 1_500_000, 750_000, {"step": 1}),
+        ("driver/driver", "generate", 0, 1_500_000, {"step": 1}),
+        ("policy/rank 0", "update", 1_500_000, 500_000, {"step": 1}),
+        ("policy/rank 1", "update", 1_500_000, 750_000, {"step": 1}),
+    ]
+
+
+def test_the_notes_of_a_profiler_become_a_curve_of_the_memory_in_use() -> None:
+    place = {"pid": 7, "tid": 8}
+    notes = [
+        {"ph": "i", "name": "[memory]", **place, "ts": 1.5, "args": {"Bytes": 64, "Total Allocated": 64}},
+        {"ph": "X", "name": "aten::mm", **place, "ts": 2.0, "dur": 1.0},
+        {"ph": "i", "name": "[memory]", **place, "ts": 2.5, "args": {"Bytes": -64, "Total Allocated": 0}},
+    ]
+    trace = with_memory_curve({"baseTimeNanoseconds": 3, "traceEvents": notes})
+    assert trace["baseTimeNanoseconds"] == 3
+    assert trace["traceEvents"][:3] == notes
+    assert trace["traceEvents"][3:] == [
+        {"ph": "C", "name": "memory", **place, "ts": 1.5, "args": {"bytes": 64}},
+        {"ph": "C", "name": "memory", **place, "ts": 2.5, "args": {"bytes": 0}},
     ]
 
 

@@ -97,9 +97,19 @@ function curves() {
   return [html("p", {}, ...keys), search, ...parts];
 }
 
+// Links to what torch's profiler wrote; the page itself shows none of it.
+function profiles() {
+  const linked = runs.filter((run) => run.profiles.length);
+  if (!linked.length) return [];
+  const links = (run) => run.profiles.map(({ name, href }) => html("li", {}, html("a", { href }, name)));
+  return [html("h3", {}, "Profiled steps"),
+    html("p", { class: "note" }, "Traces open in ui.perfetto.dev, memory snapshots in docs.pytorch.org/memory_viz."),
+    ...linked.map((run) => html("ul", { class: "profiles" }, run.name, ...links(run)))];
+}
+
 function timelines() {
   const traced = runs.filter((run) => run.trace.length);
-  if (!traced.length) return [html("p", { class: "note" }, "No timeline was written.")];
+  if (!traced.length) return [html("p", { class: "note" }, "No timeline was written."), ...profiles()];
   const what = [...new Set(traced.flatMap((run) => run.trace.flatMap((row) => Object.values(row.spans).flat().map((span) => span[0]))))];
   const colors = Object.fromEntries(what.map((name, place) => [name, `hsl(${place * 137.5 % 360} 55% 52%)`]));
   const run = html("select", { id: "trace-run" }, ...traced.map((one, place) => html("option", { value: place }, one.name)));
@@ -124,7 +134,7 @@ function timelines() {
   choose();
   const keys = what.map((name) => html("span", { class: "key" }, html("span", { class: "swatch", style: `background: ${colors[name]}` }), name));
   return [html("div", { class: "filters" }, html("label", {}, "run", run), html("label", {}, "from step", from), html("label", {}, "to step", to)),
-    html("p", {}, ...keys), box];
+    html("p", {}, ...keys), box, ...profiles()];
 }
 
 function spreads() {
