@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import yaml
 from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.trainers.rl import train
-from tests.e2e.processes import start_megarl, wait_for_step
+from tests.e2e.processes import outside_ray, start_megarl, wait_for_step
 
 STEPS = 9
 OVERRIDES = {
@@ -53,6 +54,35 @@ def below(process: subprocess.Popen[str], name: str) -> psutil.Process:
             if name in " ".join(child.cmdline()):
                 return child
     raise AssertionError(f"no process below the run is called {name}")
+
+
+LOCAL_RAY = """
+import sys, time
+from megarl.workers.cluster import Cluster
+
+with Cluster([], engines=1, engine_tp=1, colocated=False, ray_address=None, log_folder=sys.argv[1], start_deadline_s=60):
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_of_a_local_ray_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
+    driver = subprocess.Popen([sys.executable, "-c", LOCAL_RAY, str(tmp_path)], env=outside_ray())
+    everything: dict[str, psutil.Process] = {}
+    ends_at = time.monotonic() + 60
+    try:
+        while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {name.partition(" ")[2] for name in everything}:
+            assert driver.poll() is None
+            assert time.monotonic() < ends_at
+            time.sleep(0.2)
+            for process in psutil.Process(driver.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    everything[f"{process.pid} {process.name()}"] = process
+    finally:
+        driver.kill()
+        driver.wait(10)
+    _, alive = psutil.wait_procs(list(everything.values()), timeout=20)
+    assert alive == []
 
 
 @pytest.mark.slow
