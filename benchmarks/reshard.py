@@ -4,9 +4,8 @@
 
 Colocated updates (shared memory) are compared with two processes that hand the same bytes through shared memory, bucket by
 bucket: one copies them in, the other copies them out, neither while the other does. Disaggregated updates (a process group)
-are compared with a plain Gloo broadcast of the same bytes. An update is what a run with one training rank does: begin, every
-bucket (colocated: those of the reshard plan, cut from Megatron's parameters), end; with the comparison of every checksum, and
-without it. Plain transfers and updates take turns. The plain readers have one thread each, engine and sender all cores, as in
+are compared with a plain Gloo broadcast of the same bytes. An update is what a run with one training rank does: begin, all that the
+reshard plan says, cut from Megatron's parameters, end; with the comparison of every checksum, and without it. Plain transfers and updates take turns. The plain readers have one thread each, engine and sender all cores, as in
 a run.
 """
 
@@ -167,10 +166,9 @@ def as_a_rank(
     pusher: Pusher, engine: SglangEngine, weights: Weights, transport: str
 ) -> tuple[list[Tensor], Callable[[bool], Any]]:
     """What a run's only training rank holds, and what sends that to the engine, with or without checksums."""
-    plan = plan_for(engine.endpoint, transport, engine.endpoint.layout.model, Layout(), 1)
-    if plan is None:
-        return [weight for _, weight in weights], lambda verify: pusher.push(iter(weights), None, None, verify)
-    mine, hf = RankPlan(plan, 0), dict(weights)
+    plan = plan_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1)
+    assert plan is not None
+    mine, hf = RankPlan(plan, 0, at_once=transport == "process_group"), dict(weights)
     shards = {rule.megatron_name: rule.shard_from_hf(hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
     return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -34,6 +35,10 @@ class Held(NamedTuple):
         rows, cols = (*tensor.shape, 1)[:2]
         return cls(name, EVERY_RANK, rows, 0, 0, rows, cols)
 
+    def ranks(self, of: int) -> Sequence[int]:
+        """Which of an engine's `of` ranks are sent it."""
+        return range(of) if self.engine_rank == EVERY_RANK else (self.engine_rank,)
+
     def __str__(self) -> str:
         place = self.tensor if self.engine_rank == EVERY_RANK else f"{self.tensor}@{self.engine_rank}"
         if (self.row, self.col, self.rows) == (0, 0, self.of_rows):
@@ -60,14 +65,15 @@ class RankPlan:
     """One training rank's part of a plan, laid out once for all updates.
 
     A load has buckets for all ranks of an engine that the rank sends to, in turn, so that they copy at the same time. It has at
-    most `ranks * plan.bucket_bytes`: a plan for loads of n bytes is made with `bucket_bytes = n // ranks`.
+    most `ranks * plan.bucket_bytes`: a plan for loads of n bytes is made with `bucket_bytes = n // ranks`. `at_once`: what goes
+    to the same engines is one load; for senders that stage nothing.
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int) -> None:
+    def __init__(self, plan: ReshardPlan, rank: int, at_once: bool = False) -> None:
         self._plan = plan
         held = plan.all_slices
         self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
-        limit = plan.target.ranks * plan.bucket_bytes
+        limit = math.inf if at_once else plan.target.ranks * plan.bucket_bytes
         self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _together(plan.sends(rank), limit)]
 
     @property
@@ -92,7 +98,7 @@ class RankPlan:
                 yield held, t.parameter, t.source_row, t.source_col
 
 
-def _together(buckets: Iterator[Bucket], limit_bytes: int) -> Iterator[tuple[frozenset[int], list[Bucket]]]:
+def _together(buckets: Iterator[Bucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[Bucket]]]:
     """The buckets of one source for the same engines, in turn one for each rank of these, as many as `limit_bytes` hold."""
     for (_, engines), group in groupby(buckets, key=lambda bucket: (bucket.source, frozenset(bucket.engines))):
         of_ranks: dict[int, list[Bucket]] = {}

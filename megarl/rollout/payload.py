@@ -1,7 +1,7 @@
 """Weights as bytes that an SGLang server can read, made without importing SGLang (on a CPU).
 
-A request carries only a handle; the values lie in shared memory (CPU) or are reached over CUDA IPC, in the format that
-`slice_loader.load` reads inside the server: where in the bytes each piece lies, and where in a parameter it belongs.
+A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC or come over a process group,
+in the format that `slice_loader.load` reads inside the server: where each piece lies, and where in a parameter it belongs.
 """
 
 from __future__ import annotations
@@ -13,72 +13,79 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 import torch.multiprocessing
 
-from megarl.reshard.pieces import Held, Piece
-from megarl.reshard.targets import EVERY_RANK
+from megarl.reshard.pieces import Piece
 
 SLICED = "megarl.rollout.slice_loader.load"
 ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 BUFFERS = 2  # one is filled while the engine reads the other
 _STRATEGY = threading.Lock()  # torch's sharing strategy is one for the process
-
-
-class Place(NamedTuple):
-    """Bytes `start:stop` of a buffer are what an engine is to hold as `held`."""
-
-    held: Held
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The values, where they lie."""
-        return buffer[self.start : self.stop].view(self.dtype).view(self.shape)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
 
 
 class Staged:
-    """Pieces in a buffer that other processes can read. `name` is the buffer's: another under this name has replaced it."""
+    """Pieces where engines can read them: in a buffer that other processes open, or just where the sender holds them.
 
-    def __init__(self, buffer: torch.Tensor, places: Sequence[Place], name: str) -> None:
-        self.buffer, self.places, self.name = buffer, places, name
+    `name` is the buffer's: another under this name has replaced it.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], buffer: torch.Tensor | None = None, name: str = "") -> None:
+        self.pieces, self.buffer, self.name = pieces, buffer, name
         self.readers: list[Future[Any]] = []
 
-    def only(self, places: Sequence[Place]) -> Staged:
-        """The same buffer, of which only these places are to be read."""
-        return Staged(self.buffer, places, self.name)
+    def only(self, pieces: Sequence[Piece]) -> Staged:
+        """As this, but only these pieces are to be read."""
+        return Staged(pieces, self.buffer, self.name)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and values, as views of the buffer."""
-        return [(place.held.tensor, place.view(self.buffer)) for place in self.places]
+        """Names and values, as views of where they lie."""
+        return [(held.tensor, tensor) for held, tensor in self.pieces]
 
     def payloads(self, ranks: int) -> list[str]:
-        """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in memory once.
+        """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in the buffer once.
 
         The payloads are not interchangeable: each holds a reference to the shared memory which the rank that opens it gives
         back, and with the last of them the memory is gone.
         """
+        assert self.buffer is not None, "these pieces are in no buffer"
         of_ranks: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
-        for held, dtype, _, start, stop in self.places:
-            spec = (*held, str(dtype).removeprefix("torch."), start, stop)
-            for rank in range(ranks) if held.engine_rank == EVERY_RANK else (held.engine_rank,):
+        for held, tensor in self.pieces:
+            start = tensor.data_ptr() - self.buffer.data_ptr()
+            spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
+            for rank in held.ranks(ranks):
                 of_ranks[rank].append(spec)
         return [serialize([((self.name, specs), self.buffer)], self.buffer.is_cuda) for specs in of_ranks]
+
+
+class InPlace:
+    """Leaves pieces where they are. The next ones may come when everything in the last one's `readers` is done."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._staged: Staged | None = None
+
+    def stage(self, pieces: Sequence[Piece]) -> Staged:
+        """The pieces as they are."""
+        _wait_for_readers(self._staged)
+        self._staged = Staged(pieces)
+        return self._staged
 
 
 class Staging:
     """Byte buffers that buckets are copied into in turn, kept from update to update.
 
     New shared memory costs more than copying into it: every page of it is first cleared by the kernel. A buffer is not
-    filled again before everything in its bucket's `readers` is done. `align_bytes` 1 packs weights without gaps.
+    filled again before everything in its bucket's `readers` is done.
     """
 
-    def __init__(self, buffers: int = BUFFERS, align_bytes: int = ALIGN_BYTES, name: str = "") -> None:
-        self._align_bytes, self._name = align_bytes, name
+    def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
+        self._name = name
         self._buffers: list[torch.Tensor | None] = [None] * buffers
         self._staged: list[Staged | None] = [None] * buffers
         self._next = 0
@@ -91,15 +98,15 @@ class Staging:
     def stage(self, pieces: Sequence[Piece]) -> Staged:
         """Copy `pieces` into the next buffer."""
         number, self._next = self._next, (self._next + 1) % len(self._buffers)
-        before = self._staged[number]
-        if before is not None:
-            for reader in before.readers:
-                reader.exception()  # waits; a failure is its owner's to report
-        places, size = _places(pieces, self._align_bytes)
+        _wait_for_readers(self._staged[number])
+        starts, size = _starts(pieces)
         buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
-        for place, piece in zip(places, pieces, strict=True):
-            place.view(buffer).copy_(piece.tensor.detach())
-        staged = self._staged[number] = Staged(buffer, places, f"{self._name}/{number}")
+        copies = []
+        for start, (held, tensor) in zip(starts, pieces, strict=True):
+            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            _copy(copy, tensor.detach())
+            copies.append(Piece(held, copy))
+        staged = self._staged[number] = Staged(copies, buffer, f"{self._name}/{number}")
         return staged
 
     def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
@@ -112,15 +119,32 @@ class Staging:
         return buffer
 
 
-def _places(pieces: Sequence[Piece], align_bytes: int) -> tuple[list[Place], int]:
-    """The places of `pieces`, and the bytes of all."""
-    places: list[Place] = []
-    end = 0
-    for held, tensor in pieces:
-        start = -(-end // align_bytes) * align_bytes
-        end = start + tensor.numel() * tensor.element_size()
-        places.append(Place(held, tensor.dtype, tuple(tensor.shape), start, end))
-    return places, end
+def _wait_for_readers(staged: Staged | None) -> None:
+    for reader in staged.readers if staged is not None else ():
+        reader.exception()  # waits; a failure is its owner's to report
+
+
+def _starts(pieces: Sequence[Piece]) -> tuple[list[int], int]:
+    """Where each of `pieces` begins in a buffer, and the bytes of all."""
+    starts, end = [], 0
+    for _, tensor in pieces:
+        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+        end = starts[-1] + tensor.nbytes
+    return starts, end
+
+
+def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
+    """`to.copy_(values)`, on a CPU with one thread: with more, each small tensor waits for a core that the engine is using."""
+    if to.is_cuda:
+        to.copy_(values)
+        return
+    bits = _BITS[to.element_size()]
+    np.copyto(to.view(bits).numpy(), values.view(bits).numpy())
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As `getattr(torch, ...)` takes it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def serialize(content: Any, has_cuda: bool) -> str:

@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     try:
-        run_server(prepare_server_args([*arguments, "--api-key", token]))
+        run_server(prepare_server_args([*arguments, f"--api-key={token}"]))  # a token may begin with a dash
     finally:
         end_tree(os.getpid(), spare_root=True)
 

@@ -7,12 +7,14 @@ driver closes it with `end_update(version, checksums of all senders)`. Synchrono
 from __future__ import annotations
 
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -23,10 +25,14 @@ from megarl.reshard.pieces import Held, Piece
 from megarl.reshard.targets import EVERY_RANK
 from megarl.rollout.checksums import UNCHECKED, EngineLayout, digest
 from megarl.rollout.engine import Bucket
-from megarl.rollout.payload import ALIGN_BYTES, SLICED, Staged, Staging
+from megarl.rollout.pair_group import SENDER, Rendezvous, handed_over, ready
+from megarl.rollout.payload import SLICED, Staged, Staging, dtype_name, serialize
+from megarl.rollout.slice_loader import receiving
 
 POLL_S = 0.001
 ALIVE_S = 30.0
+AHEAD_BYTES = 64 * 2**20
+"""Bytes given to process groups that engines need not have received yet, at most; beside one piece."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +48,26 @@ class Endpoint:
 class _Sender:
     """What both transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
 
-    align_bytes = ALIGN_BYTES
+    stages = True
+    """Whether the engine reads from a buffer; else from where the weights lie."""
     in_flight = 1
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
         self._staging: Staging | None = None
         self._checksums: dict[Held, str] = {}
 
     def pieces(self, bucket: Bucket) -> list[Piece]:
-        """What `Staging.stage` must be given of whole weights for this engine."""
-        return [Piece(Held.whole(name, weight), weight) for name, weight in bucket]
+        """The slices of every rank, of whole weights."""
+        return [piece for name, weight in bucket for piece in self.endpoint.layout.pieces(name, weight)]
 
-    def held(self, staged: Staged) -> list[Piece]:
-        """What the engine's ranks must hold of what was staged, cut as they hold it."""
-        raise NotImplementedError
+    def held(self, staged: Staged) -> Sequence[Piece]:
+        """What the engine's ranks must hold of what was staged."""
+        return staged.pieces
 
     def deliver(self, staged: Staged) -> None:
-        """Send what has been staged; returns when its buffer may be filled again, or raises EngineError."""
+        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
         raise NotImplementedError
-
-    def finish(self) -> None:
-        """Return when the engine has taken over everything that was delivered, or raise EngineError."""
 
     def send(self, bucket: Bucket) -> None:
         """Send `bucket`, whole weights, in the engine's dtype; returns when it has taken them over.
@@ -73,11 +77,14 @@ class _Sender:
         """
         if not bucket:
             return
-        self._staging = self._staging or Staging(1, self.align_bytes)
-        staged = self._staging.stage(self.pieces([(name, weight.to(self.endpoint.layout.dtype)) for name, weight in bucket]))
+        pieces = self.pieces([(name, weight.to(self.endpoint.layout.dtype)) for name, weight in bucket])
+        if self.stages:
+            self._staging = self._staging or Staging(1)
+            staged = self._staging.stage(pieces)
+        else:
+            staged = Staged(pieces)
         self._checksums |= taken(self.held(staged))
         self.deliver(staged)
-        self.finish()
 
     def checksums(self) -> dict[Held, str]:
         """Checksums of everything that `send` sent since the last call; ends this sender's part of the update."""
@@ -85,7 +92,11 @@ class _Sender:
         return done
 
     def close(self) -> None:
-        """Give back what the engine and this process hold for the connection."""
+        """Give back what this process holds for the connection."""
+
+    def _call(self, payloads: list[str]) -> _Call:
+        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}  # flushed by end_update
+        return _Call(self.endpoint, "update_weights_from_tensor", body, self.timeout_s)
 
 
 def taken(pieces: Sequence[Piece], values: bool = True) -> dict[Held, str]:
@@ -98,121 +109,82 @@ class TensorSender(_Sender):
 
     in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
-        super().__init__(endpoint, timeout_s)
-
-    def pieces(self, bucket: Bucket) -> list[Piece]:
-        """The slices of every rank."""
-        return [piece for name, weight in bucket for piece in self.endpoint.layout.pieces(name, weight)]
-
-    def held(self, staged: Staged) -> list[Piece]:
-        """What was staged."""
-        return [Piece(place.held, place.view(staged.buffer)) for place in staged.places]
-
     def deliver(self, staged: Staged) -> None:
         """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
-        body = {
-            "serialized_named_tensors": staged.payloads(self.endpoint.layout.target.ranks),
-            "load_format": SLICED,
-            "flush_cache": False,  # once, at the end of the update
-        }
-        call(self.endpoint, "update_weights_from_tensor", body, self.timeout_s)
+        self._call(staged.payloads(self.endpoint.layout.target.ranks)).result()
 
 
-class DistributedSender(_Sender):
-    """Sends weights over a process group of this process (rank 0) and the server's tensor-parallel ranks.
+class GroupSender(_Sender):
+    """Sends each rank of an engine its own slices over a process group of the two, made at the first delivery.
 
-    `backend` is `gloo` on CPU and `nccl` on CUDA. Use as a context manager: leaving it destroys the group on both sides.
+    The values go from where they lie to where the rank holds them; only columns cut from a matrix are copied on either side.
+    `backend` is `gloo` on CPU and `nccl` on CUDA. As a context manager it closes when left.
     """
 
-    align_bytes = 1  # SGLang's receiving side, whose format is `flattened_bucket`, knows no gaps
+    stages = False
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        master_address: str,
-        master_port: int,
-        backend: str = "gloo",
-        group_name: str = "megarl_weights",
-        timeout_s: float = 300.0,
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, address: tuple[str, int], backend: str = "gloo", timeout_s: float = 300.0) -> None:
         super().__init__(endpoint, timeout_s)
-        self.group_name = group_name
-        world_size = 1 + endpoint.layout.target.ranks
-        check_alive(endpoint)  # else the rendezvous would wait for a server that is gone
-        joining = _Call(
-            endpoint,
-            "init_weights_update_group",
-            {
-                "master_address": master_address,
-                "master_port": master_port,
-                "rank_offset": 1,
-                "world_size": world_size,
-                "group_name": group_name,
-                "backend": backend,
-            },
-            timeout_s,
-        )
-        self._loading: _Call | None = None
-        init_method = f"tcp://{master_address}:{master_port}"
-        self._group: Any = _join_group(backend, init_method, world_size, 0, group_name, timeout_s)
-        joining.result()
-
-    def held(self, staged: Staged) -> list[Piece]:
-        """What each rank cuts from the whole weights."""
-        return [piece for name, weight in staged.tensors() for piece in self.endpoint.layout.pieces(name, weight)]
+        check_alive(endpoint)
+        self._rendezvous = Rendezvous(f"{address[0]}/{os.getpid()}", *address, backend, timeout_s)
+        self._store = self._rendezvous.store(is_sender=True)
+        self._groups: list[torch.distributed.ProcessGroup] = []
+        self._calls = 0
 
     def deliver(self, staged: Staged) -> None:
-        """Broadcast the staged weights to the engine's ranks; returns when they have left, or raises EngineError.
-
-        The engine may still be loading them then: it hears of the next ones meanwhile.
-        """
-        places = staged.places
-        body = {
-            "names": [place.held.tensor for place in places],
-            "dtypes": [str(place.dtype).removeprefix("torch.") for place in places],
-            "shapes": [list(place.shape) for place in places],
-            "group_name": self.group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        before, self._loading = self._loading, None
-        loading = _Call(self.endpoint, "update_weights_from_distributed", body, self.timeout_s)
-        broadcast = torch.distributed.broadcast(staged.buffer, src=0, group=self._group, async_op=True)
-        # an engine that refuses, at once or late, never joins the broadcast, which would then wait for its whole timeout
-        while not broadcast.is_completed() and not loading.ended_within(POLL_S):
-            pass
-        loading.raise_if_failed()
+        """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
+        ranks = range(self.endpoint.layout.target.ranks)
+        of_ranks = [[piece for piece in staged.pieces if rank in piece.held.ranks(len(ranks))] for rank in ranks]
+        contents = [[(*held, dtype_name(tensor)) for held, tensor in pieces] for pieces in of_ranks]
+        asked = [receiving(self._rendezvous, self._calls, rank, content) for rank, content in zip(ranks, contents, strict=True)]
+        loading = self._call([serialize(one, has_cuda=False) for one in asked])
+        while not self._store.check([ready(self._calls, rank) for rank in ranks]):
+            if loading.ended_within(POLL_S):
+                loading.raise_if_failed()
+        self._calls += 1
         try:
-            broadcast.wait()
+            self._groups = self._groups or [self._rendezvous.join(self._store, rank, SENDER) for rank in ranks]
+            self._broadcast(of_ranks, loading)
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
-        if before is not None:
-            before.result()
-        self._loading = loading
+        loading.result()
 
-    def finish(self) -> None:
-        """Return when the engine has loaded the last weights, or raise EngineError."""
-        loading, self._loading = self._loading, None
-        if loading is not None:
-            loading.result()
+    def _broadcast(self, of_ranks: Sequence[Sequence[Piece]], loading: _Call) -> None:
+        """Hand every rank its pieces, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
+        under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        nbytes = 0
+        for turn in zip_longest(*of_ranks):
+            for group, piece in zip(self._groups, turn, strict=True):
+                if piece is None:
+                    continue
+                values = piece.tensor.detach().contiguous()
+                under_way.append((handed_over(values, group), values))
+                nbytes += values.nbytes
+                while nbytes > AHEAD_BYTES:
+                    nbytes -= _wait(*under_way.popleft(), loading)
+        for work, values in under_way:
+            _wait(work, values, loading)
 
     def close(self) -> None:
-        """Destroy the group here and, if it still answers, in the engine."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            try:
-                body = {"group_name": self.group_name}
-                call(self.endpoint, "destroy_weights_update_group", body, self.timeout_s)
-            finally:
-                torch.distributed.destroy_process_group(group)
+        """Leave the groups; the engine drops its side when this process connects anew."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            torch.distributed.destroy_process_group(group)
 
-    def __enter__(self) -> DistributedSender:
+    def __enter__(self) -> GroupSender:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _wait(work: Any, values: torch.Tensor, loading: _Call) -> int:
+    """The bytes of `values`, once the engine has them."""
+    while not work.is_completed():  # an engine that fails otherwise than by dying would be waited for until the timeout
+        if loading.ended_within(POLL_S):
+            loading.raise_if_failed()
+    work.wait()
+    return values.nbytes
 
 
 def check_alive(server: Endpoint) -> None:
@@ -274,25 +246,3 @@ class _Call:
         """Wait for the answer; raises EngineError if it is one."""
         self._thread.join()
         self.raise_if_failed()
-
-
-def _join_group(
-    backend: str, init_method: str, world_size: int, rank: int, group_name: str, timeout_s: float
-) -> torch.distributed.ProcessGroup:
-    """A process group beside the default one, made as SGLang's init_custom_process_group makes its side of it."""
-    from torch.distributed import distributed_c10d as c10d
-
-    timeout = timedelta(seconds=timeout_s)
-    store, rank, world_size = next(c10d.rendezvous(init_method, rank, world_size, timeout=timeout))
-    store.set_timeout(timeout)
-    group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        c10d.Backend(backend),
-        c10d.PrefixStore(group_name, store),
-        group_name=group_name,  # type: ignore[arg-type]
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
-    return group

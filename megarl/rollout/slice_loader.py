@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed
 
 from megarl.reshard.pieces import Held
 from megarl.reshard.targets import EVERY_RANK
 from megarl.rollout.checksums import digest
+from megarl.rollout.pair_group import ENGINE_RANK, Rendezvous, handed_over, ready
 
 # HF suffix -> (engine suffix, position in the fused parameter)
 FUSED = {
@@ -39,6 +42,9 @@ EXPERT_FUSED = {
     "w2": ("w2_weight", 0, 1),
 }
 
+Parameters = Mapping[str, torch.Tensor]
+Whole = list[tuple[str, torch.Tensor]]
+
 _kept: dict[str, torch.Tensor] = {}
 """The senders' buffers by name: to map one anew for every load would take as long as reading it."""
 
@@ -50,19 +56,87 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
         if name == CHECK:
             _answer(parameters, *content)
             continue
-        if not buffer.is_cuda:
-            _kept[name] = buffer
-        whole = []
-        for *place, dtype, start, stop in content:
-            held = Held(*place)
-            values = buffer[start:stop].view(getattr(torch, dtype))
-            if held.engine_rank == EVERY_RANK:
-                whole.append((held.tensor, values.view(held.rows, held.cols)))
-                continue
-            slice_ = region(parameters, held)
-            slice_[held.row : held.row + held.rows, held.col : held.col + held.cols].copy_(values.view(held.rows, held.cols))
+        if name == RECEIVE:
+            whole = _receive(parameters, *content)
+        else:
+            if not buffer.is_cuda:
+                _kept[name] = buffer
+            whole = _read(parameters, content, buffer)
         if whole:
             model.load_weights(whole)
+
+
+def _read(parameters: Parameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
+    """Copy what lies in a buffer to where it belongs; gives what is whole."""
+    whole = []
+    for *place, dtype, start, stop in content:
+        held = Held(*place)
+        values = buffer[start:stop].view(getattr(torch, dtype)).view(held.rows, held.cols)
+        if held.engine_rank == EVERY_RANK:
+            whole.append((held.tensor, values))
+        else:
+            box(parameters, held).copy_(values)
+    return whole
+
+
+RECEIVE = "receive"
+AHEAD_BYTES = 64 * 2**20  # what the sender may be ahead, so that neither waits for the other's small pieces
+
+
+def receiving(where: Rendezvous, call: int, rank: int, content: Iterable[tuple[Any, ...]]) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` receives pieces, `(*held, dtype)`, from the sender over their process group."""
+    return [((RECEIVE, (tuple(where), call, rank, list(content))), _NoTensor())]
+
+
+class _NoTensor:
+    """Where a payload must have a tensor; unlike one, it arrives on another machine too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.ByteTensor, ()
+
+
+_groups: dict[str, tuple[Rendezvous, Any, Any]] = {}
+"""By sender: how it was reached last, its store, and the group."""
+
+
+def _receive(parameters: Parameters, where: tuple[Any, ...], call: int, rank: int, content: Iterable[tuple[Any, ...]]) -> Whole:
+    """Take what the sender sends to where it belongs; gives what is whole."""
+    rendezvous = Rendezvous(*where)
+    if rendezvous.sender in _groups and _groups[rendezvous.sender][0] != rendezvous:
+        torch.distributed.destroy_process_group(_groups.pop(rendezvous.sender)[2])
+    known = _groups.get(rendezvous.sender)
+    store = known[1] if known else rendezvous.store(is_sender=False)
+    store.set(ready(call, rank), "")
+    group = known[2] if known else rendezvous.join(store, rank, ENGINE_RANK)
+    _groups[rendezvous.sender] = rendezvous, store, group
+
+    device = next(iter(parameters.values())).device
+    under_way: deque[tuple[Any, torch.Tensor, torch.Tensor | None]] = deque()
+    nbytes, whole = 0, []
+    for *place, dtype in content:
+        held = Held(*place)
+        to = box(parameters, held) if held.engine_rank != EVERY_RANK else None
+        if to is not None and to.is_contiguous() and to.dtype == getattr(torch, dtype):
+            values, to = to, None
+        else:
+            values = torch.empty(held.rows, held.cols, dtype=getattr(torch, dtype), device=device)
+        if held.engine_rank == EVERY_RANK:
+            whole.append((held.tensor, values))
+        under_way.append((handed_over(values, group), values, to))
+        nbytes += values.nbytes
+        while nbytes > AHEAD_BYTES:
+            nbytes -= _arrived(*under_way.popleft())
+    for one in under_way:
+        _arrived(*one)
+    return whole
+
+
+def _arrived(work: Any, values: torch.Tensor, to: torch.Tensor | None) -> int:
+    """The bytes of `values`, once they have come and been copied `to` where they belong, if they are not there yet."""
+    work.wait()
+    if to is not None:
+        to.copy_(values)
+    return values.nbytes
 
 
 def engine_name(name: str) -> tuple[str, int, int]:
@@ -79,7 +153,7 @@ def engine_name(name: str) -> tuple[str, int, int]:
     return name, 0, 1
 
 
-def region(parameters: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:
+def region(parameters: Parameters, held: Held) -> torch.Tensor:
     """The rows of a parameter in which this rank holds a tensor, as a matrix.
 
     Raises:
@@ -96,6 +170,11 @@ def region(parameters: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:
     if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
         raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
     return matrix[first : first + held.of_rows]
+
+
+def box(parameters: Parameters, held: Held) -> torch.Tensor:
+    """The elements of a parameter that `held` names, as a matrix; raises ValueError as `region`."""
+    return region(parameters, held)[held.row : held.row + held.rows, held.col : held.col + held.cols]
 
 
 CHECK = "check"
@@ -119,12 +198,11 @@ def read_answer(answer: torch.Tensor) -> tuple[list[str], list[str]]:
     return digests, uncovered
 
 
-def _answer(parameters: Mapping[str, torch.Tensor], boxes: Iterable[tuple[Any, ...]], answer: torch.Tensor) -> None:
+def _answer(parameters: Parameters, boxes: Iterable[tuple[Any, ...]], answer: torch.Tensor) -> None:
     digests, elements = [], dict.fromkeys(parameters, 0)
-    for box in boxes:
-        held = Held(*box)
-        rows = region(parameters, held)[held.row : held.row + held.rows]
-        digests.append(digest(rows[:, held.col : held.col + held.cols]))
+    for place in boxes:
+        held = Held(*place)
+        digests.append(digest(box(parameters, held)))
         elements[engine_name(held.tensor)[0]] += held.rows * held.cols
     uncovered = [
         name for name, count in elements.items() if count != parameters[name].numel() and not name.endswith(VOCABULARY)

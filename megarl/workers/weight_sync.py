@@ -24,12 +24,12 @@ from megarl.reshard.pieces import Held, Load, Piece
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.quantise import Fp8Quantiser
 from megarl.rollout.checksums import digest
-from megarl.rollout.payload import ALIGN_BYTES, Place, Staged, Staging
+from megarl.rollout.payload import InPlace, Staged, Staging
 from megarl.rollout.same_model import ModelFacts
-from megarl.rollout.sglang_senders import DistributedSender, Endpoint, TensorSender, taken
+from megarl.rollout.sglang_senders import Endpoint, GroupSender, TensorSender, taken
 
-BUCKET_BYTES = 64 * 2**20
-"""Tensors sent at once, at most."""
+BUCKET_BYTES = 128 * 2**20
+"""Tensors sent at once, at most. For every request SGLang looks at all modules of the model, about 10 ms for 30 layers."""
 
 Target = Any
 """An SGLang server's `Endpoint`, or the Ray handle of an actor that holds an engine without a server."""
@@ -46,21 +46,19 @@ class Pushed:
 class Sender(Protocol):
     """What pushes one rank's tensors into one engine."""
 
-    align_bytes: int
+    stages: bool
+    """Whether it sends from a buffer that pieces are copied into; else from where they lie."""
     in_flight: int
-    """How many buckets it may be given at a time, each in a thread of its own."""
+    """How many loads it may be given at a time, each in a thread of its own."""
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Piece]:
-        """What `Staging.stage` must be given of whole tensors for this engine; the same for all engines of a run."""
+        """What it must be given of whole tensors for this engine; the same for all engines of a run."""
 
-    def held(self, staged: Staged) -> list[Piece]:
+    def held(self, staged: Staged) -> Sequence[Piece]:
         """What the engine's ranks must hold of what was staged; nothing if the engine takes checksums itself."""
 
     def deliver(self, staged: Staged) -> None:
-        """Send what has been staged; returns when its buffer may be filled again, or raises EngineError."""
-
-    def finish(self) -> None:
-        """Return when the engine has taken over everything that was delivered, or raise EngineError."""
+        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
 
     def close(self) -> None:
         """Give back what is held for the connection; raises EngineError if the engine does not answer."""
@@ -69,7 +67,7 @@ class Sender(Protocol):
 class ActorSender:
     """Sends through the engine's actor; the engine itself takes the checksums."""
 
-    align_bytes = ALIGN_BYTES
+    stages = True
     in_flight = 1
 
     def __init__(self, actor: Any) -> None:
@@ -89,9 +87,6 @@ class ActorSender:
             ray.get(self.actor.call.remote("apply_update", [(name, tensor.clone()) for name, tensor in staged.tensors()]))
         except ray.exceptions.RayError as error:
             raise EngineError(f"the engine's actor did not take the weights: {error}") from error
-
-    def finish(self) -> None:
-        """Nothing is under way any more."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -114,20 +109,12 @@ def open_sender(
         return ActorSender(target)
     if transport == "tensors":
         return TensorSender(target, timeout_s)
-    address, port = group_address
-    return DistributedSender(
-        target,
-        master_address=address,
-        master_port=port,
-        backend=backend,
-        group_name=f"megarl_weights_{port}",
-        timeout_s=timeout_s,
-    )
+    return GroupSender(target, group_address, backend, timeout_s)
 
 
-def plan_for(target: Target, transport: str, trainer: ModelFacts, layout: Layout, engines: int) -> ReshardPlan | None:
+def plan_for(target: Target, trainer: ModelFacts, layout: Layout, engines: int) -> ReshardPlan | None:
     """How ranks in `layout` send their slices to `engines` servers like `target`; None if these take whole tensors only."""
-    if transport != "tensors" or not isinstance(target, Endpoint) or target.layout.takes_whole_experts:
+    if not isinstance(target, Endpoint) or target.layout.takes_whole_experts:
         return None
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize
@@ -173,12 +160,12 @@ class Pusher:
         self.senders: dict[int, Sender] = {}
         self.unreachable: dict[int, str] = {}
         self._sent = SentWeights()
-        self._staging: dict[int, Staging] = {}
+        self._staging: Staging | InPlace | None = None
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that the buffers take: two of the largest bucket so far."""
-        return sum(staging.bytes for staging in self._staging.values())
+        """Memory that the buffers take: two of the largest load so far, or none where nothing is staged."""
+        return self._staging.bytes if self._staging is not None else 0
 
     def connect(self, engine: int, open_it: Callable[[], Sender]) -> None:
         """Replace the connection to `engine` by what `open_it()` gives; if that raises EngineError, pushes will say so."""
@@ -240,16 +227,16 @@ class Pusher:
             return failed
         deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
         one = next(iter(lanes.values())).sender
-        staging = self._staging.setdefault(one.align_bytes, Staging(align_bytes=one.align_bytes, name=self.name))
+        self._staging = self._staging or (Staging(name=self.name) if one.stages else InPlace())
         hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
         self._sent.begin()
         try:
             for load in loads:
-                staged = staging.stage(load.pieces)
+                staged = self._staging.stage(load.pieces)
                 of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
                 checksums = hashing.submit(taken, one.held(staged), verify)
                 staged.readers.append(checksums)
-                changed = self._changed(staged) if version is not None else staged.places
+                changed = self._changed(staged) if version is not None else staged.pieces
                 for engine, lane in of_lanes:
                     lane.checksums.append(checksums)
                     if engine not in deltas:
@@ -263,9 +250,9 @@ class Pusher:
             for pool in (hashing, *(lane.pool for lane in lanes.values())):
                 pool.shutdown()
 
-    def _changed(self, staged: Staged) -> list[Place]:
-        """The places whose bits are not those of the last push; remembers what they are."""
-        return [place for place in staged.places if self._sent.changed(place.held, digest(place.view(staged.buffer)))]
+    def _changed(self, staged: Staged) -> list[Piece]:
+        """The pieces whose bits are not those of the last push; remembers what they are."""
+        return [piece for piece in staged.pieces if self._sent.changed(piece.held, digest(piece.tensor))]
 
 
 class _Lane:
@@ -294,7 +281,6 @@ class _Lane:
         """Wait for the engine, and say what came of it; raises what taking the checksums raised."""
         for future in self._all:
             future.result()
-        self._unless_failed(self.sender.finish)
         if self.error is not None:
             return Pushed(error=self.error)
         return Pushed({held: checksum for of_load in self.checksums for held, checksum in of_load.result().items()})

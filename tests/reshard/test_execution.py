@@ -27,11 +27,10 @@ from tests.world import World
 class Collecting:
     """An engine's side of the transport: writes what each rank's payload names into what that rank holds of every tensor."""
 
-    align_bytes = 16
     in_flight = 1
 
-    def __init__(self, layout: Any) -> None:
-        self.layout = layout
+    def __init__(self, layout: Any, stages: bool = True) -> None:
+        self.layout, self.stages = layout, stages
         self.held_by: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.target.ranks)}
         self.written: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.target.ranks)}
 
@@ -46,18 +45,14 @@ class Collecting:
         return []
 
     def deliver(self, staged: Any) -> None:
-        """Copy what the places point at, and count it."""
-        for place in staged.places:
-            box, values = place.held, place.view(staged.buffer)
-            values = values.float().reshape(box.rows, box.cols)
+        """Copy the values, and count them."""
+        for box, tensor in staged.pieces:
+            values = tensor.float().reshape(box.rows, box.cols)
             for rank in self.held_by if box.engine_rank < 0 else [box.engine_rank]:
                 width = next(h.cols for h in self.layout.slices[box.tensor] if box.engine_rank < 0 or h.engine_rank == rank)
                 for store, part in ((self.held_by, values), (self.written, torch.ones_like(values))):
                     mine = store[rank].setdefault(box.tensor, torch.zeros(box.of_rows, max(width, box.cols)))
                     mine[box.row : box.row + box.rows, box.col : box.col + box.cols] += part
-
-    def finish(self) -> None:
-        """Nothing is under way."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -97,7 +92,7 @@ def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, N
     }
     found = []
     with mock.patch.multiple(weight_sync, model_of=lambda target: None, open_sender=opened, BUCKET_BYTES=2**13):
-        mine.open_senders(targets, "tensors")
+        mine.open_senders(targets, "tensors" if engines[0].stages else "process_group")
         for some in bases:
             pushed = mine.push_weights("policy", some)
             assert all(one.error is None for one in pushed.values())
@@ -108,10 +103,10 @@ def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, N
 
 
 def sent_in_turn(rank: int, world_size: int, folder: str, layout: Layout, targets: list[tuple[int, int]]) -> list[Any]:
-    """What this rank sends to two engines of each of `targets` (tp, ep)."""
+    """What this rank sends to two engines of each of `targets` (tp, ep): from where it lies, or by way of a buffer, in turn."""
     mine, found = rank_of(rank, folder, layout), []
-    for tp, ep in targets:
-        engines = {number: Collecting(engine_layout(folder, tp, ep)) for number in range(2)}
+    for target, (tp, ep) in enumerate(targets):
+        engines = {number: Collecting(engine_layout(folder, tp, ep), stages=bool(target % 2)) for number in range(2)}
         mine.plan, mine.pusher, mine.engines = None, None, set()
         found += given(mine, engines, [{0: None, 1: None}], planned=True)
     return found

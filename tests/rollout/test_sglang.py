@@ -24,7 +24,7 @@ from megarl.rollout.checksums import UNCHECKED
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_senders import DistributedSender, TensorSender
+from megarl.rollout.sglang_senders import GroupSender, TensorSender
 from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer
 from megarl.workers.weight_sync import Pusher
 from tests.rollout.tiny import (
@@ -87,9 +87,7 @@ def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: Sgla
         new = load(tiny_path, seed=4)
 
         def send() -> dict[str, str]:
-            with DistributedSender(
-                sglang_engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=60
-            ) as sender:
+            with GroupSender(sglang_engine.endpoint, (HOST, free_port()), timeout_s=60) as sender:
                 for bucket in halves(weights_of(new)):
                     sender.send(bucket)
                 return sender.checksums()
@@ -111,9 +109,7 @@ def test_sending_without_an_open_update_is_refused(sglang_engine: SglangEngine, 
         if transport == "tensors":
             TensorSender(sglang_engine.endpoint).send(weights)
         else:
-            with DistributedSender(
-                sglang_engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=60
-            ) as sender:
+            with GroupSender(sglang_engine.endpoint, (HOST, free_port()), timeout_s=60) as sender:
                 sender.send(weights)
 
 
@@ -127,9 +123,9 @@ def test_a_value_damaged_on_the_way_is_named(
         deliver = TensorSender.deliver
 
         def damaging(sender: TensorSender, staged: payload.Staged) -> None:
-            for place in staged.places:
-                if place.held.tensor == "model.layers.1.mlp.up_proj.weight":
-                    staged.buffer[place.start + 8] ^= 1
+            for name, values in staged.tensors():
+                if name == "model.layers.1.mlp.up_proj.weight":
+                    values.view(-1).view(torch.uint8)[8] ^= 1
             deliver(sender, staged)
 
         monkeypatch.setattr(TensorSender, "deliver", damaging)
@@ -205,21 +201,23 @@ def test_an_update_whose_values_are_not_compared_must_still_be_complete(sglang_e
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("kind", "first"), [(TensorSender, 61), (GroupSender, 71)])
 def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
-    sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, first: int
 ) -> None:
     """The comparison at the end is of every tensor, whether it was sent or not."""
 
     async def scenario() -> None:
         model, pusher, sent = load(tiny_path, seed=9), Pusher(), list[str]()
-        pusher.connect(0, lambda: TensorSender(sglang_engine.endpoint))
-        deliver = TensorSender.deliver
+        address = [(HOST, free_port())] if kind is GroupSender else []
+        pusher.connect(0, lambda: kind(sglang_engine.endpoint, *address))
+        deliver = kind.deliver
 
-        def watched(sender: TensorSender, staged: payload.Staged) -> None:
-            sent.extend(place.held.tensor for place in staged.places)
+        def watched(sender: Any, staged: payload.Staged) -> None:
+            sent.extend(piece.held.tensor for piece in staged.pieces)
             deliver(sender, staged)
 
-        monkeypatch.setattr(TensorSender, "deliver", watched)
+        monkeypatch.setattr(kind, "deliver", watched)
 
         async def update(version: int, base: int | None) -> None:
             sent.clear()
@@ -229,16 +227,17 @@ def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
             await sglang_engine.end_update(version, pushed[0].checksums)
             await holds_what_was_sent(sglang_engine, model)
 
-        await update(61, None)
+        await update(first, None)
         changed = ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"]
         with torch.no_grad():
             for name in changed:
                 model.get_parameter(name).mul_(1.25)
-        await update(62, 61)
+        await update(first + 1, first)
         assert sent == changed
-        with pytest.raises(EngineError, match="builds on 61, but the engine has version 62; send all weights"):
-            await sglang_engine.begin_update(63, 61)
-        assert sglang_engine.weight_version == 62
+        with pytest.raises(EngineError, match=f"builds on {first}, but the engine has version {first + 1}; send all weights"):
+            await sglang_engine.begin_update(first + 2, first)
+        assert sglang_engine.weight_version == first + 1
+        pusher.disconnect(0)
 
     asyncio.run(scenario())
 
@@ -271,7 +270,7 @@ def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_
             await holds_what_was_sent(engine, model)
             model = moved(2)
             await engine.begin_update(2)
-            with DistributedSender(engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=60) as sender:
+            with GroupSender(engine.endpoint, (HOST, free_port()), timeout_s=60) as sender:
                 for bucket in halves(weights_of(model)):
                     await asyncio.to_thread(sender.send, bucket)
                 await engine.end_update(2, sender.checksums())
@@ -320,11 +319,11 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
 def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     sglang_engine: SglangEngine, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy server refuses after the broadcast has begun; more is sent than the sockets' buffers take."""
+    """A busy server refuses only after a while; more is to be sent than the sockets' buffers take."""
     call = sglang_senders.call
 
     def busy(url: str, endpoint: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        if endpoint == "update_weights_from_distributed":
+        if endpoint == "update_weights_from_tensor":
             time.sleep(0.5)
         return call(url, endpoint, body, timeout_s)
 
@@ -333,7 +332,7 @@ def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     begun = time.monotonic()
     with (
         pytest.raises(EngineError, match="must run between begin_weight_update"),
-        DistributedSender(sglang_engine.endpoint, master_address=HOST, master_port=free_port(), timeout_s=120) as sender,
+        GroupSender(sglang_engine.endpoint, (HOST, free_port()), timeout_s=120) as sender,
     ):
         sender.send(large)
     assert time.monotonic() - begun < 60

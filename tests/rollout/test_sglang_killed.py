@@ -64,7 +64,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
                 if len(delivered) == 3:
                     assert victim.server.pid is not None
                     psutil.Process(victim.server.pid).kill()
-                delivered.append(len(staged.places))
+                delivered.append(len(staged.pieces))
                 deliver(staged)
 
             monkeypatch.setattr(pusher.senders[1], "deliver", dying)

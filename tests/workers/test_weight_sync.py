@@ -39,7 +39,7 @@ def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 class Direct:
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
-    align_bytes = 16
+    stages = True
     in_flight = 1
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
@@ -61,9 +61,6 @@ class Direct:
         if self.dies_at is not None and self.tried > self.dies_at:
             raise EngineError("engine 1 did not answer: connection reset by peer")
         asyncio.run(self.engine.apply_update(staged.tensors()))
-
-    def finish(self) -> None:
-        """Nothing is under way."""
 
     def close(self) -> None:
         """An engine that is gone does not answer this, either."""
@@ -138,7 +135,7 @@ class Counting(Direct):
 
     def deliver(self, staged: Staged) -> None:
         """Write down the names."""
-        self.names += [place.held.tensor for place in staged.places]
+        self.names += [piece.held.tensor for piece in staged.pieces]
         super().deliver(staged)
 
 
@@ -253,11 +250,11 @@ class Taking(Counting):
 
     def held(self, staged: Staged) -> list[Piece]:
         """What was staged."""
-        return [Piece(place.held, place.view(staged.buffer)) for place in staged.places]
+        return list(staged.pieces)
 
     def deliver(self, staged: Staged) -> None:
         """Keep a copy."""
-        self.names += [place.held.tensor for place in staged.places]
+        self.names += [piece.held.tensor for piece in staged.pieces]
         self.values |= {name: tensor.clone() for name, tensor in staged.tensors()}
 
 

@@ -1,0 +1,96 @@
+"""Weights over process groups: from where a sender holds them to where a rank of an engine does, without SGLang."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from megarl.reshard.pieces import Held, Piece
+from megarl.reshard.targets import Target
+from megarl.rollout import sglang_senders, slice_loader
+from megarl.rollout.checksums import EngineLayout
+from megarl.rollout.payload import Staged
+from megarl.rollout.same_model import ModelFacts
+from megarl.rollout.sglang_senders import Endpoint, GroupSender
+from tests.rollout.test_slice_loader import Model
+from tests.world import World
+
+Q, K, V = (torch.arange(8.0 * rows).reshape(rows, 8) + 100 * rows for rows in (4, 2, 2))
+NORM = torch.arange(8.0)
+EXPERT = torch.arange(12.0).reshape(3, 4)
+
+
+class Answered:
+    """A request that the engine is answering."""
+
+    def ended_within(self, wait_s: float) -> bool:
+        """Not before the values are there."""
+        return False
+
+    def result(self) -> None:
+        """It took them."""
+
+
+def sends(addresses: list[tuple[str, int]]) -> None:
+    """Two connections in turn; over each, two calls to the two ranks of an engine, which hold four columns of each matrix."""
+    endpoint = Endpoint("http://engine", EngineLayout(ModelFacts({}, "float32"), Target(tp=2)), "token")
+
+    def call(_: Any, payloads: list[str]) -> Answered:
+        torch.distributed.broadcast_object_list([payloads], src=0)
+        return Answered()
+
+    with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(GroupSender, "_call", call):
+        for address in addresses:
+            with GroupSender(endpoint, address, timeout_s=30) as sender:
+                for factor in (1, 2):
+                    pieces = [Piece(Held.whole("x.experts.0.up_proj.weight", EXPERT), factor * EXPERT)]
+                    for rank in range(2):
+                        pieces.append(Piece(Held("x.norm.weight", rank, 8, 0, 0, 8, 1), (factor * NORM).bfloat16()))
+                        for name, matrix in (("q", Q), ("k", K), ("v", V)):
+                            held = Held(f"x.self_attn.{name}_proj.weight", rank, len(matrix), 0, 0, len(matrix), 4)
+                            pieces.append(Piece(held, factor * matrix[:, 4 * rank : 4 * rank + 4]))
+                    sender.deliver(Staged(pieces))
+
+
+def receives(rank: int, calls: int) -> list[dict[str, Tensor]]:
+    """What rank `rank` of the engine holds after each call."""
+    found = []
+    model = Model(x__self_attn__qkv_proj__weight=(8, 4), x__norm__weight=(8,))
+    for _ in range(calls):
+        payloads: list[Any] = [None]
+        torch.distributed.broadcast_object_list(payloads, src=0)
+        slice_loader.load(model, pickle.loads(base64.b64decode(payloads[0][rank])))
+        found.append({name: value.detach().clone() for name, value in [*model.parameters.items(), *model.loaded]})
+        assert len(slice_loader._groups) == 1  # of a connection that was replaced nothing is kept
+    return found
+
+
+def played(rank: int, world_size: int, addresses: list[tuple[str, int]]) -> list[dict[str, Tensor]]:
+    """Rank 0 sends, the others are the engine."""
+    return receives(rank - 1, 2 * len(addresses)) if rank else sends(addresses) or []
+
+
+def test_slices_whole_tensors_and_other_dtypes_arrive_in_each_rank_over_new_connections_too(
+    world: World, tmp_path: Path
+) -> None:
+    addresses = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            addresses.append(("127.0.0.1", int(probe.getsockname()[1])))
+    _, *ranks = world.call(played, addresses, size=3)
+    for rank, answers in enumerate(ranks):
+        assert len(answers) == 4
+        for answer, factor in zip(answers, (1, 2, 1, 2), strict=True):
+            columns = slice(4 * rank, 4 * rank + 4)
+            assert torch.equal(answer["x.self_attn.qkv_proj.weight"], factor * torch.cat([Q, K, V])[:, columns])
+            assert torch.equal(answer["x.norm.weight"], factor * NORM)  # a float32 parameter of a bfloat16 model
+            assert torch.equal(answer["x.experts.0.up_proj.weight"], factor * EXPERT)
