@@ -39,7 +39,7 @@ class CudaPlatform(Platform):
         return torch.cuda.get_device_name()
 
     def start_memory_history(self) -> None:
-        torch.cuda.memory._record_memory_history()
+        torch.cuda.memory._record_memory_history(stacks="python")
 
     def write_memory_history(self, path: str) -> bool:
         torch.cuda.memory._dump_snapshot(path)
