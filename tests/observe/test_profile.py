@@ -14,10 +14,12 @@ from safetensors.numpy import load_file
 
 from megarl.config import Config
 from megarl.observe.run_record import read_run
+from megarl.observe.trace import chrome_trace
 from megarl.trainers.rl import train
 from tests.e2e.conftest import local_ray as local_ray  # fixtures
 from tests.e2e.conftest import tiny_config as tiny_config
 from tests.e2e.conftest import tiny_model as tiny_model
+from tests.observe.trace_format import check_trace_events
 
 
 @pytest.mark.usefixtures("local_ray")
@@ -44,6 +46,7 @@ def test_a_profiled_step_is_traced_and_computes_the_same(tiny_config: Callable[.
     names = {event["name"] for event in events}
     assert {"aten::mm", "gloo:all_reduce"} <= names
     assert any("ColumnParallel" in name or "LinearWithGradAccumulation" in name for name in names), sorted(names)[:300]
+    check_trace_events(json.dumps(chrome_trace(run.trace)))
     began, ended = spanned(run.trace, 2)
     times = [trace["baseTimeNanoseconds"] / 1e9 + event["ts"] / 1e6 for event in events if event["name"].startswith("aten::")]
     assert began - 0.1 < min(times)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from megarl.observe import Phases, distributions
 from megarl.observe.distributions import histogram
 from megarl.observe.trace import BusySpans, PhaseSpans, by_process, chrome_trace, take_spans, timed, with_memory_curve
+from tests.observe.trace_format import check_trace_events
 
 
 class Clock:
@@ -91,6 +95,16 @@ def test_a_chrome_trace_has_a_process_per_group_and_microseconds_since_the_first
         ("policy/rank 0", "update", 1_500_000, 500_000, {"step": 1}),
         ("policy/rank 1", "update", 1_500_000, 750_000, {"step": 1}),
     ]
+
+
+def test_a_chrome_trace_keeps_to_the_format() -> None:
+    times = np.cumsum(np.random.default_rng(0).exponential(0.01, 2000)) + 1.79e9
+    spans = [("update", begin, end) for begin, end in pairwise(times.tolist())]  # each begins where the one before ends
+    rows = [{"step": 1, "spans": by_process(spans, {"policy": [spans, spans], "engine": [[]]})}]
+    check_trace_events(json.dumps(chrome_trace(rows)))
+    crossing = [[("a", 10.0, 12.0), ("b", 11.0, 13.0)]]
+    with pytest.raises(AssertionError, match="crosses"):
+        check_trace_events(json.dumps(chrome_trace([{"step": 1, "spans": by_process([], {"policy": crossing})}])))
 
 
 def test_the_notes_of_a_profiler_become_a_curve_of_the_memory_in_use() -> None:
