@@ -19,7 +19,12 @@ MODELS = {
     "llama": transformers.LlamaConfig(**SIZES, intermediate_size=80),
     "qwen3": transformers.Qwen3Config(**SIZES, intermediate_size=80, head_dim=32),
     "mixtral": transformers.MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
-}
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, intermediate_size=80, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    ),
+}  # fmt: skip
 
 
 def counted(config: Any, tokens: int) -> int:
