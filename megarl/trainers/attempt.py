@@ -1,7 +1,7 @@
 """One attempt at a run, in a process that its parent watches, outlives and cleans up after. Linux.
 
 The parent forks before anything heavy is imported. The attempt reports through a pipe: phases, steps, signs of life and why it
-failed. If the parent is killed the kernel kills the attempt, and Ray's processes and the engines go with it.
+failed. If the parent is killed the kernel kills the attempt, Ray and the engines go with it, and `aftermath` sees to the rest.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import psutil
 from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
 from megarl.rollout.process_tree import descendants, end_tree
+from megarl.trainers.aftermath import stand_by
 from megarl.workers.fate import adopt_orphans, end_with_parent
 
 BEAT_S = 2.0
@@ -232,6 +233,7 @@ def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None
     """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent."""
     global _report
     adopt_orphans()
+    stand_by()
     read, write = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
     sys.stdout.flush()

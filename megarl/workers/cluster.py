@@ -179,7 +179,7 @@ class Cluster:
         else:
             # On a CPU machine more ranks than cores may share the cores: places are counted, not cores.
             cores = max(self.cores, self.places.bundles) if self.platform.name == "cpu" else None
-            # Its GCS never comes back: Ray's agents, which want to tell it that all is over, need not try for a minute.
+            # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # every actor has an environment of its own
             ray.init(address="local", num_cpus=cores, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)

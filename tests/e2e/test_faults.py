@@ -58,29 +58,35 @@ def below(process: subprocess.Popen[str], name: str) -> psutil.Process:
 
 LOCAL_RAY = """
 import sys, time
-from megarl.workers.cluster import Cluster
+from megarl.config import parse_config
+from megarl.trainers.supervise import run_with_restarts
 
-with Cluster([], engines=1, engine_tp=1, colocated=False, ray_address=None, log_folder=sys.argv[1], start_deadline_s=60):
-    time.sleep(600)
+def train(config):
+    from megarl.workers.cluster import Cluster
+    with Cluster([], engines=1, engine_tp=1, colocated=False, ray_address=None, log_folder=sys.argv[1], start_deadline_s=60):
+        time.sleep(600)
+
+tree = {"run": {"folder": sys.argv[1], "restarts": 1}, "model": {"path": "m"}, "rewards": [{"name": "exact_number"}]}
+run_with_restarts(parse_config(tree | {"data": {"train": {"source": "jsonl", "path": "rows.jsonl"}}}), train)
 """
 
 
 @pytest.mark.slow
-def test_nothing_of_a_local_ray_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
-    driver = subprocess.Popen([sys.executable, "-c", LOCAL_RAY, str(tmp_path)], env=outside_ray())
+def test_nothing_of_a_local_ray_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", LOCAL_RAY, str(tmp_path)], env=outside_ray())
     everything: dict[str, psutil.Process] = {}
     ends_at = time.monotonic() + 60
     try:
         while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {name.partition(" ")[2] for name in everything}:
-            assert driver.poll() is None
+            assert run.poll() is None
             assert time.monotonic() < ends_at
             time.sleep(0.2)
-            for process in psutil.Process(driver.pid).children(recursive=True):
+            for process in psutil.Process(run.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     everything[f"{process.pid} {process.name()}"] = process
     finally:
-        driver.kill()
-        driver.wait(10)
+        run.kill()
+        run.wait(10)
     _, alive = psutil.wait_procs(list(everything.values()), timeout=20)
     assert alive == []
 

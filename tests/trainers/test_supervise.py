@@ -204,15 +204,20 @@ def test_a_signal_is_passed_on_and_ends_the_run_for_good(tmp_path: Path, number:
     assert nothing_is_left(tmp_path)
 
 
-def test_the_attempt_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
-    process = start(tmp_path, "sleep@9,1", 3)
-    ends_at = time.monotonic() + 30
-    while not (tmp_path / "sleeps").exists():
-        assert time.monotonic() < ends_at
-        time.sleep(0.05)
-    below = psutil.Process(process.pid).children()
-    process.kill()
-    process.communicate(timeout=30)
-    _, alive = psutil.wait_procs(below, timeout=10)
-    assert alive == []
-    psutil.Process(int((tmp_path / "child-0").read_text())).kill()
+def test_all_that_a_run_started_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
+    process, stranger = start(tmp_path, "sleep@9,1", 3), subprocess.Popen(["sleep", "600"])
+    try:
+        ends_at = time.monotonic() + 30
+        while not (tmp_path / "sleeps").exists():
+            assert time.monotonic() < ends_at
+            time.sleep(0.05)
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert int((tmp_path / "child-0").read_text()) in [child.pid for child in below]
+        process.kill()
+        process.communicate(timeout=30)
+        _, alive = psutil.wait_procs(below, timeout=20)
+        assert alive == []
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
