@@ -26,7 +26,9 @@ def stand_by() -> None:
     mark = os.environ[MARK] = secrets.token_hex(16)
     unmarked = {name: value for name, value in os.environ.items() if name != MARK}
     program = [sys.executable, "-P", __file__, str(os.getpid()), mark]
-    os.posix_spawn(sys.executable, program, unmarked, setsid=True)  # a signal to the run's process group is not for it
+    silent = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_RDWR, 0) for output in range(3)]  # nobody waits for its output
+    # in a session of its own: a signal to the run's process group is not for it
+    os.posix_spawn(sys.executable, program, unmarked, file_actions=silent, setsid=True)
 
 
 def wait_for_parent(pid: int) -> None:
