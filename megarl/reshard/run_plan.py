@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.yaml_tree import describe_value
 from megarl.errors import ConfigError, LayoutError
@@ -46,8 +46,7 @@ def target_of_run(config: Config) -> Target:
     rollout = config.rollout
     if rollout.engine == "replay":
         raise ConfigError("rollout.engine is 'replay', which takes no weights; it may be 'sglang' or 'embedded'")
-    whole: Literal["none", "experts", "all"] = "all" if rollout.sync == "process_group" else "experts"
-    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines, whole=whole)
+    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines, whole="experts")
 
 
 def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> Target:

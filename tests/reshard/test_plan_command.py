@@ -63,10 +63,8 @@ def test_a_671b_mixture_and_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[
     assert " at 100 GB/s" in out
 
 
-def test_a_process_group_takes_everything_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    out = planned(capsys, "rollout.sync=process_group")
-    assert "taken whole model.embed_tokens.weight, model.layers.0.self_attn.q_proj.weight and 560 more" in out
-    assert "redundancy 7.999 bytes" in out
+def test_over_a_process_group_too_every_rank_is_sent_its_own_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "redundancy 1.000 bytes" in planned(capsys, "rollout.sync=process_group")
 
 
 def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_bytes_and_scales(
