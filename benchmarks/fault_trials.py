@@ -80,6 +80,17 @@ def config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
     }
 
 
+SLOW = """
+import time
+
+
+def nothing(samples):
+    time.sleep(0.1)
+    return [0.0] * len(samples)
+"""
+"""A source of the server's that adds nothing to a reward but time, in which its connection can be cut."""
+
+
 class RewardServer:
     """`megarl serve-reward` on a port of its own; `see_to` starts it again when it is gone, as a service manager would."""
 
@@ -88,7 +99,9 @@ class RewardServer:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self._config = folder / f"{name}.yaml"
-        tree = config(folder, self.port, 1) | {"rewards": [{"name": "exact_number"}]}
+        slow = folder / f"{name}_takes_its_time.py"
+        slow.write_text(SLOW)
+        tree = config(folder, self.port, 1) | {"rewards": [{"name": "exact_number"}, {"name": f"{slow}:nothing"}]}
         self._config.write_text(yaml.safe_dump(tree))
         self._log = (folder / f"{name}.log").open("ab")
         self.process = self._start()

@@ -233,20 +233,18 @@ def start_attempt(stack_file: Path, signals: Signals, on_step: Callable[[], None
     """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent."""
     global _report
     adopt_orphans()
-    stand_by()
     read, write = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid:
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)
+        stand_by(pid)
         signals.pass_on_to(pid)
         os.close(write)
         return Attempt(pid, read, stacks, stack_file, on_step)
     signals.__exit__()
-    os.setpgid(0, 0)  # a terminal's Ctrl-C comes once, through the parent
+    os.setsid()  # a terminal's Ctrl-C comes once, through the parent
     end_with_parent()
     os.close(read)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
