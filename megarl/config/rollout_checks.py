@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.config.yaml_tree import describe_value
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def check_rollout(config: Config) -> None:
     if rollout.engine == "embedded" and rollout.tp > 1:
         raise ConfigError(f"rollout.tp is {rollout.tp}, but rollout.engine = 'embedded' runs in one process; it may be 1")
     _check_engine_args(config)
+    _check_urls(config)
     _check_schedule(config)
     _check_episode(config)
 
@@ -57,6 +59,30 @@ def _check_engine_args(config: Config) -> None:
         raise ConfigError(
             f"rollout.engine_args.max_total_tokens is {cache!r}, but one sequence may have {longest} tokens "
             f"(data.max_prompt_tokens + rollout.max_new_tokens); it may be {longest} or more"
+        )
+
+
+def _check_urls(config: Config) -> None:
+    rollout, urls = config.rollout, config.rollout.engine_args.get("urls")
+    if (urls is None) != (rollout.sync != "disk"):
+        has = "has no urls" if urls is None else "has urls"
+        raise ConfigError(
+            f"rollout.engine_args {has}, but rollout.sync is '{rollout.sync}'; servers that run already are named by urls and "
+            "take their weights by 'disk', and no others do"
+        )
+    if urls is None:
+        return
+    is_list = isinstance(urls, list) and all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls)
+    if not is_list or len(urls) != rollout.engines:
+        raise ConfigError(
+            f"rollout.engine_args.urls is {describe_value(urls)}, but it must list as many http:// addresses as "
+            f"rollout.engines = {rollout.engines} says"
+        )
+    if others := sorted(rollout.engine_args.keys() - {"urls"}):
+        raise ConfigError(f"rollout.engine_args has {others[0]} beside urls, but servers that run already have their arguments")
+    if rollout.delta_every:
+        raise ConfigError(
+            f"rollout.delta_every is {rollout.delta_every}, but rollout.sync = 'disk' sends whole folders; it may be 0"
         )
 
 

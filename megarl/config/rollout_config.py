@@ -73,8 +73,8 @@ class RolloutConfig(Section):
     """Number of engines."""
     tp: Positive = 1
     """Tensor-parallel ranks per engine."""
-    sync: Literal["tensors", "process_group"] = "tensors"
-    """Weights reach the engine as shared tensors (same machine), or over a process group."""
+    sync: Literal["tensors", "process_group", "disk"] = "tensors"
+    """Weights reach the engine as shared tensors (same machine), over a process group, or as a folder (`engine_args.urls`)."""
     delta_every: Count = 0
     """Send only weights that changed, and all of them every so many updates; 0: all at every update."""
     verify_every: Positive = 1
@@ -84,7 +84,7 @@ class RolloutConfig(Section):
     threads: Positive | None = None
     """CPU threads per engine; null: all cores where generation and training take turns, else half of them."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """Further SGLang server arguments by their Python names; `port` is the first engine's, the others count on."""
+    """Further SGLang server arguments by their Python names (`port`: the first engine's), or `urls` of running servers."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Whether generation and training take turns or run at the same time."""
     episode: EpisodeConfig = EpisodeConfig()

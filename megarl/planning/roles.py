@@ -162,7 +162,8 @@ def run_shape(config: Config | SupervisedConfig) -> RunShape:
     if config.uses_reward_model:
         scorer = config.reward_model
         roles.append(_frozen("reward_model", scorer.path or model, scorer.layout, policy, value=True))
-    engines = None if config.rollout.engine == "replay" else _engines(config)
+    has_engines = config.rollout.engine != "replay" and config.rollout.sync != "disk"
+    engines = _engines(config) if has_engines else None
     return RunShape(config, tuple(roles), engines, batch_arithmetic(config))
 
 

@@ -46,6 +46,8 @@ def target_of_run(config: Config) -> Target:
     rollout = config.rollout
     if rollout.engine == "replay":
         raise ConfigError("rollout.engine is 'replay', which takes no weights; it may be 'sglang' or 'embedded'")
+    if rollout.sync == "disk":
+        raise ConfigError("rollout.sync is 'disk', by which weights travel as a folder, without a reshard plan")
     return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines, whole="experts")
 
 

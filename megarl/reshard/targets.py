@@ -41,8 +41,8 @@ class Target:
     are shared out among `ep` groups of ranks, and an expert is split over the ranks of its group. SGLang's own arguments are
     `--tp-size {tp*dp} --ep-size {ep} --dp-size {dp}`.
 
-    `whole` are the tensors that every rank is sent whole, to cut them itself: none, those of experts, or all, as SGLang's
-    process-group update does it. Of the others each rank is sent only what it holds.
+    `whole` are the tensors that every rank is sent whole, to cut them itself: none, those of experts, or all, as engines
+    with nothing but their own loader want them. Of the others each rank is sent only what it holds.
     """
 
     tp: int = 1

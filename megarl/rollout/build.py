@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import EngineError, nearest
+from megarl.models.registry import load_hf_config
 from megarl.rollout.engine import Engine
+from megarl.rollout.same_model import ModelFacts
 
 KINDS = ("sglang", "embedded", "replay")
 
@@ -15,14 +17,19 @@ KINDS = ("sglang", "embedded", "replay")
 async def build_engine(kind: str, model_path: str | Path, options: Mapping[str, Any]) -> Engine:
     """Start an engine for the Hugging Face folder `model_path`.
 
-    `options` are the fields of `ServerOptions` and `initial_version` (sglang; `log_file` is needed), the keyword arguments
-    of `EmbeddedEngine` (embedded), or `replay_from`, a JSONL file of samples (replay).
+    `options` are the fields of `ServerOptions` and `initial_version` (sglang; `log_file` is needed), or, for an SGLang server
+    that runs already, `url`, `token`, `dtype` and `deadline_s`; the keyword arguments of `EmbeddedEngine` (embedded); or
+    `replay_from`, a JSONL file of samples (replay).
 
     Raises:
         EngineError: an unknown kind or option, or the engine did not start.
     """
     options = dict(options)
     try:
+        if kind == "sglang" and "url" in options:
+            from megarl.rollout.external import ExternalEngine
+
+            return await ExternalEngine.at(trainer=ModelFacts(load_hf_config(model_path), options.pop("dtype")), **options)
         if kind == "sglang":
             from megarl.rollout.sglang_engine import SglangEngine
             from megarl.rollout.sglang_server import ServerOptions

@@ -12,13 +12,13 @@ from megarl.errors import ConfigError, nearest
 
 
 def check_engine_args(names: Iterable[str]) -> None:
-    """Refuse names in `rollout.engine_args` that SGLang does not know; without SGLang here, its servers will.
+    """Refuse names in `rollout.engine_args` that SGLang does not know, but `urls`; without SGLang here, its servers will.
 
     Raises:
         ConfigError: names the argument and the nearest one that there is.
     """
     for name in names:
-        if name not in (known := server_arguments() or {name}):
+        if name != "urls" and name not in (known := server_arguments() or {name}):
             raise ConfigError(f"rollout.engine_args has {name}, which is no argument of SGLang's servers{nearest(name, known)}")
 
 

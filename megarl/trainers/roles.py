@@ -212,7 +212,7 @@ class Roles:
     def open_senders(
         self, targets: Sequence[Any] | Mapping[int, Any], transport: str, deadline_s: float, engines: int | None = None
     ) -> None:
-        """Connect the policy's ranks to engines by number, one stage after the other (each may open a process group).
+        """Connect the policy's ranks to engines by number.
 
         `engines` are all that the run has, if these are not all.
 
@@ -222,9 +222,8 @@ class Roles:
         policy = self.groups[POLICY]
         assert isinstance(policy, WorkerGroup), "engines are reached from Ray actors"
         numbered = dict(targets) if isinstance(targets, Mapping) else dict(enumerate(targets))
-        for actor in policy.actors:
-            reference = actor.open_senders.remote(numbered, transport, deadline_s / 2, engines)
-            wait_for([reference], phase="connection to the engines", deadline_s=deadline_s)
+        references = [actor.open_senders.remote(numbered, transport, deadline_s / 2, engines) for actor in policy.actors]
+        wait_for(references, phase="connection to the engines", deadline_s=deadline_s)
 
     def push(
         self,

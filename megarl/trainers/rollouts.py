@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ class Rollouts:
         """`episode`: None where every response is a single turn."""
         self.config, self.tokenizer, self.episode = config, tokenizer, episode
         rollout = config.rollout
-        if rollout.engine == "sglang":
+        if rollout.engine == "sglang" and rollout.sync != "disk":
             # now, not when everything else has been loaded
             check_model(config.model.path, rollout.tp, cluster.platform.name)
         self.stale = False
@@ -196,8 +197,8 @@ class Rollouts:
 
     @property
     def _serves_other_weights(self) -> bool:
-        """Whether the engines start from another folder than the policy, its model in FP8: they are given weights first."""
-        return "model_path" in self.config.rollout.engine_args
+        """Whether the engines are given weights first: they start from the policy's model in FP8, or ran already."""
+        return bool({"model_path", "urls"} & self.config.rollout.engine_args.keys())
 
     @property
     def _share_of_a_step(self) -> int:
@@ -211,6 +212,9 @@ class Rollouts:
             return {"replay_from": rollout.replay_from, "initial_version": 0}
         if rollout.engine == "embedded":  # one seed for all: a response is the same whichever engine samples it
             return {"dtype": config.model.dtype, "seed": config.run.seed, "initial_version": 0}
+        if rollout.sync == "disk":
+            url, token = rollout.engine_args["urls"][number], os.environ.get("MEGARL_ENGINE_TOKEN")
+            return {"url": url, "token": token, "dtype": config.model.dtype, "deadline_s": rollout.deadlines.start_s}
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         requests = self._share_of_a_step * rollout.samples_per_prompt
         on_cpu = platform_name == "cpu"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
@@ -10,7 +12,7 @@ from megarl.errors import EngineError, MegarlError
 from megarl.reshard.delta import base_for
 from megarl.rollout.scheduler import Scheduler
 from megarl.trainers.colocated import turns_of
-from megarl.trainers.roles import Roles
+from megarl.trainers.roles import POLICY, Roles
 from megarl.workers.group import wait_for
 
 
@@ -20,6 +22,7 @@ class WeightUpdates:
     def __init__(self, config: Config, scheduler: Scheduler, engines: Sequence[Any], roles: Roles) -> None:
         """`engines` are Ray's handles, by the scheduler's numbers."""
         self.rollout, self.scheduler, self.engines, self.roles = config.rollout, scheduler, engines, roles
+        self.folder = Path(config.run_folder).resolve() / "weights"
         self._turns = turns_of(config, scheduler, roles)
         if self._turns is not None:
             roles.before_use = self._turns.train
@@ -40,7 +43,8 @@ class WeightUpdates:
         for engine in engines:
             if scheduler.slots[engine].version is None:  # it may be another process than before
                 self._forget(engine)
-        failed = self._connect([engine for engine in engines if engine not in self._connected])
+        by_disk = self.rollout.sync == "disk"
+        failed = {} if by_disk else self._connect([engine for engine in engines if engine not in self._connected])
         bases = {
             engine: base_for(self._confirmed.get(engine), version, self.rollout.delta_every)
             for engine in engines
@@ -51,17 +55,14 @@ class WeightUpdates:
         scheduler.hold(list(bases))
         failed |= _errors(scheduler.call("begin_update", {e: (version, base) for e, base in bases.items()}, deadline_s))
         going = {engine: base for engine, base in bases.items() if engine not in failed}
-        if going:
+        if going and by_disk:
+            failed |= self._load(going, version)
+            failed |= self._end({engine: (version,) for engine in going if engine not in failed})
+        elif going:
             remembered = version if self.rollout.delta_every else None
             pushed = self.roles.push(deadline_s, going, remembered, verify)
             failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
-            ends = {engine: (version, pushed[engine].checksums) for engine in going if engine not in failed}
-            refused = _errors(scheduler.call("end_update", ends, deadline_s))
-            health = _errors(scheduler.call("health", dict.fromkeys(refused, ()), 10.0))
-            for engine, error in refused.items():
-                if engine not in health:
-                    raise error
-            failed |= refused
+            failed |= self._end({e: (version, pushed[e].checksums) for e in going if e not in failed})
         for engine, error in failed.items():
             self._forget(engine)
             scheduler.call("abandon_update", {engine: ()}, 10.0)  # so that the engine, if it is well, can take another
@@ -71,6 +72,25 @@ class WeightUpdates:
         if self._turns is not None:
             self._turns.generate()
         scheduler.resume(complete, version)
+
+    def _load(self, engines: Collection[int], version: int) -> dict[int, Exception]:
+        """Write the policy as a folder and have these engines read it; by engine why it did not."""
+        folder = self.folder / f"version-{version}"
+        self.roles.export(POLICY, str(folder))
+        try:
+            calls = dict.fromkeys(engines, (str(folder),))
+            return _errors(self.scheduler.call("load_update", calls, self.rollout.deadlines.update_s))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _end(self, ends: dict[int, tuple[Any, ...]]) -> dict[int, Exception]:
+        """End the updates; by engine why it did not. Raises the EngineError of an engine that refuses and is well."""
+        refused = _errors(self.scheduler.call("end_update", ends, self.rollout.deadlines.update_s))
+        health = _errors(self.scheduler.call("health", dict.fromkeys(refused, ()), 10.0))
+        for engine, error in refused.items():
+            if engine not in health:
+                raise error
+        return refused
 
     def _forget(self, engine: int) -> None:
         self._connected.discard(engine)

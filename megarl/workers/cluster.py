@@ -51,13 +51,16 @@ class Places:
 
 
 def assign_places(requests: Sequence[GroupRequest], engines: int, engine_tp: int, *, colocated: bool) -> Places:
-    """Bundles for every rank and engine. Colocated: all start at bundle 0 and share. Separate: one after the other."""
+    """Bundles for every rank and engine. Colocated: all start at bundle 0 and share. Separate: one after the other.
+
+    With `engine_tp` 0 the engines are elsewhere, and take no room here.
+    """
     sizes = {request.name: request.layout.world_size for request in requests}
     ranks, start = {}, 0
     for name, size in sizes.items():
         ranks[name] = list(range(start, start + size))
         start += 0 if colocated else size
-    engine_bundles = [start + i * engine_tp for i in range(engines)]
+    engine_bundles = [start + i * engine_tp if engine_tp else 0 for i in range(engines)]
     total = max([*sizes.values(), engines * engine_tp]) if colocated else start + engines * engine_tp
     return Places(total, ranks, engine_bundles, len(requests) + 1 if colocated else 1)
 

@@ -14,15 +14,20 @@ _TASK = {"source": "reasoning_gym", "name": "chain_sum", "limit": 32}
 _SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
-def grpo(folder: Path, model: Path, *, steps: int) -> Path:
-    """The config file of a GRPO run in `folder`."""
-    tree = {
+def grpo(folder: Path, model: Path, *, steps: int, engine: str = "embedded") -> Path:
+    """The config file of a GRPO run in `folder`: two training ranks, or one that sends its weights to an SGLang elsewhere."""
+    tree: dict[str, Any] = {
         "run": {"name": "grpo", "folder": str(folder / "runs"), "steps": steps, "log_samples": 0},
         "policy": {"layout": {"dp": 2}, "max_tokens_per_micro_batch": 512, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}},
         "data": {"train": _TASK | {"args": _SMALL}, "max_prompt_tokens": 96},
         "rollout": {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6},
         "rewards": [{"name": f"{Path(__file__).with_name('patient.py')}:share_of_digits"}],
     }
+    if engine == "sglang":
+        tree["policy"]["layout"] = {}
+        tree["resources"] = {"placement": "separate"}
+        tree["rollout"] |= {"engine": "sglang", "sync": "process_group", "threads": 1}
+        tree["rollout"]["engine_args"] = {"max_total_tokens": 2048, "max_running_requests": 8}
     return _written(folder / "grpo.yaml", tree, model)
 
 

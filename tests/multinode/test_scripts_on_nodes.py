@@ -6,6 +6,7 @@ The batch systems are not here: `pbsdsh` and `blaunch` are stand-ins that enter 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,19 @@ def test_grpo_over_two_nodes_by_ray(
     assert [int(row["step"]) for row in read_metrics(tmp_path / "runs/grpo/metrics.jsonl")] == [1, 2]
     joined = sorted(tmp_path.glob("runs/grpo/jobs/*/logs/ray-*.txt"))
     assert [path.name for path in joined] == ["ray-0-n1.txt", "ray-1-n2.txt"]
+
+
+@pytest.mark.slow
+def test_an_sglang_on_another_node_is_given_the_policys_weights_and_answers_with_them(
+    network: Network, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_script("pbs", grpo(tmp_path, tiny_model, steps=3, engine="sglang"), network, tmp_path, capsys)
+    rows = read_metrics(tmp_path / "runs/grpo/metrics.jsonl")
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    # the engine computes with the trainer's weights of each step, updated twice by then
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows), rows
+    urls = {url for log in tmp_path.glob("runs/grpo/logs/*") for url in re.findall(r"http://([\d.]+):", log.read_text())}
+    assert urls & {node.address for node in network.nodes}, urls
 
 
 @pytest.mark.slow
