@@ -84,6 +84,18 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["rollout.engine_args={port: 65535}", "rollout.engines=2"], ["from 1 to 65534"]),
         (["rollout.engine_args={max_total_tokens: 100}"], ["rollout.engine_args.max_total_tokens is 100", "768 or more"]),
         (["rollout.engine_args={tp_size: 2}"], ["tp_size", "set by rollout.tp"]),
+        (["rollout.sync=disk"], ["rollout.engine_args has no urls", "rollout.sync is 'disk'"]),
+        (["rollout.engine_args={urls: [http://a:1]}"], ["rollout.engine_args has urls", "rollout.sync is 'tensors'"]),
+        (["rollout.sync=disk", "rollout.engine_args={urls: [http://a:1]}", "rollout.engines=2"], ["as many", "engines = 2"]),
+        (
+            ["rollout.sync=disk", "rollout.engine_args={urls: [a:1]}"],
+            ["rollout.engine_args.urls is the list ['a:1']", "http:// addresses"],
+        ),
+        (["rollout.sync=disk", "rollout.engine_args={urls: [http://a:1], port: 1}"], ["has port beside urls"]),
+        (
+            ["rollout.sync=disk", "rollout.engine_args={urls: [http://a:1]}", "rollout.delta_every=2"],
+            ["delta_every is 2", "be 0"],
+        ),
         (["rollout.engine_args={a: 2}", "rollout.engine=embedded"], ["rollout.engine_args has a", "only 'sglang'"]),
         (["rollout.schedule.staleness=2"], ["rollout.schedule.staleness is 2", "'sync'", "only 'async'"]),
         (["rollout.schedule.over_sample=9"], ["over_sample is 9", "at most rollout.prompts_per_step = 8"]),
