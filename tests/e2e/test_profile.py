@@ -16,13 +16,12 @@ from megarl.config import Config
 from megarl.observe.run_record import read_run
 from megarl.observe.trace import chrome_trace
 from megarl.trainers.rl import train
-from tests.e2e.conftest import local_ray as local_ray  # fixtures
-from tests.e2e.conftest import tiny_config as tiny_config
-from tests.e2e.conftest import tiny_model as tiny_model
 from tests.observe.trace_format import check_trace_events
 
 
-@pytest.mark.usefixtures("local_ray")
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
 def test_a_profiled_step_is_traced_and_computes_the_same(tiny_config: Callable[..., Config]) -> None:
     shared = {"run.steps": 3, "run.export": True, "data.eval": None, "policy.layout": {"tp": 2}, "algorithm.mini_batches": 2}
     plain = tiny_config(**shared)
