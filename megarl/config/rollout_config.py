@@ -91,3 +91,8 @@ class RolloutConfig(Section):
     """What happens between a prompt and the end of its response."""
     deadlines: RolloutDeadlines = RolloutDeadlines()
     """How long the driver waits for an engine."""
+
+    @property
+    def places(self) -> int:
+        """Devices that the engines take of this run's; none if they are servers that run already."""
+        return 0 if self.sync == "disk" else self.engines * self.tp

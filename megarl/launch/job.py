@@ -106,7 +106,7 @@ def places_needed(config: Config | SupervisedConfig) -> int:
             layouts.append(config.critic.layout)
         if config.uses_reward_model and config.reward_model.layout is not None:
             layouts.append(config.reward_model.layout)
-        engines = config.rollout.engines * config.rollout.tp
+        engines = config.rollout.places
     sizes = [*(layout.world_size for layout in layouts), engines]
     return max(sizes) if config.resources.placement == "colocated" else sum(sizes)
 

@@ -114,7 +114,7 @@ def choices(config: Config | SupervisedConfig, gpus: int) -> Iterator[Choice]:
     """Everything that is worth trying: powers of two, tp within a node, stages as even as the layers allow."""
     shape = ModelShape.read(config.model.path)
     separate = isinstance(config, Config) and config.resources.placement == "separate"
-    of_engines = config.rollout.engines * config.rollout.tp if isinstance(config, Config) else 0
+    of_engines = config.rollout.places if isinstance(config, Config) else 0
     groups = 1 + (isinstance(config, Config) and config.uses_critic)
     training = (gpus - of_engines) // groups if separate else gpus
     engine_tps = _engine_tps(config, gpus, separate)

@@ -45,7 +45,7 @@ def open_cluster(config: Config, requests: Sequence[GroupRequest], log_folder: s
     return Cluster(
         requests,
         engines=config.rollout.engines,
-        engine_tp=0 if config.rollout.sync == "disk" else config.rollout.tp,
+        engine_tp=config.rollout.places // config.rollout.engines,
         colocated=config.resources.placement == "colocated",
         ray_address=config.resources.ray_address,
         log_folder=str(log_folder),

@@ -97,8 +97,11 @@ def test_a_folder_that_holds_a_run_is_not_continued_unasked(rl_yaml: Path, tmp_p
 def test_places_are_counted_as_the_cluster_takes_them(rl_yaml: Path, placement: str, extra: list[str]) -> None:
     words = [f"resources.placement={placement}", "policy.layout.dp=4", "rollout.engines=3", "rollout.tp=2", *extra]
     config = load_config(rl_yaml, words)
-    taken = assign_places(group_requests(config), 3, 2, colocated=placement == "colocated").bundles
-    assert places_needed(config) == taken
+    assert places_needed(config) == assign_places(group_requests(config), 3, 2, colocated=placement == "colocated").bundles
+    urls = "rollout.engine_args={urls: [http://a:1, http://b:1, http://c:1]}"
+    elsewhere = load_config(rl_yaml, [*words, "rollout.sync=disk", urls])
+    without = assign_places(group_requests(config), 3, 0, colocated=placement == "colocated")
+    assert places_needed(elsewhere) == without.bundles > max(without.engines)
 
 
 def test_partitions_are_read_from_sinfo_and_refused_with_a_way_out(rl_yaml: Path) -> None:
