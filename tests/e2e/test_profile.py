@@ -18,7 +18,6 @@ from megarl.observe.trace import chrome_trace
 from megarl.trainers.rl import train
 from tests.observe.trace_format import check_trace_events
 
-
 pytestmark = pytest.mark.usefixtures("local_ray")
 
 
