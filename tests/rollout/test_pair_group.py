@@ -25,6 +25,7 @@ from tests.world import World
 
 Q, K, V = (torch.arange(8.0 * rows).reshape(rows, 8) + 100 * rows for rows in (4, 2, 2))
 NORM = torch.arange(8.0)
+OUT = torch.arange(24.0).reshape(3, 8)
 EXPERT = torch.arange(12.0).reshape(3, 4)
 
 
@@ -57,13 +58,16 @@ def sends(addresses: list[tuple[str, int]]) -> None:
                         for name, matrix in (("q", Q), ("k", K), ("v", V)):
                             held = Held(f"x.self_attn.{name}_proj.weight", rank, len(matrix), 0, 0, len(matrix), 4)
                             pieces.append(Piece(held, factor * matrix[:, 4 * rank : 4 * rank + 4]))
+                        for col in (4, 0):  # halves that lie on two ranks of the trainer
+                            held = Held("x.o_proj.weight", rank, 3, 0, col, 3, 4)
+                            pieces.append(Piece(held, (factor * OUT)[:, col : col + 4]))
                     sender.deliver(Staged(pieces))
 
 
 def receives(rank: int, calls: int) -> list[dict[str, Tensor]]:
     """What rank `rank` of the engine holds after each call."""
     found = []
-    model = Model(x__self_attn__qkv_proj__weight=(8, 4), x__norm__weight=(8,))
+    model = Model(x__self_attn__qkv_proj__weight=(8, 4), x__norm__weight=(8,), x__o_proj__weight=(3, 8))
     for _ in range(calls):
         payloads: list[Any] = [None]
         torch.distributed.broadcast_object_list(payloads, src=0)
@@ -93,4 +97,5 @@ def test_slices_whole_tensors_and_other_dtypes_arrive_in_each_rank_over_new_conn
             columns = slice(4 * rank, 4 * rank + 4)
             assert torch.equal(answer["x.self_attn.qkv_proj.weight"], factor * torch.cat([Q, K, V])[:, columns])
             assert torch.equal(answer["x.norm.weight"], factor * NORM)  # a float32 parameter of a bfloat16 model
+            assert torch.equal(answer["x.o_proj.weight"], factor * OUT)
             assert torch.equal(answer["x.experts.0.up_proj.weight"], factor * EXPERT)
