@@ -12,7 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -128,37 +128,44 @@ class GroupSender(_Sender):
         check_alive(endpoint)
         self._rendezvous = Rendezvous(f"{address[0]}/{os.getpid()}", *address, backend, timeout_s)
         self._store = self._rendezvous.store(is_sender=True)
-        self._groups: list[torch.distributed.ProcessGroup] = []
+        self._groups: dict[int, torch.distributed.ProcessGroup] = {}
         self._calls = 0
 
     def deliver(self, staged: Staged) -> None:
         """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
-        ranks = range(self.endpoint.layout.target.ranks)
-        of_ranks = [[piece for piece in staged.pieces if rank in piece.held.ranks(len(ranks))] for rank in ranks]
-        contents = [[(*held, dtype_name(tensor)) for held, tensor in pieces] for pieces in of_ranks]
-        asked = [receiving(self._rendezvous, self._calls, rank, content) for rank, content in zip(ranks, contents, strict=True)]
-        loading = self._call([serialize(one, has_cuda=False) for one in asked])
-        while not self._store.check([ready(self._calls, rank) for rank in ranks]):
+        ranks = self.endpoint.layout.target.ranks
+        of_ranks: dict[int, list[Piece]] = {}
+        for piece in staged.pieces:
+            for rank in piece.held.ranks(ranks):
+                of_ranks.setdefault(rank, []).append(piece)
+        loading = self._call([self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)])
+        while not self._store.check([ready(self._calls, rank) for rank in of_ranks]):
             if loading.ended_within(POLL_S):
                 loading.raise_if_failed()
         self._calls += 1
         try:
-            self._groups = self._groups or [self._rendezvous.join(self._store, rank, SENDER) for rank in ranks]
+            for rank in of_ranks:
+                self._groups[rank] = self._groups.get(rank) or self._rendezvous.join(self._store, rank, SENDER)
             self._broadcast(of_ranks, loading)
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
 
-    def _broadcast(self, of_ranks: Sequence[Sequence[Piece]], loading: _Call) -> None:
+    def _announced(self, rank: int, pieces: Sequence[Piece]) -> str:
+        """The payload that tells `rank` what comes."""
+        content = [(*held, dtype_name(tensor)) for held, tensor in pieces]
+        return serialize(receiving(self._rendezvous, self._calls, rank, content) if content else [], has_cuda=False)
+
+    def _broadcast(self, of_ranks: Mapping[int, Sequence[Piece]], loading: _Call) -> None:
         """Hand every rank its pieces, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
         under_way: deque[tuple[Any, torch.Tensor]] = deque()
         nbytes = 0
-        for turn in zip_longest(*of_ranks):
-            for group, piece in zip(self._groups, turn, strict=True):
+        for turn in zip_longest(*of_ranks.values()):
+            for rank, piece in zip(of_ranks, turn, strict=True):
                 if piece is None:
                     continue
                 values = piece.tensor.detach().contiguous()
-                under_way.append((handed_over(values, group), values))
+                under_way.append((handed_over(values, self._groups[rank]), values))
                 nbytes += values.nbytes
                 while nbytes > AHEAD_BYTES:
                     nbytes -= _wait(*under_way.popleft(), loading)
@@ -167,8 +174,8 @@ class GroupSender(_Sender):
 
     def close(self) -> None:
         """Leave the groups; the engine drops its side when this process connects anew."""
-        groups, self._groups = self._groups, []
-        for group in groups:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
             torch.distributed.destroy_process_group(group)
 
     def __enter__(self) -> GroupSender:
