@@ -36,10 +36,8 @@ class EpisodeConfig(Section):
 
 
 class RolloutDeadlines(Section):
-    """How long the driver waits for an engine."""
+    """How long the driver waits for an engine that has started."""
 
-    start_s: Seconds = 300.0
-    """Seconds until an engine has started."""
     generate_s: Seconds = 1800.0
     """Seconds until one step's responses are complete."""
     update_s: Seconds = 300.0

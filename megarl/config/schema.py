@@ -324,7 +324,7 @@ class WorkerDeadlines(Section):
     """How long the driver waits for the training workers."""
 
     start_s: Seconds = 300.0
-    """Seconds until all workers have joined and loaded the model."""
+    """Seconds until all workers have joined and loaded the model, and until an engine has started."""
     step_s: Seconds = 1800.0
     """Seconds until one phase of a step is done on every rank."""
     save_s: Seconds = 600.0

@@ -73,7 +73,7 @@ class Rollouts:
             self._respond(greedy=False),
             groups_per_request=at_once,
             groups_per_engine=at_most,
-            restart_deadline_s=rollout.deadlines.start_s + GRACE_S,
+            restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
         )
 
     def begin_start(self) -> list[Any]:
@@ -82,7 +82,7 @@ class Rollouts:
 
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
         """Wait until the engines answer; `roles` hold the policy that they will be given."""
-        wait_for(starting, phase="engine start", deadline_s=self.config.rollout.deadlines.start_s + GRACE_S)
+        wait_for(starting, phase="engine start", deadline_s=self.config.resources.deadlines.start_s + GRACE_S)
         if self._serves_other_weights:
             self.scheduler.empty()
         else:
@@ -214,7 +214,7 @@ class Rollouts:
             return {"dtype": config.model.dtype, "seed": config.run.seed, "initial_version": 0}
         if rollout.sync == "disk":
             url, token = rollout.engine_args["urls"][number], os.environ.get("MEGARL_ENGINE_TOKEN")
-            return {"url": url, "token": token, "dtype": config.model.dtype, "deadline_s": rollout.deadlines.start_s}
+            return {"url": url, "token": token, "dtype": config.model.dtype, "deadline_s": config.resources.deadlines.start_s}
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         requests = self._share_of_a_step * rollout.samples_per_prompt
         on_cpu = platform_name == "cpu"
@@ -231,5 +231,5 @@ class Rollouts:
             "max_total_tokens": requests * tokens + 1024 if on_cpu else None,
             "max_running_requests": max(requests, 64) if on_cpu else None,
             "extra": extra,
-            "start_timeout_s": rollout.deadlines.start_s,
+            "start_timeout_s": config.resources.deadlines.start_s,
         }
