@@ -4,9 +4,9 @@
 
 Colocated updates (shared memory) are compared with two processes that hand the same bytes through shared memory, bucket by
 bucket: one copies them in, the other copies them out, neither while the other does. Disaggregated updates (a process group)
-are compared with a plain Gloo broadcast of the same bytes. An update is what a run with one training rank does: begin, all that the
-reshard plan says, cut from Megatron's parameters, end; with the comparison of every checksum, and without it. Plain transfers and updates take turns. The plain readers have one thread each, engine and sender all cores, as in
-a run.
+are compared with a plain Gloo broadcast of the same bytes. An update is what a run with one training rank does: begin, all
+that the reshard plan says, cut from Megatron's parameters, end; with the comparison of every checksum, and without it. Plain
+transfers and updates take turns. The plain readers have one thread each, engine and sender all cores, as in a run.
 """
 
 from __future__ import annotations
