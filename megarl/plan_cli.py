@@ -128,6 +128,8 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
 
     layout, target, bound = plan.layout, plan.target, cost.bound
     placed = "on the trainer's GPUs" if config.resources.placement == "colocated" else "on nodes of their own"
+    is_staged = config.rollout.sync == "tensors"
+    staging = f"{_size(cost.peak_staging_bytes)} on a sending rank" if is_staged else "none: sent from where the weights lie"
     buckets = f"{len(plan.bucket_starts) - 1:,} buckets of at most {_size(plan.bucket_bytes)}"
     table = Table(box=None, pad_edge=False, show_header=False)
     for label, value in (
@@ -143,7 +145,7 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
         ("redundancy", f"{cost.redundancy:.3f} bytes received for each byte held"),
         ("a rank sends", _range(cost.sent)),
         ("a rank receives", _range(cost.received)),
-        ("peak staging", f"{_size(cost.peak_staging_bytes)} on a sending rank"),
+        ("peak staging", staging),
         ("predicted", f"{cost.seconds:.3g} s, bound by {bound.name} {bound.where} at {bound.gb_per_s:g} GB/s"),
     ):
         table.add_row(label, value)

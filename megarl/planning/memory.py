@@ -16,8 +16,8 @@ from megarl.config import SupervisedConfig
 from megarl.planning.activations import STATISTICS, Precision, layer_activations, norm
 from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, Gpu
 from megarl.planning.parameters import Parameters, stage_parameters
-from megarl.reshard.cost import STAGED_BUCKETS
-from megarl.reshard.plan import BUCKET_BYTES
+from megarl.reshard.cost import STAGED_LOADS
+from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.run_plan import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -318,4 +318,4 @@ def engine_working_bytes(engines: Engines) -> float:
 
 def staging_bytes(engines: Engines) -> float:
     """On a training rank while weights are sent: a bucket that is filled while another is read, of those that it sends."""
-    return float(STAGED_BUCKETS * min(BUCKET_BYTES, engines.weight_bytes))
+    return float(STAGED_LOADS * min(LOAD_BYTES, engines.weight_bytes))

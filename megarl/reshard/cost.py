@@ -15,12 +15,12 @@ import numpy as np
 
 from megarl.config.yaml_tree import describe_value, read_yaml
 from megarl.errors import ConfigError, nearest
-from megarl.reshard.plan import ReshardPlan
+from megarl.reshard.plan import TOGETHER, ReshardPlan
 from megarl.reshard.targets import EVERY_RANK
 from megarl.reshard.tensors import Ints
 
 LINKS = ("same GPU", "NVLink", "InfiniBand")
-STAGED_BUCKETS = 2
+STAGED_LOADS = 2
 """One is filled while the other is read."""
 _BATCH = 2**20
 
@@ -122,7 +122,7 @@ def cost_of(plan: ReshardPlan, cluster: Cluster, *, colocated: bool) -> Cost:
     return Cost(
         links=tuple(links),
         redundancy=float(received.sum() / plan.own_bytes),
-        peak_staging_bytes=STAGED_BUCKETS * int(plan.bucket_nbytes.max()),
+        peak_staging_bytes=STAGED_LOADS * min(ranks, TOGETHER) * int(plan.bucket_nbytes.max()),
         sent=(int(of_ranks.min()), int(of_ranks.max())),
         received=(int(received.min()), int(received.max())),
     )

@@ -64,16 +64,15 @@ class Load:
 class RankPlan:
     """One training rank's part of a plan, laid out once for all updates.
 
-    A load has buckets for all ranks of an engine that the rank sends to, in turn, so that they copy at the same time. It has at
-    most `ranks * plan.bucket_bytes`: a plan for loads of n bytes is made with `bucket_bytes = n // ranks`. `at_once`: what goes
-    to the same engines is one load; for senders that stage nothing.
+    A load has buckets for the ranks of an engine that the rank sends to, in turn, so that they copy at the same time; it has at
+    most `plan.load_bytes`. `at_once`: what goes to the same engines is one load; for senders that stage nothing.
     """
 
     def __init__(self, plan: ReshardPlan, rank: int, at_once: bool = False) -> None:
         self._plan = plan
         held = plan.all_slices
         self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
-        limit = math.inf if at_once else plan.target.ranks * plan.bucket_bytes
+        limit = math.inf if at_once else plan.load_bytes
         self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _together(plan.sends(rank), limit)]
 
     @property

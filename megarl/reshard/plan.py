@@ -28,7 +28,10 @@ from megarl.reshard.template import Transfers, engine_transfers
 from megarl.reshard.tensors import Ints, TensorTable
 
 BUCKET_BYTES = 64 * 2**20
-"""Bytes that are staged and sent at once, at most."""
+"""Bytes for one rank of an engine that are sent at once, at most."""
+LOAD_BYTES = 128 * 2**20
+"""What a training rank of a run stages at once, at most: a bucket for each of up to `TOGETHER` ranks of an engine."""
+TOGETHER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,11 @@ class ReshardPlan:
     sources: Sources = field(repr=False)
     transfers: Transfers = field(repr=False)
     bucket_starts: Ints = field(repr=False)
+
+    @property
+    def load_bytes(self) -> int:
+        """What a training rank stages at once, at most."""
+        return self.bucket_bytes * min(self.target.ranks, TOGETHER)
 
     # what is moved ------------------------------------------------------------------------------------------------
 
@@ -243,6 +251,11 @@ class ReshardPlan:
 
 def _is_for(ranks: Ints, engine_rank: int) -> npt.NDArray[np.bool_]:
     return (ranks == engine_rank) | (ranks == EVERY_RANK)
+
+
+def bucket_of_load(load_bytes: int, target: Target) -> int:
+    """`bucket_bytes` of a plan of which loads of `load_bytes` are made."""
+    return load_bytes // min(target.ranks, TOGETHER)
 
 
 def plan_reshard(

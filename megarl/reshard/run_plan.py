@@ -10,7 +10,7 @@ from megarl.config.yaml_tree import describe_value
 from megarl.errors import ConfigError, LayoutError
 from megarl.models.registry import load_hf_config
 from megarl.reshard.block_scales import fp8_scales
-from megarl.reshard.plan import ReshardPlan, plan_reshard
+from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.reshard.targets import Target
 
 if TYPE_CHECKING:
@@ -34,7 +34,15 @@ def plan_of_run(config: Config) -> ReshardPlan:
     """
     hf_config, engine_model = load_hf_config(config.model.path), config.rollout.engine_args.get("model_path")
     fp8 = engine_model is not None and fp8_scales(load_hf_config(str(engine_model))) is not None
-    return plan_reshard(hf_config, config.policy.layout, target_of_run(config), itemsize=ITEMSIZE[config.model.dtype], fp8=fp8)
+    to = target_of_run(config)
+    return plan_reshard(
+        hf_config,
+        config.policy.layout,
+        to,
+        itemsize=ITEMSIZE[config.model.dtype],
+        bucket_bytes=bucket_of_load(LOAD_BYTES, to),
+        fp8=fp8,
+    )
 
 
 def target_of_run(config: Config) -> Target:

@@ -21,14 +21,14 @@ from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.reshard.delta import SentWeights
 from megarl.reshard.pieces import Held, Load, Piece
-from megarl.reshard.plan import ReshardPlan, plan_reshard
+from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.reshard.quantise import Fp8Quantiser
 from megarl.rollout.checksums import digest
 from megarl.rollout.payload import InPlace, Staged, Staging
 from megarl.rollout.same_model import ModelFacts
 from megarl.rollout.sglang_senders import Endpoint, GroupSender, TensorSender, taken
 
-BUCKET_BYTES = 128 * 2**20
+BUCKET_BYTES = LOAD_BYTES
 """Tensors sent at once, at most. For every request SGLang looks at all modules of the model, about 10 ms for 30 layers."""
 
 Target = Any
@@ -119,7 +119,8 @@ def plan_for(target: Target, trainer: ModelFacts, layout: Layout, engines: int) 
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize
     fp8 = target.layout.model.fp8_scales is not None
-    return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=BUCKET_BYTES // to.ranks, fp8=fp8)
+    bucket_bytes = bucket_of_load(BUCKET_BYTES, to)
+    return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, fp8=fp8)
 
 
 def quantiser_for(target: Target) -> Fp8Quantiser | None:
