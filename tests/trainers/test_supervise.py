@@ -26,7 +26,7 @@ folder, behaviour, restarts, resume, ahead_s = Path(sys.argv[1]), sys.argv[2], i
 now = time.time
 time.time = lambda: now() + ahead_s
 supervise.FIRST_WAIT_S = 0.1
-attempt.BEAT_S, attempt.SILENT_S, attempt.TEARDOWN_S = 0.1, 3.0, 1.0
+attempt.BEAT_S, attempt.SILENT_S, attempt.TEARDOWN_S = 0.1, 3.0, 5.0
 
 def train(config):
     tries = folder / "tries"
