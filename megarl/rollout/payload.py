@@ -99,14 +99,9 @@ class Staging:
         """Copy `pieces` into the next buffer."""
         number, self._next = self._next, (self._next + 1) % len(self._buffers)
         _wait_for_readers(self._staged[number])
-        starts, size = _starts(pieces)
+        size = packed_starts(pieces)[-1]
         buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
-        copies = []
-        for start, (held, tensor) in zip(starts, pieces, strict=True):
-            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            _copy(copy, tensor.detach())
-            copies.append(Piece(held, copy))
-        staged = self._staged[number] = Staged(copies, buffer, f"{self._name}/{number}")
+        staged = self._staged[number] = Staged(pack(pieces, buffer), buffer, f"{self._name}/{number}")
         return staged
 
     def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
@@ -124,13 +119,23 @@ def _wait_for_readers(staged: Staged | None) -> None:
         reader.exception()  # waits; a failure is its owner's to report
 
 
-def _starts(pieces: Sequence[Piece]) -> tuple[list[int], int]:
-    """Where each of `pieces` begins in a buffer, and the bytes of all."""
+def packed_starts(pieces: Sequence[Piece]) -> list[int]:
+    """Where each of `pieces` begins in a buffer of bytes, and where the last one ends."""
     starts, end = [], 0
     for _, tensor in pieces:
         starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
         end = starts[-1] + tensor.nbytes
-    return starts, end
+    return [*starts, end]
+
+
+def pack(pieces: Sequence[Piece], buffer: torch.Tensor) -> list[Piece]:
+    """Copies of `pieces` in `buffer`."""
+    copies = []
+    for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
+        copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        _copy(copy, tensor.detach())
+        copies.append(Piece(held, copy))
+    return copies
 
 
 def _copy(to: torch.Tensor, values: torch.Tensor) -> None:

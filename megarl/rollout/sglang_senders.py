@@ -12,7 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -26,13 +26,17 @@ from megarl.reshard.targets import EVERY_RANK
 from megarl.rollout.checksums import UNCHECKED, EngineLayout, digest
 from megarl.rollout.engine import Bucket
 from megarl.rollout.pair_group import SENDER, Rendezvous, handed_over, ready
-from megarl.rollout.payload import SLICED, Staged, Staging, dtype_name, serialize
+from megarl.rollout.payload import SLICED, Staged, Staging, dtype_name, pack, packed_starts, serialize
 from megarl.rollout.slice_loader import receiving
 
 POLL_S = 0.001
 ALIVE_S = 30.0
 AHEAD_BYTES = 64 * 2**20
-"""Bytes given to process groups that engines need not have received yet, at most; beside one piece."""
+"""Bytes given to process groups that engines need not have received yet, at most; beside one message."""
+SMALL_BYTES, TOGETHER_BYTES = 2**20, 8 * 2**20
+"""Pieces smaller than the first travel together, in messages of about the second: each message takes time of its own."""
+
+Message = Sequence[Piece]
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class TensorSender(_Sender):
 class GroupSender(_Sender):
     """Sends each rank of an engine its own slices over a process group of the two, made at the first delivery.
 
-    The values go from where they lie to where the rank holds them; only columns cut from a matrix are copied on either side.
+    The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
     `backend` is `gloo` on CPU and `nccl` on CUDA. As a context manager it closes when left.
     """
 
@@ -134,10 +138,11 @@ class GroupSender(_Sender):
     def deliver(self, staged: Staged) -> None:
         """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
         ranks = self.endpoint.layout.target.ranks
-        of_ranks: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[Piece]] = {}
         for piece in staged.pieces:
             for rank in piece.held.ranks(ranks):
-                of_ranks.setdefault(rank, []).append(piece)
+                pieces.setdefault(rank, []).append(piece)
+        of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
         loading = self._call([self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)])
         while not self._store.check([ready(self._calls, rank) for rank in of_ranks]):
             if loading.ended_within(POLL_S):
@@ -151,20 +156,26 @@ class GroupSender(_Sender):
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
 
-    def _announced(self, rank: int, pieces: Sequence[Piece]) -> str:
+    def _announced(self, rank: int, messages: Sequence[Message]) -> str:
         """The payload that tells `rank` what comes."""
-        content = [(*held, dtype_name(tensor)) for held, tensor in pieces]
+        content = [
+            [
+                (*piece.held, dtype_name(piece.tensor), start, start + piece.tensor.nbytes)
+                for piece, start in zip(message, packed_starts(message)[:-1], strict=True)
+            ]
+            for message in messages
+        ]
         return serialize(receiving(self._rendezvous, self._calls, rank, content) if content else [], has_cuda=False)
 
-    def _broadcast(self, of_ranks: Mapping[int, Sequence[Piece]], loading: _Call) -> None:
-        """Hand every rank its pieces, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
+    def _broadcast(self, of_ranks: Mapping[int, Sequence[Message]], loading: _Call) -> None:
+        """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
         under_way: deque[tuple[Any, torch.Tensor]] = deque()
         nbytes = 0
         for turn in zip_longest(*of_ranks.values()):
-            for rank, piece in zip(of_ranks, turn, strict=True):
-                if piece is None:
+            for rank, message in zip(of_ranks, turn, strict=True):
+                if message is None:
                     continue
-                values = piece.tensor.detach().contiguous()
+                values = _values(message)
                 under_way.append((handed_over(values, self._groups[rank]), values))
                 nbytes += values.nbytes
                 while nbytes > AHEAD_BYTES:
@@ -183,6 +194,33 @@ class GroupSender(_Sender):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _messages(pieces: Sequence[Piece]) -> Iterator[Message]:
+    """Pieces as they travel: large ones alone, small ones together."""
+    small: list[Piece] = []
+    nbytes = 0
+    for piece in pieces:
+        if piece.tensor.nbytes >= SMALL_BYTES:
+            yield [piece]
+            continue
+        small.append(piece)
+        nbytes += piece.tensor.nbytes
+        if nbytes >= TOGETHER_BYTES:
+            yield small
+            small, nbytes = [], 0
+    if small:
+        yield small
+
+
+def _values(message: Message) -> torch.Tensor:
+    """What travels: the only piece where it lies, if it lies in one block, or a copy of all."""
+    first = message[0].tensor.detach()
+    if len(message) == 1 and first.is_contiguous():
+        return first
+    buffer = torch.empty(packed_starts(message)[-1], dtype=torch.uint8, device=first.device)
+    pack(message, buffer)
+    return buffer
 
 
 def _wait(work: Any, values: torch.Tensor, loading: _Call) -> int:

@@ -80,11 +80,14 @@ def _read(parameters: Parameters, content: Iterable[tuple[Any, ...]], buffer: to
 
 
 RECEIVE = "receive"
-AHEAD_BYTES = 64 * 2**20  # what the sender may be ahead, so that neither waits for the other's small pieces
+AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
 
 
-def receiving(where: Rendezvous, call: int, rank: int, content: Iterable[tuple[Any, ...]]) -> list[tuple[Any, Any]]:
-    """The payload by which `rank` receives pieces, `(*held, dtype)`, from the sender over their process group."""
+def receiving(where: Rendezvous, call: int, rank: int, content: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` receives messages over its process group with the sender.
+
+    A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
+    """
     return [((RECEIVE, (tuple(where), call, rank, list(content))), _NoTensor())]
 
 
@@ -99,7 +102,7 @@ _groups: dict[str, tuple[Rendezvous, Any, Any]] = {}
 """By sender: how it was reached last, its store, and the group."""
 
 
-def _receive(parameters: Parameters, where: tuple[Any, ...], call: int, rank: int, content: Iterable[tuple[Any, ...]]) -> Whole:
+def _receive(parameters: Parameters, where: tuple[Any, ...], call: int, rank: int, content: Iterable[Any]) -> Whole:
     """Take what the sender sends to where it belongs; gives what is whole."""
     rendezvous = Rendezvous(*where)
     if rendezvous.sender in _groups and _groups[rendezvous.sender][0] != rendezvous:
@@ -111,32 +114,35 @@ def _receive(parameters: Parameters, where: tuple[Any, ...], call: int, rank: in
     _groups[rendezvous.sender] = rendezvous, store, group
 
     device = next(iter(parameters.values())).device
-    under_way: deque[tuple[Any, torch.Tensor, torch.Tensor | None]] = deque()
+    under_way: deque[tuple[Any, torch.Tensor, Any]] = deque()
     nbytes, whole = 0, []
-    for *place, dtype in content:
-        held = Held(*place)
-        to = box(parameters, held) if held.engine_rank != EVERY_RANK else None
-        if to is not None and to.is_contiguous() and to.dtype == getattr(torch, dtype):
-            values, to = to, None
-        else:
-            values = torch.empty(held.rows, held.cols, dtype=getattr(torch, dtype), device=device)
-        if held.engine_rank == EVERY_RANK:
-            whole.append((held.tensor, values))
-        under_way.append((handed_over(values, group), values, to))
+
+    def finish_one() -> int:
+        work, values, pieces = under_way.popleft()
+        work.wait()
+        whole.extend(_read(parameters, pieces, values))
+        return values.nbytes
+
+    for message in content:
+        in_place = _in_place(parameters, message)
+        values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
+        under_way.append((handed_over(values, group), values, message if in_place is None else ()))
         nbytes += values.nbytes
         while nbytes > AHEAD_BYTES:
-            nbytes -= _arrived(*under_way.popleft())
-    for one in under_way:
-        _arrived(*one)
+            nbytes -= finish_one()
+    while under_way:
+        finish_one()
     return whole
 
 
-def _arrived(work: Any, values: torch.Tensor, to: torch.Tensor | None) -> int:
-    """The bytes of `values`, once they have come and been copied `to` where they belong, if they are not there yet."""
-    work.wait()
-    if to is not None:
-        to.copy_(values)
-    return values.nbytes
+def _in_place(parameters: Parameters, message: Any) -> torch.Tensor | None:
+    """Where a message's only piece belongs, if it can be received there as it comes."""
+    *place, dtype, _, _ = message[0]
+    held = Held(*place)
+    if len(message) > 1 or held.engine_rank == EVERY_RANK:
+        return None
+    to = box(parameters, held)
+    return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
 
 def engine_name(name: str) -> tuple[str, int, int]:

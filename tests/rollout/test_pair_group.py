@@ -61,7 +61,9 @@ def sends(addresses: list[tuple[str, int]]) -> None:
                         for col in (4, 0):  # halves that lie on two ranks of the trainer
                             held = Held("x.o_proj.weight", rank, 3, 0, col, 3, 4)
                             pieces.append(Piece(held, (factor * OUT)[:, col : col + 4]))
-                    sender.deliver(Staged(pieces))
+                    # first all together, then each alone
+                    with mock.patch.object(sglang_senders, "SMALL_BYTES", 2**20 if factor == 1 else 0):
+                        sender.deliver(Staged(pieces))
 
 
 def receives(rank: int, calls: int) -> list[dict[str, Tensor]]:
