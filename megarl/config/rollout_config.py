@@ -94,3 +94,8 @@ class RolloutConfig(Section):
     def places(self) -> int:
         """Devices that the engines take of this run's; none if they are servers that run already."""
         return 0 if self.sync == "disk" else self.engines * self.tp
+
+    @property
+    def other_weights(self) -> str | None:
+        """The engine argument by which the engines start with other weights than the policy's, and are sent these first."""
+        return next((name for name in ("model_path", "urls") if name in self.engine_args), None)

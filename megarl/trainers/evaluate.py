@@ -53,6 +53,11 @@ def answer(
         raise ConfigError("rewards is empty, but responses are judged by its sources; it may have one of weight 0")
     check_architectures(config)
     check_engine_args(config.rollout.engine_args)
+    if checkpoint is None and (name := config.rollout.other_weights) is not None:
+        raise ConfigError(
+            f"rollout.engine_args has {name}, by which engines have other weights until they are sent some; leave it out, "
+            "or name a checkpoint whose weights they are to be sent"
+        )
     folder = CheckpointFolder(config.run_folder).resolve(checkpoint) if checkpoint is not None else None
     tokenizer = load_tokenizer(config.model.path)
     with ExitStack() as stack:

@@ -83,7 +83,7 @@ class Rollouts:
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
         """Wait until the engines answer; `roles` hold the policy that they will be given."""
         wait_for(starting, phase="engine start", deadline_s=self.config.resources.deadlines.start_s + GRACE_S)
-        if self._serves_other_weights:
+        if self.config.rollout.other_weights:
             self.scheduler.empty()
         else:
             self.scheduler.resume(range(len(self.engines)), self.version)
@@ -196,11 +196,6 @@ class Rollouts:
         return self.config.rollout.engine != "sglang"
 
     @property
-    def _serves_other_weights(self) -> bool:
-        """Whether the engines are given weights first: they start from the policy's model in FP8, or ran already."""
-        return bool({"model_path", "urls"} & self.config.rollout.engine_args.keys())
-
-    @property
     def _share_of_a_step(self) -> int:
         """Groups of a step that an engine gets if all get as many."""
         rollout = self.config.rollout
@@ -221,7 +216,7 @@ class Rollouts:
         extra = dict(rollout.engine_args)
         port = extra.pop("port", None)
         return {
-            "initial_version": None if self._serves_other_weights else 0,
+            "initial_version": None if rollout.other_weights else 0,
             "log_file": logs / f"engine-{number}.log",
             "device": platform_name,
             "dtype": config.model.dtype,

@@ -90,3 +90,10 @@ def test_eval_counts_what_every_function_calls_right(config: Config) -> None:
     figures = evaluate(config, None)
     assert figures["prompts"] == 8
     assert figures["accuracy"] == pytest.approx(figures["reward"])
+
+
+def test_eval_of_a_model_by_engines_that_have_another_is_refused(tiny_config: Callable[..., Config]) -> None:
+    urls = {"rollout.engine_args": {"urls": ["http://127.0.0.1:9"]}}
+    config = tiny_config(**{"rollout.engine": "sglang", "rollout.sync": "disk", **urls})
+    with pytest.raises(ConfigError, match=r"rollout.engine_args has urls, .* leave it out, or name a checkpoint"):
+        evaluate(config, None)
