@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 
 import psutil
 
@@ -13,14 +14,17 @@ SLOW = ("(a+)+$", "a" * 24 + "b")
 """A pattern and a text over which Python's `re` thinks for seconds."""
 
 
-def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "verifier_child.py" in " ".join(child.cmdline())]
+def children(earlier: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """This process's, without those of other tests' pools."""
+    mine = psutil.Process().children()
+    return [child for child in mine if child not in earlier and "verifier_child.py" in " ".join(child.cmdline())]
 
 
 def test_a_child_that_is_killed_is_replaced_and_its_answer_is_judged() -> None:
+    earlier = children()
     pool = ChildPool("format_regex", timeout_s=30)
     assert pool.judge([("a+", "aaa"), ("a+", "b")], time.monotonic() + 60) == [1.0, 0.0]
-    [idle] = children()
+    [idle] = children(earlier)
     idle.kill()
     assert pool.judge([("a+", "aa")], time.monotonic() + 60) == [1.0]
 
@@ -28,7 +32,7 @@ def test_a_child_that_is_killed_is_replaced_and_its_answer_is_judged() -> None:
     asking = threading.Thread(target=lambda: verdicts.extend(pool.judge([SLOW], time.monotonic() + 60)))
     asking.start()
     time.sleep(0.3)
-    [busy] = children()
+    [busy] = children(earlier)
     assert busy.pid != idle.pid
     assert asking.is_alive(), "the pattern is too fast for this test"
     busy.kill()

@@ -17,6 +17,7 @@ SHELTERED = {
     ("B615", "*"): "folders on disk, never downloads: local_files_only, or a path that was looked at before",
     ("B310", "rollout/sglang_senders.py"): "the URL is that of a server that megarl started",
     ("B310", "rollout/sglang_server.py"): "the same",
+    ("B310", "rollout/external.py"): "the config has looked at the URLs: http or https",
     ("B301", "rewards/verifier_child.py"): "a child reads what its own parent wrote on a pipe; answers come back as JSON",
     ("B102", "rewards/sandbox_child.py"): "running a response is what the sandbox is for",
     ("B108", "launch/*"): "names of folders that are asked about or mounted, not files that are made",
