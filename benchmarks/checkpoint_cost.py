@@ -11,7 +11,6 @@ it takes to copy weights and moments; the second shares the machine with the wri
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -19,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from workload import PROMPTS, ROOT, machine, versions, write_prompts
+from workload import PROMPTS, ROOT, machine, publish, versions, write_prompts
 
 from megarl.config import Config, load_config
 from megarl.trainers.rl_run import RlRun
@@ -95,10 +94,7 @@ def main() -> None:
         "overrides": arguments.overrides,
         **figures,
     }
-    text = json.dumps(result, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ threads that bring pages to the disk count, and whatever else the machine did.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import shutil
@@ -22,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from workload import ROOT, machine, versions
+from workload import ROOT, machine, publish, versions
 
 from megarl.checkpoint.dist_writer import write_shards
 from megarl.megatron.shards import Box, Shards
@@ -84,10 +83,7 @@ def main() -> None:
         "checkpoint_bytes": shards.nbytes,
         **figures,
     }
-    text = json.dumps(result, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    publish(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ the checkpoint over, name the file and choose the one before. At last the run is
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workload import ROOT, machine, versions
+from workload import ROOT, machine, publish, versions
 
 from megarl.checkpoint import CheckpointFolder
 
@@ -99,10 +98,7 @@ def main() -> None:
         "resumed_over_a_damaged_one": resumed,
         "seconds": round(seconds, 1),
     }
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n")
-    print(text)
+    publish(report, arguments.out)
     if not (resumed and trials == counts["detected"] == counts["recovered"]):
         sys.exit("some damage was not seen")
 

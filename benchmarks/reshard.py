@@ -36,10 +36,11 @@ from workload import machine
 from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
 from megarl.reshard.pieces import RankPlan
+from megarl.reshard.plan import LOAD_BYTES
 from megarl.rollout.payload import sharing_by_file
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_server import HOST, ServerOptions
-from megarl.workers.weight_sync import BUCKET_BYTES, Pusher, open_sender, plan_for
+from megarl.workers.weight_sync import Pusher, open_sender, plan_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 ONE_BILLION = LlamaConfig(
@@ -82,7 +83,7 @@ class SharedMemory:
     """All bytes from this process into another's memory, through one shared buffer; `once` is what is timed."""
 
     def __init__(self, flat: Tensor) -> None:
-        self._source = flat.split(BUCKET_BYTES)
+        self._source = flat.split(LOAD_BYTES)
         self._shared = torch.zeros(max(map(len, self._source)), dtype=torch.uint8)
         with sharing_by_file():
             self._shared.share_memory_()
@@ -125,7 +126,7 @@ class Gloo:
     """A plain broadcast of all bytes, bucket by bucket, from this process to another; `once` is what is timed."""
 
     def __init__(self, flat: Tensor) -> None:
-        self._source, port = flat.split(BUCKET_BYTES), free_port()
+        self._source, port = flat.split(LOAD_BYTES), free_port()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         sizes = [len(chunk) for chunk in self._source]
@@ -252,7 +253,7 @@ def main() -> None:
     record = {
         "command": shlex.join(["python", "benchmarks/reshard.py", *sys.argv[1:]]),
         "machine": machine(),
-        "setup": {"bucket_bytes": BUCKET_BYTES, "repeats": arguments.repeats, "figures": "medians"},
+        "setup": {"bucket_bytes": LOAD_BYTES, "repeats": arguments.repeats, "figures": "medians"},
         "versions": {"torch": torch.__version__, "sglang": version("sglang"), "python": platform.python_version()},
         "models": results,
     }

@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,14 @@ def medians(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> dict[str, 
 def versions() -> dict[str, str]:
     """Versions of what megarl runs on."""
     return {name: version(name) for name in VERSIONS} | {"python": platform.python_version()}
+
+
+def publish(report: Mapping[str, Any], out: Path | None) -> None:
+    """Print a benchmark's report, and write it to `out` if there is one."""
+    text = json.dumps(report, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+    print(text)
 
 
 def machine() -> dict[str, Any]:

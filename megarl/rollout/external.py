@@ -117,11 +117,7 @@ class ExternalEngine(SglangEngine):
         self._weights.check(version)
         with self._failing():
             async with self._session(CONTROL_TIMEOUT_S) as session:
-                await self._post(session, "flush_cache", {})
-                await self._set_server_version(session, version)
-                self._weights.confirm()
-                if not self._paused:
-                    await self._post(session, "continue_generation", {})
+                await self._serve(session, version)
 
     async def restart(self) -> None:
         """Wait until it answers again; the weights then have no known version."""

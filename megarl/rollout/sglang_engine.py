@@ -190,11 +190,15 @@ class SglangEngine:
                 compare(sent, held | missing)
                 await self._post(session, "end_weight_update", {})
                 self._session_open = False
-                await self._post(session, "flush_cache", {})
-                await self._set_server_version(session, version)
-                self._weights.confirm()
-                if not self._paused:
-                    await self._post(session, "continue_generation", {})
+                await self._serve(session, version)
+
+    async def _serve(self, session: aiohttp.ClientSession, version: int) -> None:
+        """Answer under the weights of `version` from now on: they are all there."""
+        await self._post(session, "flush_cache", {})
+        await self._set_server_version(session, version)
+        self._weights.confirm()
+        if not self._paused:
+            await self._post(session, "continue_generation", {})
 
     async def abandon_update(self) -> None:
         # the server's own session stays open, and sampling paused, until the next update

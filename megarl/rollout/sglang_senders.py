@@ -26,7 +26,7 @@ from megarl.reshard.targets import EVERY_RANK
 from megarl.rollout.checksums import UNCHECKED, EngineLayout, digest
 from megarl.rollout.engine import Bucket
 from megarl.rollout.pair_group import SENDER, Rendezvous, handed_over, ready
-from megarl.rollout.payload import SLICED, Staged, Staging, dtype_name, pack, packed_starts, serialize
+from megarl.rollout.payload import SLICED, InPlace, Staged, Staging, dtype_name, pack, packed_starts, serialize
 from megarl.rollout.slice_loader import receiving
 
 POLL_S = 0.001
@@ -58,7 +58,7 @@ class _Sender:
 
     def __init__(self, endpoint: Endpoint, timeout_s: float = 300.0) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
-        self._staging: Staging | None = None
+        self._staging: Staging | InPlace | None = None
         self._checksums: dict[Held, str] = {}
 
     def pieces(self, bucket: Bucket) -> list[Piece]:
@@ -82,11 +82,8 @@ class _Sender:
         if not bucket:
             return
         pieces = self.pieces([(name, weight.to(self.endpoint.layout.dtype)) for name, weight in bucket])
-        if self.stages:
-            self._staging = self._staging or Staging(1)
-            staged = self._staging.stage(pieces)
-        else:
-            staged = Staged(pieces)
+        self._staging = self._staging or (Staging(1) if self.stages else InPlace())
+        staged = self._staging.stage(pieces)
         self._checksums |= taken(self.held(staged))
         self.deliver(staged)
 
@@ -98,9 +95,14 @@ class _Sender:
     def close(self) -> None:
         """Give back what this process holds for the connection."""
 
-    def _call(self, payloads: list[str]) -> _Call:
-        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}  # flushed by end_update
-        return _Call(self.endpoint, "update_weights_from_tensor", body, self.timeout_s)
+
+def _update(payloads: list[str]) -> tuple[str, dict[str, Any]]:
+    """The request, path and body, by which an engine's ranks load their payloads."""
+    return "update_weights_from_tensor", {
+        "serialized_named_tensors": payloads,
+        "load_format": SLICED,
+        "flush_cache": False,  # once, at the end of the update
+    }
 
 
 def taken(pieces: Sequence[Piece], values: bool = True) -> dict[Held, str]:
@@ -115,7 +117,7 @@ class TensorSender(_Sender):
 
     def deliver(self, staged: Staged) -> None:
         """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
-        self._call(staged.payloads(self.endpoint.layout.target.ranks)).result()
+        call(self.endpoint, *_update(staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
 
 
 class GroupSender(_Sender):
@@ -143,7 +145,8 @@ class GroupSender(_Sender):
             for rank in piece.held.ranks(ranks):
                 pieces.setdefault(rank, []).append(piece)
         of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
-        loading = self._call([self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)])
+        announced = [self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)]
+        loading = _Call(self.endpoint, *_update(announced), self.timeout_s)
         while not self._store.check([ready(self._calls, rank) for rank in of_ranks]):
             if loading.ended_within(POLL_S):
                 loading.raise_if_failed()

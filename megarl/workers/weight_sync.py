@@ -28,9 +28,6 @@ from megarl.rollout.payload import InPlace, Staged, Staging
 from megarl.rollout.same_model import ModelFacts
 from megarl.rollout.sglang_senders import Endpoint, GroupSender, TensorSender, taken
 
-BUCKET_BYTES = LOAD_BYTES
-"""Tensors sent at once, at most. For every request SGLang looks at all modules of the model, about 10 ms for 30 layers."""
-
 Target = Any
 """An SGLang server's `Endpoint`, or the Ray handle of an actor that holds an engine without a server."""
 
@@ -119,7 +116,7 @@ def plan_for(target: Target, trainer: ModelFacts, layout: Layout, engines: int) 
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize
     fp8 = target.layout.model.fp8_scales is not None
-    bucket_bytes = bucket_of_load(BUCKET_BYTES, to)
+    bucket_bytes = bucket_of_load(LOAD_BYTES, to)
     return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, fp8=fp8)
 
 
@@ -130,7 +127,7 @@ def quantiser_for(target: Target) -> Fp8Quantiser | None:
 
 
 class Bucket:
-    """Gathers named tensors, in order, into lists of at most `BUCKET_BYTES`; a larger tensor is a bucket of its own."""
+    """Gathers named tensors, in order, into lists of at most `LOAD_BYTES`; a larger tensor is a bucket of its own."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[str, Tensor]] = []
@@ -138,7 +135,7 @@ class Bucket:
 
     def add(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
         """Take in a tensor; gives the bucket that it no longer fitted into, if there is one."""
-        if self._bytes + tensor.nbytes > BUCKET_BYTES:
+        if self._bytes + tensor.nbytes > LOAD_BYTES:
             yield from self.rest()
         self._tensors.append((name, tensor))
         self._bytes += tensor.nbytes

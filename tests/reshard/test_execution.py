@@ -91,7 +91,7 @@ def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, N
         number: Endpoint(str(number), engine.layout, "token") if planned else engine for number, engine in engines.items()
     }
     found = []
-    with mock.patch.multiple(weight_sync, model_of=lambda target: None, open_sender=opened, BUCKET_BYTES=2**13):
+    with mock.patch.multiple(weight_sync, model_of=lambda target: None, open_sender=opened, LOAD_BYTES=2**13):
         mine.open_senders(targets, "tensors" if engines[0].stages else "process_group")
         for some in bases:
             pushed = mine.push_weights("policy", some)

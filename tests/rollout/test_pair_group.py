@@ -44,11 +44,11 @@ def sends(addresses: list[tuple[str, int]]) -> None:
     """Two connections in turn; over each, two calls to the two ranks of an engine, which hold four columns of each matrix."""
     endpoint = Endpoint("http://engine", EngineLayout(ModelFacts({}, "float32"), Target(tp=2)), "token")
 
-    def call(_: Any, payloads: list[str]) -> Answered:
-        torch.distributed.broadcast_object_list([payloads], src=0)
+    def call(_: Any, __: str, body: dict[str, Any], ___: float) -> Answered:
+        torch.distributed.broadcast_object_list([body["serialized_named_tensors"]], src=0)
         return Answered()
 
-    with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(GroupSender, "_call", call):
+    with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(sglang_senders, "_Call", call):
         for address in addresses:
             with GroupSender(endpoint, address, timeout_s=30) as sender:
                 for factor in (1, 2):

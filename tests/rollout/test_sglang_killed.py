@@ -35,7 +35,7 @@ def connect(pusher: Pusher, number: int, engine: SglangEngine) -> None:
 def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_whole_one(
     sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 2**15)
+    monkeypatch.setattr(weight_sync, "LOAD_BYTES", 2**15)
     options = ServerOptions(
         str(tiny_path), tmp_path / "server.log", threads=1, max_total_tokens=1024, max_running_requests=8, start_timeout_s=240
     )

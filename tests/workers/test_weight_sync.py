@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the tiny model is many of them."""
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 2**14)
+    monkeypatch.setattr(weight_sync, "LOAD_BYTES", 2**14)
 
 
 class Direct:
