@@ -86,12 +86,14 @@ class _Wandb:
             config=without_secrets(config.model_dump(mode="json")),
             settings=wandb.Settings(console="off", silent=True),
         )
+        self._teardown = wandb.teardown
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({name: value for name, value in _numbers(metrics).items() if not math.isnan(value)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
+        self._teardown()  # `finish` returns before wandb's own process has written the file
 
 
 class _MLflow:
