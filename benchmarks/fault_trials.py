@@ -1,6 +1,7 @@
 """One trial of `faults.py`: a tiny run in processes of its own, one of which is killed, stopped, held up or cut off.
 
-What is hit is found below the `megarl train` process by what it calls itself. Linux, and rights to trace the own processes.
+What is hit is found below the `megarl train` process by what it calls itself. Linux, rights to trace the own processes, and for
+`oom` to make memory cgroups.
 """
 
 from __future__ import annotations
@@ -51,12 +52,14 @@ DEEDS = {
     "pause": (signal.SIGSTOP, "SIGSTOP, and SIGCONT some seconds later"),
     "cut": (None, "one of its TCP connections is shut down, both ways"),
     "starve": (None, "it gets no more memory from now on (RLIMIT_AS at what it has)"),
+    "oom": (None, "the kernel ends it for want of memory, in a memory cgroup of its own that gets no more"),
     "jump": (None, "a day to the future or to the past"),
 }
 KINDS = (
     "kill driver", "kill supervisor", "kill rank", "kill engine", "kill reward_server", "kill ray",
     "stop driver", "stop rank", "stop engine", "pause driver", "pause rank", "pause engine", "pause reward_server",
-    "cut driver", "cut rank", "cut engine", "cut reward_server", "starve rank", "jump clock",
+    "cut driver", "cut rank", "cut engine", "cut reward_server", "starve rank", "oom rank",
+    "jump clock",
 )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
         "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
         "data": {"train": task, "chat_template": "never", "max_prompt_tokens": 8},
         "rollout": {"engine": "embedded", "prompts_per_step": 8, "samples_per_prompt": 4, "max_new_tokens": 4, "threads": 1}
-        | {"deadlines": {"start_s": 120, "generate_s": 20, "update_s": 20}},
+        | {"deadlines": {"generate_s": 20, "update_s": 20}},
         "resources": {"deadlines": {"start_s": 120, "step_s": 20, "save_s": 60}},
         "rewards": [{"name": "http", "args": {"url": url, "timeout_s": 5, "retries": 7}}],
     }
@@ -293,6 +296,9 @@ def do(deed: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
         has = process.memory_info().vms
         process.rlimit(psutil.RLIMIT_AS, (has, has))
         return f"{what}: {has} bytes", None
+    if deed == "oom":
+        end_for_want_of_memory(process)
+        return what, None
     if deed == "jump":
         by_s = draw.choice((-86_400, 86_400))
         write_text_atomically(run.clock / "jump", str(by_s))
@@ -303,20 +309,20 @@ def do(deed: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
     return what, draw.uniform(*PAUSE_S) if deed == "pause" else None
 
 
-class NoConnection(Exception):
-    """The process had no connection to cut, for as long as it was looked at."""
+class NotHit(Exception):
+    """The process gave no occasion for the deed, for as long as it was looked at."""
 
 
 def cut(process: psutil.Process, draw: random.Random) -> str:
     """Shut one established TCP connection of the process down, as a network that breaks it would.
 
     Raises:
-        NoConnection: there was none within `LOOK_S` seconds; some last for one request.
+        NotHit: there was none within `LOOK_S` seconds; some last for one request.
     """
     ends_at, found = time.monotonic() + LOOK_S, []
     while not found:
         if time.monotonic() > ends_at:
-            raise NoConnection
+            raise NotHit
         found = [one for one in process.net_connections("tcp") if one.status == psutil.CONN_ESTABLISHED and one.fd >= 0]
     one = draw.choice(sorted(found, key=lambda one: one.fd))
     handle = os.pidfd_open(process.pid)
@@ -324,11 +330,41 @@ def cut(process: psutil.Process, draw: random.Random) -> str:
     os.close(handle)
     if copy < 0:
         if ctypes.get_errno() in (errno.EBADF, errno.ESRCH):  # it has ended by itself meanwhile
-            raise NoConnection
+            raise NotHit
         raise OSError(ctypes.get_errno(), "a connection of another process cannot be reached; it takes the right to trace it")
     with socket.socket(fileno=copy) as connection:
         connection.shutdown(socket.SHUT_RDWR)
     return f"connection {one.laddr.port} to {one.raddr.port}"
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def end_for_want_of_memory(process: psutil.Process) -> None:
+    """Have the kernel's out-of-memory killer end the process, and nothing else.
+
+    Raises:
+        NotHit: it asked for no memory within `LOOK_S` seconds.
+    """
+    first_version = (CGROUPS / "memory").exists()
+    top = CGROUPS / "memory" if first_version else CGROUPS
+    limit, events = ("memory.limit_in_bytes", "memory.oom_control") if first_version else ("memory.max", "memory.events")
+    lines = [line.split(":", 2) for line in Path(f"/proc/{process.pid}/cgroup").read_text().splitlines()]
+    [home] = [top / path.lstrip("/") for _, controllers, path in lines if controllers == ("memory" if first_version else "")]
+    group = top / f"megarl-fault-{process.pid}"
+    group.mkdir()
+    try:
+        (group / limit).write_text("0")
+        (group / "cgroup.procs").write_text(str(process.pid))
+        ends_at = time.monotonic() + LOOK_S
+        while "oom_kill 1" not in (group / events).read_text().splitlines():
+            if time.monotonic() > ends_at:
+                (home / "cgroup.procs").write_text(str(process.pid))
+                raise NotHit
+            time.sleep(0.02)
+        psutil.wait_procs([process], timeout=LOOK_S)  # a group is removed when nothing is in it
+    finally:
+        group.rmdir()
 
 
 def undisturbed(folder: Path, reward: RewardServer, steps: int) -> tuple[Run, float]:
@@ -374,7 +410,7 @@ def attempt(trial: Trial, name: str, folder: Path, reward: RewardServer, referen
                 run.below()
                 process = run.find(target, draw)
                 if process is not None:
-                    with contextlib.suppress(psutil.NoSuchProcess, NoConnection):
+                    with contextlib.suppress(psutil.NoSuchProcess, NotHit):
                         trial.hit, wait_s = do(deed, process, run, draw)
                         hit_at, step_then = time.monotonic(), run.last_step
                         go_on = (hit_at + wait_s, process) if wait_s is not None else None
