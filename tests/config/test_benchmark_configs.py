@@ -1,0 +1,37 @@
+"""The configs that the benchmarks make load: a removed field is not found out months later, or taken for a bad input."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import load_config, parse_config
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def each_row(learning: Any) -> list[dict[str, Any]]:
+    kinds = {"estimator": learning.ESTIMATORS, "loss": learning.LOSSES}
+    return [learning.settings(kind, name, 0, 1, "runs") for kind, names in kinds.items() for name in names]
+
+
+@pytest.mark.parametrize(
+    ("module", "trees"),
+    [
+        ("bad_input_cases", lambda module: [module.BASE]),
+        ("fault_trials", lambda module: [module.config(Path("runs"), 8000, 8)]),
+        ("learning", each_row),
+    ],
+)
+def test_the_configs_load(module: str, trees: Callable[[Any], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for tree in trees(importlib.import_module(module)):
+        parse_config(tree)
+
+
+def test_the_step_loads() -> None:
+    load_config(BENCHMARKS / "step.yaml")
