@@ -1,6 +1,6 @@
 """Rollout engines behind one protocol: SGLang servers, generation in this process, and replay of recorded responses.
 
-The only room that knows SGLang. `build_engine` makes an engine by name; importing this module loads neither torch nor SGLang.
+The only room that knows SGLang. `build_engine` makes an engine by name; importing this module does not load SGLang.
 """
 
 from megarl.rollout.build import build_engine

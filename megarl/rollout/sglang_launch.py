@@ -14,7 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
-from megarl.rollout.process_tree import end_tree
+from megarl.process_tree import end_tree
 
 if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from megarl.rollout import sglang_cpu

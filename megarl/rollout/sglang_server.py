@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from megarl.bearer import bearer
 from megarl.errors import EngineError
+from megarl.process_tree import end_tree
 from megarl.rollout.payload import SLICED
-from megarl.rollout.process_tree import end_tree
 
 HOST = os.environ.get("MEGARL_NODE_ADDRESS", "127.0.0.1")
 """Where servers listen: loopback, or where a job over several nodes says (megarl/launch): ranks elsewhere send weights."""

@@ -26,7 +26,7 @@ import psutil
 
 from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
-from megarl.rollout.process_tree import descendants, end_tree
+from megarl.process_tree import descendants, end_tree
 from megarl.trainers.aftermath import stand_by
 from megarl.workers.fate import adopt_orphans, end_with_parent
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.process_tree import tree_of
 from megarl.rollout.embedded import EmbeddedEngine
-from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_server import ServerOptions
 from tests.rollout.tiny import TINY, save_tiny

@@ -19,10 +19,10 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.errors import EngineError
+from megarl.process_tree import tree_of
 from megarl.rollout import payload, sglang_senders
 from megarl.rollout.checksums import UNCHECKED
 from megarl.rollout.engine import SamplingParams
-from megarl.rollout.process_tree import tree_of
 from megarl.rollout.sglang_engine import SglangEngine
 from megarl.rollout.sglang_senders import GroupSender, TensorSender
 from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer

@@ -221,3 +221,11 @@ def test_all_that_a_run_started_ends_with_the_process_that_watches_it(tmp_path: 
     finally:
         stranger.kill()
         stranger.wait()
+
+
+def test_what_watches_a_run_is_small() -> None:
+    program = (
+        "import sys, megarl.cli, megarl.trainers.supervise; print(*{'torch', 'ray', 'sglang', 'numpy'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == []
