@@ -286,7 +286,8 @@ def _gpu(
     processes = len({groups.get(name, name) for name, _ in held})
     parts["process", "contexts"] = processes * PROCESS_BYTES
     if run.engines is not None and any(groups.get(name) == "policy" for name, _ in held):
-        parts["policy", "staging"] = staging_bytes(run.engines)
+        assert not isinstance(run.config, SupervisedConfig)
+        parts["policy", "staging"] = staging_bytes(run.engines) if run.config.rollout.sync == "tensors" else 0.0
     return GpuMemory(
         numbers[0].start, sum(map(len, numbers)), {key: size for key, size in parts.items() if size}, host, processes
     )
@@ -317,5 +318,5 @@ def engine_working_bytes(engines: Engines) -> float:
 
 
 def staging_bytes(engines: Engines) -> float:
-    """On a training rank while weights are sent: a bucket that is filled while another is read, of those that it sends."""
+    """On a training rank that hands weights over in buffers: one that is filled while another is read."""
     return float(STAGED_LOADS * min(LOAD_BYTES, engines.weight_bytes))

@@ -150,6 +150,7 @@ class GroupSender(_Sender):
         while not self._store.check([ready(self._calls, rank) for rank in of_ranks]):
             if loading.ended_within(POLL_S):
                 loading.raise_if_failed()
+                raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
         self._calls += 1
         try:
             for rank in of_ranks:

@@ -61,6 +61,12 @@ def test_separate_roles_and_engines_have_gpus_of_their_own() -> None:
     assert [gpu.count for gpu in plan.memory.gpus] == [8, 1, 8]
 
 
+def test_buffers_are_for_weights_that_are_read_from_them() -> None:
+    apart = ["policy.layout={dp: 8}", "resources.placement=separate"]
+    assert planned(*apart).memory.worst.parts["policy", "staging"] == 2 * 128 * 2**20
+    assert ("policy", "staging") not in planned(*apart, "rollout.sync=process_group").memory.worst.parts
+
+
 def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> None:
     parts = planned(name="llama-3.1-70b-ppo-128xh200").memory.worst.parts
     assert parts["critic", "activations"] > 0

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import base64
 import pickle
-import socket
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed
 from torch import Tensor
 
+from megarl.errors import EngineError
 from megarl.reshard.pieces import Held, Piece
 from megarl.reshard.targets import Target
 from megarl.rollout import sglang_senders, slice_loader
@@ -21,6 +22,7 @@ from megarl.rollout.payload import Staged
 from megarl.rollout.same_model import ModelFacts
 from megarl.rollout.sglang_senders import Endpoint, GroupSender
 from tests.rollout.test_slice_loader import Model
+from tests.rollout.tiny import free_address
 from tests.world import World
 
 Q, K, V = (torch.arange(8.0 * rows).reshape(rows, 8) + 100 * rows for rows in (4, 2, 2))
@@ -29,12 +31,21 @@ OUT = torch.arange(24.0).reshape(3, 8)
 EXPERT = torch.arange(12.0).reshape(3, 4)
 
 
+ENDPOINT = Endpoint("http://engine", EngineLayout(ModelFacts({}, "float32"), Target(tp=2)), "token")
+
+
 class Answered:
-    """A request that the engine is answering."""
+    """A request that the engine is answering: `already`, or not before the values are there."""
+
+    def __init__(self, already: bool = False) -> None:
+        self._already = already
 
     def ended_within(self, wait_s: float) -> bool:
-        """Not before the values are there."""
-        return False
+        """Whether there is an answer."""
+        return self._already
+
+    def raise_if_failed(self) -> None:
+        """It is a good one."""
 
     def result(self) -> None:
         """It took them."""
@@ -42,7 +53,6 @@ class Answered:
 
 def sends(addresses: list[tuple[str, int]]) -> None:
     """Two connections in turn; over each, two calls to the two ranks of an engine, which hold four columns of each matrix."""
-    endpoint = Endpoint("http://engine", EngineLayout(ModelFacts({}, "float32"), Target(tp=2)), "token")
 
     def call(_: Any, __: str, body: dict[str, Any], ___: float) -> Answered:
         torch.distributed.broadcast_object_list([body["serialized_named_tensors"]], src=0)
@@ -50,7 +60,7 @@ def sends(addresses: list[tuple[str, int]]) -> None:
 
     with mock.patch.object(sglang_senders, "check_alive"), mock.patch.object(sglang_senders, "_Call", call):
         for address in addresses:
-            with GroupSender(endpoint, address, timeout_s=30) as sender:
+            with GroupSender(ENDPOINT, address, timeout_s=30) as sender:
                 for factor in (1, 2):
                     pieces = [Piece(Held.whole("x.experts.0.up_proj.weight", EXPERT), factor * EXPERT)]
                     for rank in range(2):
@@ -87,11 +97,7 @@ def played(rank: int, world_size: int, addresses: list[tuple[str, int]]) -> list
 def test_slices_whole_tensors_and_other_dtypes_arrive_in_each_rank_over_new_connections_too(
     world: World, tmp_path: Path
 ) -> None:
-    addresses = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            addresses.append(("127.0.0.1", int(probe.getsockname()[1])))
+    addresses = [free_address() for _ in range(2)]
     _, *ranks = world.call(played, addresses, size=3)
     for rank, answers in enumerate(ranks):
         assert len(answers) == 4
@@ -101,3 +107,13 @@ def test_slices_whole_tensors_and_other_dtypes_arrive_in_each_rank_over_new_conn
             assert torch.equal(answer["x.norm.weight"], factor * NORM)  # a float32 parameter of a bfloat16 model
             assert torch.equal(answer["x.o_proj.weight"], factor * OUT)
             assert torch.equal(answer["x.experts.0.up_proj.weight"], factor * EXPERT)
+
+
+def test_an_engine_that_answers_without_asking_for_the_weights_is_an_error() -> None:
+    with (
+        mock.patch.object(sglang_senders, "check_alive"),
+        mock.patch.object(sglang_senders, "_Call", return_value=Answered(already=True)),
+        GroupSender(ENDPOINT, free_address(), timeout_s=30) as sender,
+        pytest.raises(EngineError, match="http://engine answered an update before it had asked for the weights"),
+    ):
+        sender.deliver(Staged([Piece(Held.whole("x.experts.0.up_proj.weight", EXPERT), EXPERT)]))

@@ -31,6 +31,7 @@ from tests.rollout.tiny import (
     PROMPTS,
     TINY,
     Weights,
+    free_address,
     halves,
     largest_difference,
     load,
@@ -38,14 +39,6 @@ from tests.rollout.tiny import (
     weights_of,
     weights_that_never_end,
 )
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
 
 SENDS_A_FILE = """
 import pickle, sys, torch
@@ -87,7 +80,7 @@ def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: Sgla
         new = load(tiny_path, seed=4)
 
         def send() -> dict[str, str]:
-            with GroupSender(sglang_engine.endpoint, (HOST, free_port()), timeout_s=60) as sender:
+            with GroupSender(sglang_engine.endpoint, free_address(), timeout_s=60) as sender:
                 for bucket in halves(weights_of(new)):
                     sender.send(bucket)
                 return sender.checksums()
@@ -109,7 +102,7 @@ def test_sending_without_an_open_update_is_refused(sglang_engine: SglangEngine, 
         if transport == "tensors":
             TensorSender(sglang_engine.endpoint).send(weights)
         else:
-            with GroupSender(sglang_engine.endpoint, (HOST, free_port()), timeout_s=60) as sender:
+            with GroupSender(sglang_engine.endpoint, free_address(), timeout_s=60) as sender:
                 sender.send(weights)
 
 
@@ -209,7 +202,7 @@ def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
 
     async def scenario() -> None:
         model, pusher, sent = load(tiny_path, seed=9), Pusher(), list[str]()
-        address = [(HOST, free_port())] if kind is GroupSender else []
+        address = [free_address()] if kind is GroupSender else []
         pusher.connect(0, lambda: kind(sglang_engine.endpoint, *address))
         deliver = kind.deliver
 
@@ -270,7 +263,7 @@ def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_
             await holds_what_was_sent(engine, model)
             model = moved(2)
             await engine.begin_update(2)
-            with GroupSender(engine.endpoint, (HOST, free_port()), timeout_s=60) as sender:
+            with GroupSender(engine.endpoint, free_address(), timeout_s=60) as sender:
                 for bucket in halves(weights_of(model)):
                     await asyncio.to_thread(sender.send, bucket)
                 await engine.end_update(2, sender.checksums())
@@ -332,7 +325,7 @@ def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     begun = time.monotonic()
     with (
         pytest.raises(EngineError, match="must run between begin_weight_update"),
-        GroupSender(sglang_engine.endpoint, (HOST, free_port()), timeout_s=120) as sender,
+        GroupSender(sglang_engine.endpoint, free_address(), timeout_s=120) as sender,
     ):
         sender.send(large)
     assert time.monotonic() - begun < 60

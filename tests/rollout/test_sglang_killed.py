@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,17 @@ from megarl.errors import EngineError
 from megarl.rollout.engine import SamplingParams
 from megarl.rollout.payload import Staged
 from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_server import HOST, ServerOptions
+from megarl.rollout.sglang_server import ServerOptions
 from megarl.workers import weight_sync
 from megarl.workers.weight_sync import Pusher, open_sender
-from tests.rollout.tiny import PROMPTS, largest_difference, load, weights_of
+from tests.rollout.tiny import PROMPTS, free_address, largest_difference, load, weights_of
 
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
 
 
 def connect(pusher: Pusher, number: int, engine: SglangEngine) -> None:
     """A process group with this engine alone."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        address = (HOST, int(probe.getsockname()[1]))
-    pusher.connect(number, partial(open_sender, engine.endpoint, "process_group", address, "gloo", 60.0))
+    pusher.connect(number, partial(open_sender, engine.endpoint, "process_group", free_address(), "gloo", 60.0))
 
 
 @pytest.mark.slow
