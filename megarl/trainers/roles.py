@@ -27,7 +27,7 @@ from megarl.trainers.guards import skip_rules
 from megarl.trainers.objectives import combine
 from megarl.trainers.throughput import update_flops
 from megarl.workers.cluster import GroupRequest
-from megarl.workers.group import RankGroup, WorkerGroup, wait_for
+from megarl.workers.group import RankGroup
 from megarl.workers.weight_sync import Pushed, merge
 
 POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
@@ -209,21 +209,14 @@ class Roles:
         for group in self.groups.values():
             self._call(group, "keep_on_device", (what,), "offload", self._deadlines.step_s)
 
-    def open_senders(
-        self, targets: Sequence[Any] | Mapping[int, Any], transport: str, deadline_s: float, engines: int | None = None
-    ) -> None:
-        """Connect the policy's ranks to engines by number.
-
-        `engines` are all that the run has, if these are not all.
+    def open_senders(self, targets: Mapping[int, Any], transport: str, deadline_s: float, engines: int) -> None:
+        """Connect the policy's ranks to engines by number; `engines` are all that the run has.
 
         Engines that were restarted are connected anew, the others are left as they are. One that is not reached, or takes
         longer than half of `deadline_s`, is an error of the next push.
         """
-        policy = self.groups[POLICY]
-        assert isinstance(policy, WorkerGroup), "engines are reached from Ray actors"
-        numbered = dict(targets) if isinstance(targets, Mapping) else dict(enumerate(targets))
-        references = [actor.open_senders.remote(numbered, transport, deadline_s / 2, engines) for actor in policy.actors]
-        wait_for(references, phase="connection to the engines", deadline_s=deadline_s)
+        arguments = (targets, transport, deadline_s / 2, engines)
+        self._call(self.groups[POLICY], "open_senders", arguments, "connection to the engines", deadline_s)
 
     def push(
         self,

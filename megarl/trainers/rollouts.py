@@ -82,7 +82,9 @@ class Rollouts:
 
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
         """Wait until the engines answer; `roles` hold the policy that they will be given."""
-        wait_for(starting, phase="engine start", deadline_s=self.config.resources.deadlines.start_s + GRACE_S)
+        names = [f"engine {number}" for number in range(len(starting))]
+        deadline_s = self.config.resources.deadlines.start_s + GRACE_S
+        wait_for(starting, phase="engine start", deadline_s=deadline_s, whose=names)
         if self.config.rollout.other_weights:
             self.scheduler.empty()
         else:

@@ -103,7 +103,8 @@ class WeightUpdates:
         deadline_s = self.rollout.deadlines.update_s
         for engine in engines:
             try:
-                endpoint = wait_for([self.engines[engine].endpoint.remote()], phase="sync", deadline_s=deadline_s)[0]
+                asked = [self.engines[engine].endpoint.remote()]
+                [endpoint] = wait_for(asked, phase="sync", deadline_s=deadline_s, whose=[f"engine {engine}"])
                 targets[engine] = endpoint or self.engines[engine]
             except MegarlError as error:
                 failed[engine] = error

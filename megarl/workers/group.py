@@ -65,7 +65,7 @@ class WorkerGroup:
         """Bring up the world; returns the ranks' process ids."""
         phase = f"start of {self.name}"
         self.whereabouts = self.call("whereabouts", (), phase=phase, deadline_s=deadline_s)
-        [address] = wait_for([self.actors[0].address.remote()], phase=phase, deadline_s=deadline_s, group=self)
+        [address] = wait_for([self.actors[0].address.remote()], phase=phase, deadline_s=deadline_s, whose=self)
         return self.call("connect", (address, seed, deadline_s), phase=phase, deadline_s=deadline_s)
 
     def call(
@@ -84,7 +84,7 @@ class WorkerGroup:
 
     def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
         """Results of what was submitted, in rank order; raises as `call` does."""
-        return wait_for(submitted, phase=phase, deadline_s=deadline_s, group=self)
+        return wait_for(submitted, phase=phase, deadline_s=deadline_s, whose=self)
 
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...]) -> list[Any]:
         """Start `method` on every rank without waiting; give the references to `wait_for`."""
@@ -131,8 +131,11 @@ class WorkerGroup:
             ray.kill(actor, no_restart=True)
 
 
-def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, group: WorkerGroup | None = None) -> list[Any]:
-    """Results of Ray references in order; the first failure ends the wait (see `WorkerGroup.call` for what it raises)."""
+def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> list[Any]:
+    """Results of Ray references in order; the first failure ends the wait (see `WorkerGroup.call` for what it raises).
+
+    `whose`: the group whose ranks answer, or the names of those who do.
+    """
     rank = {reference: place for place, reference in enumerate(references)}
     results: dict[int, Any] = {}
     pending, ends_at = list(references), time.monotonic() + deadline_s
@@ -145,26 +148,32 @@ def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, group:
             try:
                 results[rank[reference]] = ray.get(reference, timeout=max(FETCH_S, ends_at - time.monotonic()))
             except ray.exceptions.RayError as error:
-                raise _as_our_error(error, phase, group, rank[reference]) from error
+                raise _as_our_error(error, phase, whose, rank[reference]) from error
         if not done:
-            raise _deadline_error(sorted(rank[reference] for reference in pending), phase, deadline_s, group)
+            raise _deadline_error(sorted(rank[reference] for reference in pending), phase, deadline_s, whose)
     return [results[place] for place in range(len(references))]
 
 
-def _deadline_error(missing: list[int], phase: str, deadline_s: float, group: WorkerGroup | None) -> DeadlineError:
-    name = f"ranks of {group.name}" if group is not None else "workers"
-    silent, clause = group.examine(phase) if group is not None else ([], "")
-    error = DeadlineError(f"phase '{phase}' was not done after {deadline_s:.0f} s: {name} {missing} had not answered{clause}")
-    error.who = ", ".join(silent) or f"{name} {missing}"
+def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> DeadlineError:
+    if isinstance(whose, WorkerGroup):
+        late = f"ranks of {whose.name} {missing}"
+        silent, clause = whose.examine(phase)
+    else:
+        late, silent, clause = ", ".join(whose[place] for place in missing), [], ""
+    error = DeadlineError(f"phase '{phase}' was not done after {deadline_s:.0f} s: {late} had not answered{clause}")
+    error.who = ", ".join(silent) or late
     return error
 
 
-def _as_our_error(error: Exception, phase: str, group: WorkerGroup | None, rank: int) -> MegarlError:
+def _as_our_error(error: Exception, phase: str, whose: WorkerGroup | Sequence[str], place: int) -> MegarlError:
     cause = getattr(error, "cause", None)
     if isinstance(cause, MegarlError):
         return cause
-    name = f"rank {rank} of {group.name}" if group is not None else f"worker {rank}"
-    silent, clause = group.examine(phase) if group is not None else ([], "")
+    if isinstance(whose, WorkerGroup):
+        name = f"rank {place} of {whose.name}"
+        silent, clause = whose.examine(phase)
+    else:
+        name, silent, clause = whose[place], [], ""
     ours = WorkerError(f"{name} failed in phase '{phase}'{clause}:\n{error}")
     ours.who = ", ".join(silent) or name  # a rank that is gone makes others fail, which may be heard of first
     return ours

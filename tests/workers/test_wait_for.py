@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import ray
 
+from megarl.errors import DeadlineError
 from megarl.workers.group import wait_for
 
 
@@ -31,7 +33,19 @@ class Answers:
 
 def test_what_arrives_together_is_taken_together() -> None:
     ranks = list(range(1000))
+    names = [f"rank {rank}" for rank in ranks]
     answers = Answers([ranks[500:], ranks[:500]])
     with mock.patch.object(ray, "wait", answers.wait), mock.patch.object(ray, "get", answers.get):
-        assert wait_for(ranks, phase="p", deadline_s=60) == [f"answer {rank}" for rank in ranks]
+        assert wait_for(ranks, phase="p", deadline_s=60, whose=names) == [f"answer {rank}" for rank in ranks]
     assert answers.looked_at < 4 * len(ranks)
+
+
+def test_who_has_not_answered_is_named() -> None:
+    answers = Answers([[1]])
+    with (
+        mock.patch.object(ray, "wait", answers.wait),
+        mock.patch.object(ray, "get", answers.get),
+        pytest.raises(DeadlineError, match="phase 'start' was not done after 1 s: engine 0, engine 2 had not answered") as late,
+    ):
+        wait_for([0, 1, 2], phase="start", deadline_s=1, whose=["engine 0", "engine 1", "engine 2"])
+    assert late.value.who == "engine 0, engine 2"
