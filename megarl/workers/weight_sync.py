@@ -90,8 +90,13 @@ class ActorSender:
 
 
 def model_of(target: Target) -> ModelFacts | None:
-    """Which model an engine serves; None: that is not known, or it does not matter to it."""
-    facts: ModelFacts | None = target.layout.model if isinstance(target, Endpoint) else ray.get(target.model.remote())
+    """Which model an engine serves; None: that cannot be asked, or it does not matter to it."""
+    if isinstance(target, Endpoint):
+        return target.layout.model
+    try:
+        facts: ModelFacts | None = ray.get(target.model.remote())
+    except ray.exceptions.RayError:  # what is sent to it next will say so
+        return None
     return facts
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import ray
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from megarl.reshard.pieces import Held, Load, Piece
 from megarl.rollout.embedded import EmbeddedEngine
 from megarl.rollout.payload import Staged, Staging
 from megarl.workers import weight_sync
-from megarl.workers.weight_sync import Pushed, Pusher, merge
+from megarl.workers.weight_sync import Pushed, Pusher, merge, model_of
 from tests.rollout.tiny import TINY, load, save_tiny, weights_of
 
 
@@ -149,6 +151,11 @@ async def update(
     for engine, one in zip(engines, pushed.values(), strict=True):
         assert one.error is None
         await engine.end_update(version, one.checksums)
+
+
+def test_an_engine_that_is_lost_before_it_was_asked_for_its_model_is_an_error_of_the_push_too() -> None:
+    with mock.patch.object(ray, "get", side_effect=ray.exceptions.ActorUnavailableError("gone", None)):
+        assert model_of(mock.Mock()) is None
 
 
 def test_a_delta_update_sends_what_changed_and_leaves_the_same_bytes_as_a_full_one(folder: Path) -> None:
