@@ -410,7 +410,7 @@ def attempt(trial: Trial, name: str, folder: Path, reward: RewardServer, referen
                 run.below()
                 process = run.find(target, draw)
                 if process is not None:
-                    with contextlib.suppress(psutil.NoSuchProcess, NotHit):
+                    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, NotHit):
                         trial.hit, wait_s = do(deed, process, run, draw)
                         hit_at, step_then = time.monotonic(), run.last_step
                         go_on = (hit_at + wait_s, process) if wait_s is not None else None
