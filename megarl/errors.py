@@ -1,16 +1,105 @@
 """What the user did wrong, as one sentence. Every room raises these; only the CLI catches them (exit code 2).
 
-A message names the field or file, what it was, what it may be and, where there is one, the nearest valid name.
+An error about a field is made from facts (`MegarlError.of`, `MegarlError.needs`), and this file alone turns facts into
+English. Code that wants to know what an error is about asks the facts; no code reads or rewrites a sentence.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+LONGEST_VALUE = 300
+"""Characters of a value that a sentence shows at most."""
+
+
+@dataclass(frozen=True)
+class WrongValue:
+    """`field` has a value that it cannot have. `reason` follows "which", `allowed` follows "it must be".
+
+    `choices` are the names that are allowed, if they are names; they give the nearest one. `rule` is the reason without
+    numbers, by which errors of one kind are counted; where it is empty, `reason` has none.
+    """
+
+    field: str
+    value: Any
+    reason: str = ""
+    allowed: str = ""
+    choices: tuple[str, ...] = ()
+    rule: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The facts in words."""
+        allowed = self.allowed or either(f"'{choice}'" for choice in self.choices)
+        which = f", which {self.reason}" if self.reason else ""
+        guess = nearest(self.value, self.choices) if isinstance(self.value, str) else ""
+        return f"{self.field} is {describe_value(self.value)}{which}" + (f"; it must be {allowed}" if allowed else "") + guess
+
+    @property
+    def kind(self) -> str:
+        """What errors of this kind have in common: the field and the rule that its value breaks."""
+        return f"{self.field} {self.rule or self.reason or f'must be {self.allowed}'}"
+
+
+@dataclass(frozen=True)
+class Missing:
+    """`field` works only with something that is not there. `what` follows "needs", `remedy` says what to set or remove."""
+
+    field: str
+    what: str
+    remedy: str
+
+    @property
+    def sentence(self) -> str:
+        """The facts in words."""
+        return f"{self.field} needs {self.what}: {self.remedy}"
+
+    @property
+    def kind(self) -> str:
+        """What errors of this kind have in common."""
+        return f"{self.field} needs {self.what}"
 
 
 class MegarlError(Exception):
-    """Base of every error that the user can mend; `str(error)` is the sentence shown to the user."""
+    """Base of every error that the user can fix; `str(error)` is the sentence shown to the user."""
+
+    facts: WrongValue | Missing | None = None
+    """What the sentence was made from; None where it was written by hand."""
+
+    @classmethod
+    def of(
+        cls, field: str, value: Any, reason: str = "", *, allowed: str = "", choices: Sequence[str] = (), rule: str = ""
+    ) -> Self:
+        """`<field> is <value>, which <reason>; it must be <allowed>`; see `WrongValue`."""
+        return cls._from(WrongValue(field, value, reason, allowed, tuple(choices), rule))
+
+    @classmethod
+    def needs(cls, field: str, what: str, remedy: str) -> Self:
+        """`<field> needs <what>: <remedy>`; see `Missing`."""
+        return cls._from(Missing(field, what, remedy))
+
+    @classmethod
+    def _from(cls, facts: WrongValue | Missing) -> Self:
+        error = cls(facts.sentence)
+        error.facts = facts
+        return error
+
+    def under(self, section: str, kind: type[Kind]) -> Kind:
+        """The same error, as a `kind`, about the field inside `section`: `tp` under `policy.layout` is `policy.layout.tp`."""
+        if self.facts is None:
+            return kind(f"{section}: {self}")
+        return kind._from(replace(self.facts, field=f"{section}.{self.facts.field}"))
+
+    @property
+    def kind(self) -> str:
+        """What errors of this kind have in common, for counting them: no values and no numbers."""
+        return type(self).__name__ if self.facts is None else self.facts.kind
+
+
+Kind = TypeVar("Kind", bound=MegarlError)
 
 
 class ConfigError(MegarlError):
@@ -79,3 +168,26 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the choice closest to `name`, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def either(values: Iterable[object]) -> str:
+    """`1`, `1 or 2`, `1, 2 or 4`."""
+    *first, last = [*map(str, values)] or [""]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def describe_value(value: Any) -> str:
+    """`value` as it stands in YAML, for a sentence: one line, texts in quotes, cut where it is long."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        shown = f"'{value}'" if value.isprintable() else repr(value)
+    elif isinstance(value, dict):
+        return f"a section ({', '.join(map(str, value))})" if value else "an empty section"
+    elif isinstance(value, list | tuple):
+        shown = f"[{', '.join(map(describe_value, value))}]"
+    else:
+        shown = str(value)
+    return shown if len(shown) <= LONGEST_VALUE else f"{shown[:LONGEST_VALUE]}…"

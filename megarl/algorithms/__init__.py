@@ -1,23 +1,39 @@
-"""The maths of a step as pure functions on tensors: torch only, one process, no I/O."""
+"""The maths of a step as pure functions on tensors: torch only, one process, no I/O.
 
-from megarl.algorithms import group_advantages, token_advantages  # noqa: F401  they register their estimators
-from megarl.algorithms.advantages import (
-    ADVANTAGES,
-    AdvantageInputs,
-    AdvantageOutputs,
-    RunningMean,
-    masked_whiten,
-    token_rewards,
-)
-from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
-from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
-from megarl.algorithms.off_policy import CORRECTIONS, correction, mismatch
-from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
-from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss, PreferenceSettings, kto, kto_kl_reference
-from megarl.algorithms.registry import Registry
-from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
-from megarl.algorithms.shaping import RewardNormaliser, clip_rewards, length_penalty, overlong_penalty
-from megarl.algorithms.value_loss import value_loss
+The package itself imports without torch, so that the config can read `megarl.algorithms.catalogue`; the first name of the
+maths that is asked for imports all of it, and so registers every estimator and loss.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.catalogue import needs
+
+if TYPE_CHECKING:
+    from megarl.algorithms.advantages import (
+        ADVANTAGES,
+        AdvantageInputs,
+        AdvantageOutputs,
+        RunningMean,
+        masked_whiten,
+        token_rewards,
+    )
+    from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
+    from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
+    from megarl.algorithms.off_policy import CORRECTIONS, correction, mismatch_sums
+    from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
+    from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss, PreferenceSettings, kto, kto_kl_reference
+    from megarl.algorithms.registry import Registry
+    from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
+    from megarl.algorithms.shaping import RewardNormaliser, clip_rewards, length_penalty, overlong_penalty
+    from megarl.algorithms.value_losses import value_loss
+
+_MODULES = (
+    "advantages", "token_advantages", "group_advantages", "aggregation", "kl", "off_policy", "policy_losses", "preference",
+    "registry", "reward_model", "shaping", "value_losses",
+)  # fmt: skip
 
 __all__ = [
     "ADVANTAGES",
@@ -43,7 +59,8 @@ __all__ = [
     "kto_kl_reference",
     "length_penalty",
     "masked_whiten",
-    "mismatch",
+    "mismatch_sums",
+    "needs",
     "overlong_penalty",
     "pairwise_reward_loss",
     "process_reward_loss",
@@ -51,3 +68,12 @@ __all__ = [
     "token_weights",
     "value_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = [importlib.import_module(f"{__name__}.{module}") for module in _MODULES]
+    home = next(module for module in modules if name in vars(module))
+    globals()[name] = found = getattr(home, name)
+    return found

@@ -1,4 +1,6 @@
-"""What advantage estimators share (METHODS §3): inputs, outputs, the registry, and recursions and whitening over tokens.
+"""What advantage estimators share: inputs, outputs, the registry, and recursions and whitening over tokens.
+
+Formulas and sources: docs/methods.md#advantages.
 
 Rows are responses, columns response tokens. Only tokens in the mask (sampled by the policy) take part: the others are
 skipped by every recursion, mean and standard deviation, and their advantage is 0. A row without sampled tokens takes
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.user_algorithms import load_estimator
 
 COLUMNS = 128
 """Columns that are converted to float64 at a time."""
@@ -71,8 +74,6 @@ class AdvantageInputs:
     """float `[B, T]`: reward of the step that ends at this token, read where `step_ends` (`grpo_process`)."""
     step_ends: Tensor | None = None
     """bool `[B, T]`: tokens that end a step; those outside the mask take no part (`grpo_process`)."""
-    pass_k: int | None = None
-    """k of `pass_at_k`: responses that may try a prompt together."""
 
 
 @dataclass(kw_only=True)
@@ -89,11 +90,11 @@ class AdvantageOutputs:
     """The next state of `reinforce_moving_baseline`."""
 
 
-ADVANTAGES: Registry[Callable[[AdvantageInputs], AdvantageOutputs]] = Registry("advantage")
+ADVANTAGES: Registry[Callable[[AdvantageInputs], AdvantageOutputs]] = Registry("advantage", load_estimator)
 
 
 def token_rewards(scores: Tensor, token_penalty: Tensor, mask: Tensor) -> Tensor:
-    """Reward of each token `[B, T]`: the penalty, plus the score at the last sampled token; 0 outside the mask (METHODS §6).
+    """Reward of each token `[B, T]`: the penalty, plus the score at the last sampled token; 0 outside the mask.
 
     Args:
         scores: float `[B]`.
@@ -116,7 +117,7 @@ def per_token(inputs: AdvantageInputs, per_response: Tensor) -> Tensor:
     return torch.where(inputs.mask, per_response.to(inputs.scores.dtype)[:, None], 0)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, unbiased: bool = True, eps: float = 1e-6) -> Tensor:
+def masked_whiten(x: Tensor, mask: Tensor, *, unbiased: bool = True, eps: float = 1e-6) -> Tensor:
     """(x − mean) / (std + eps) with mean and std over all tokens in `mask`; 0 outside it and where all values are equal.
 
     Args:

@@ -15,7 +15,7 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_
 
 
 def token_weights(mask: Tensor, mode: str, *, norm_length: int | None = None) -> Tensor:
-    """Weights `w` such that the loss of the optimizer step is `(w * per_token_loss).sum()` (METHODS §2).
+    """Weights `w` such that the loss of the optimizer step is `(w * per_token_loss).sum()` (docs/methods.md#aggregation).
 
     With n_i sampled tokens in response i, N = Σ n_i and R the number of responses with n_i > 0, a sampled token of
     response i weighs: `token_mean` 1/N; `seq_mean_token_mean` 1/(R·n_i); `seq_mean_token_sum` 1/R;
@@ -33,9 +33,7 @@ def token_weights(mask: Tensor, mode: str, *, norm_length: int | None = None) ->
         ConfigError: `mode` is unknown, or `seq_mean_token_sum_norm` has no L above 0.
     """
     if mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"aggregation is '{mode}', but it may be one of {', '.join(AGGREGATIONS)}{nearest(mode, AGGREGATIONS)}"
-        )
+        raise ConfigError(f"aggregation is '{mode}'; it must be one of {', '.join(AGGREGATIONS)}{nearest(mode, AGGREGATIONS)}")
     tokens = mask.sum(dim=1, keepdim=True, dtype=torch.float64)
     responses = (tokens > 0).sum().to(torch.float64)
     if mode == "token_mean":

@@ -1,4 +1,4 @@
-"""Advantages that compare the responses of one prompt with each other (METHODS §3).
+"""Advantages that compare the responses of one prompt with each other (docs/methods.md#advantages).
 
 Groups are found by their number, never by position. Exactly 0 in a group whose scores are all equal. A response alone in
 its group gets 0 and is marked in `outputs.dropped`: the caller takes it out of its mask, so that it counts in no
@@ -32,7 +32,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     kept = inputs.mask & ~group.alone[:, None]
     centred = group.centred.to(inputs.scores.dtype)
     to_go = discounted_sum(token_rewards(centred, inputs.token_penalty, kept), kept, 1.0)
-    advantages = masked_whiten(to_go, kept, inputs.unbiased, inputs.eps)
+    advantages = masked_whiten(to_go, kept, unbiased=inputs.unbiased, eps=inputs.eps)
     return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
 
 
@@ -60,7 +60,7 @@ def grpo_process(inputs: AdvantageInputs) -> AdvantageOutputs:
     group = _responses(inputs)
     ends = inputs.step_ends & inputs.mask & ~group.alone[:, None]
     rows, _ = ends.nonzero(as_tuple=True)
-    steps = _Groups.of(inputs.step_rewards[ends].double(), group.index[rows], group.count)
+    steps = _GroupStatistics.of(inputs.step_rewards[ends].double(), group.index[rows], group.count)
     standardised = torch.zeros_like(inputs.step_rewards)
     standardised[ends] = steps.standardised(inputs).to(standardised.dtype)
     advantages = discounted_sum(standardised, inputs.mask, 1.0)
@@ -118,45 +118,8 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(advantages=per_token(inputs, alpha * group.centred), dropped=group.alone)
 
 
-@ADVANTAGES.register("pass_at_k")
-def pass_at_k(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """The mean GRPO advantage over all k-subsets of the group that hold the response, in closed form (arXiv 2508.10751 §2.4).
-
-    A subset's reward is 1 if any of its responses is right. With n wrong ones among G, R̄ = 1 − C(n,k)/C(G,k) and
-    σ = √(R̄(1−R̄)), a right response has (1 − R̄)/(σ + eps) and a wrong one (1 − R̄ − C(n−1,k−1)/C(G−1,k−1))/(σ + eps).
-    Exactly 0 where every subset or none holds a right response. σ is the population's, whatever `unbiased` says.
-    Responses of a group smaller than k are dropped.
-
-    Raises:
-        ValueError: `pass_k` is missing or below 1.
-        ConfigError: a score is neither 0 nor 1.
-    """
-    if inputs.pass_k is None or inputs.pass_k < 1:
-        raise ValueError(f"pass_at_k needs pass_k of at least 1, but it is {inputs.pass_k}")
-    _refuse_token_penalty(inputs, "pass_at_k")
-    group, member = _responses(inputs), inputs.mask.any(1)
-    other = inputs.scores[member & (inputs.scores != 0) & (inputs.scores != 1)]
-    if len(other):
-        raise ConfigError(f"advantage 'pass_at_k' needs rewards of 0 or 1, but one of them is {float(other[0]):g}")
-    dropped = member & (group.alone | (group.size < inputs.pass_k))
-    wrong = group.total((member & (inputs.scores == 0)).long())
-    none_right = _subset_share(wrong, group.size, inputs.pass_k)
-    others_wrong = _subset_share(wrong - 1, group.size - 1, inputs.pass_k - 1)
-    deviation = ((1 - none_right) * none_right).sqrt() + inputs.eps
-    advantages = torch.where(inputs.scores == 1, none_right, none_right - others_wrong) / deviation
-    live = member & ~dropped & (none_right > 0) & (none_right < 1)
-    return AdvantageOutputs(advantages=per_token(inputs, torch.where(live, advantages, 0)), dropped=dropped)
-
-
-def _subset_share(chosen: Tensor, size: Tensor, k: int) -> Tensor:
-    """C(chosen, k) / C(size, k), float64 `[B]`, as a product of k factors."""
-    step = torch.arange(k, device=size.device)
-    factors = (chosen[:, None] - step).clamp(min=0) / (size[:, None] - step).clamp(min=1).double()
-    return factors.prod(1)
-
-
 @dataclass(frozen=True)
-class _Groups:
+class _GroupStatistics:
     """Values of N responses or steps, and for each of them its group's statistics, `[N]`; only members count in any."""
 
     index: Tensor
@@ -173,7 +136,7 @@ class _Groups:
     """bool: a member without another."""
 
     @classmethod
-    def of(cls, values: Tensor, index: Tensor, count: int, member: Tensor | None = None) -> _Groups:
+    def of(cls, values: Tensor, index: Tensor, count: int, member: Tensor | None = None) -> _GroupStatistics:
         """Statistics of `values` float64 `[N]` by `index` int64 `[N]`; `member` bool `[N]`, None: all are."""
         member = torch.ones_like(index, dtype=torch.bool) if member is None else member
 
@@ -197,11 +160,11 @@ class _Groups:
         return torch.where(self.tied, 0, self.centred / deviation)
 
 
-def _responses(inputs: AdvantageInputs) -> _Groups:
+def _responses(inputs: AdvantageInputs) -> _GroupStatistics:
     """The responses' scores by `inputs.groups`; those without sampled tokens are no members."""
     _, index = inputs.groups.unique(return_inverse=True)
     count = int(index.max()) + 1 if len(index) else 0
-    return _Groups.of(inputs.scores.double(), index, count, inputs.mask.any(1))
+    return _GroupStatistics.of(inputs.scores.double(), index, count, inputs.mask.any(1))
 
 
 def _total(x: Tensor, index: Tensor, count: int) -> Tensor:
@@ -212,5 +175,5 @@ def _refuse_token_penalty(inputs: AdvantageInputs, name: str) -> None:
     if bool(((inputs.token_penalty != 0) & inputs.mask).any()):
         raise ConfigError(
             f"the KL penalty is in the reward, but advantage '{name}' compares rewards within a group and has no place for it; "
-            "put it in the loss (algorithm.kl.where: loss)"
+            "put it in the loss (algorithm.kl.apply_to: loss)"
         )

@@ -1,4 +1,7 @@
-"""Estimators of the KL divergence to another policy from sampled tokens, and the controller of its weight (METHODS §4)."""
+"""Estimators of the KL divergence to another policy from sampled tokens, and the controller of its weight.
+
+Formulas and sources: docs/methods.md#kl-to-the-reference.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, ol
     """
     if estimator not in KL_ESTIMATORS:
         known = ", ".join(KL_ESTIMATORS)
-        raise ConfigError(f"KL estimator is '{estimator}', but it may be one of {known}{nearest(estimator, KL_ESTIMATORS)}")
+        raise ConfigError(f"KL estimator is '{estimator}'; it must be one of {known}{nearest(estimator, KL_ESTIMATORS)}")
     difference = log_probs - ref_log_probs
     if estimator == "k1":
         estimate = difference
@@ -71,7 +74,7 @@ class AdaptiveKl:
         ):
             if not valid:
                 bound = "at least 0" if name == "coef" else "above 0"
-                raise ConfigError(f"adaptive KL {name} is {value}, but it may be {bound}")
+                raise ConfigError(f"adaptive KL {name} is {value}; it must be {bound}")
         self.coef = coef
         self.target = target
         self.horizon = horizon

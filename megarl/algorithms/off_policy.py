@@ -1,4 +1,4 @@
-"""What the engine's log-probs and the trainer's disagree by, and corrections for it (METHODS §1, train/inference mismatch).
+"""What the engine's log-probs and the trainer's disagree by, and corrections for it (docs/methods.md#rollout-correction).
 
 Tokens were sampled from the engine's distribution ("rollout"), the losses take them as the trainer's ("old", the same
 weights): Δ = logp_old − logp_rollout is what is wrong. A correction is a weight per token, a constant that multiplies the
@@ -50,12 +50,12 @@ def correction(
     """
     if mode not in CORRECTIONS:
         raise ConfigError(
-            f"off-policy correction is '{mode}', but it may be one of {', '.join(CORRECTIONS)}{nearest(mode, CORRECTIONS)}"
+            f"off-policy correction is '{mode}'; it must be one of {', '.join(CORRECTIONS)}{nearest(mode, CORRECTIONS)}"
         )
     if mode.startswith("tis"):
         low = 0.0
     if not 0 <= low < high:
-        raise ConfigError(f"the ratios of '{mode}' are bounded by [{low}, {high}], but may be by 0 <= low < high")
+        raise ConfigError(f"the ratios of '{mode}' are bounded by [{low}, {high}]; it must be by 0 <= low < high")
     difference = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
     if mode.endswith("_sequence"):
         total = difference.double().sum(1, keepdim=True)
@@ -85,26 +85,24 @@ def correction(
     )
 
 
-def mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the engine is from the trainer over the tokens in `mask`, in nats; always reported (METHODS §1).
+def mismatch_sums(trainer: Tensor, rollout: Tensor) -> dict[str, float]:
+    """How far the engine is from the trainer for the same weights, over sampled tokens, in nats; always reported.
 
     Args:
-        old_log_probs: float `[B, T]`, the trainer's.
-        rollout_log_probs: float `[B, T]`, the engine's.
-        mask: bool `[B, T]`.
+        trainer: float `[N]`, the trainer's log-probs.
+        rollout: float `[N]`, the engine's.
 
     Returns:
-        `log_prob_abs`, the mean |Δ|; `log_prob_max`, the greatest; `k3`, the mean k3 estimate of KL(rollout‖old), whose
-        expectation is right because the engine sampled the tokens. All 0 if there are none.
+        Sums over the tokens of |Δ| (`log_prob_abs`) and of k3 (`k3`), whose mean estimates KL(rollout‖trainer) without bias
+        because the engine sampled the tokens; and the greatest |Δ| (`log_prob_max`). All 0 if there are none.
     """
-    tokens = int(torch.count_nonzero(mask))
-    if not tokens:
+    if not len(trainer):
         return {"log_prob_abs": 0.0, "log_prob_max": 0.0, "k3": 0.0}
-    difference = torch.where(mask, old_log_probs.detach() - rollout_log_probs, 0.0)
-    k3 = kl_per_token(-difference, difference.new_zeros(()), "k3")  # of log π_rollout − log π_old; 0 outside the mask
+    difference = trainer.detach() - rollout
+    k3 = kl_per_token(-difference, difference.new_zeros(()), "k3")  # of log π_rollout − log π_trainer
     distance = difference.abs_()
     return {
-        "log_prob_abs": float(distance.sum(dtype=torch.float64)) / tokens,
+        "log_prob_abs": float(distance.sum(dtype=torch.float64)),
         "log_prob_max": float(distance.max()),
-        "k3": float(k3.sum(dtype=torch.float64)) / tokens,
+        "k3": float(k3.sum(dtype=torch.float64)),
     }

@@ -1,4 +1,6 @@
-"""The policy losses of METHODS §1: one number per sampled token, to be minimised, weighted by `aggregation` afterwards.
+"""The policy losses: one number per sampled token, to be minimised, weighted by `aggregation` afterwards.
+
+Formulas and sources: docs/methods.md#policy-losses.
 
 All share one signature, so that a loss is a name in the config. They assume that masked tokens were left out.
 """
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from megarl.algorithms.kl import kl_per_token
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.user_algorithms import load_policy_loss
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class PolicyLoss(Protocol):
             response must be in the same call (micro-batches never split one): `gspo` takes their mean.
         settings: the constants.
 
+    A loss of the user's that says so by `needs` also takes `rollout_log_probs` or `reference_log_probs`, float `[N]`, by name.
+
     Returns:
         The loss `[N]`, and scalar sums over the tokens without gradient: `ratio`, Σρ (`gspo`: of the sequence ratio);
         `clipped`, the number of tokens whose gradient clipping cut (`cispo`: whose weight it changed).
@@ -51,7 +56,7 @@ class PolicyLoss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", load_policy_loss)
 
 
 def clipped_surrogate(

@@ -1,4 +1,6 @@
-"""Preference losses (METHODS §7): pairs (DPO, cDPO, IPO, with the RPO term) by name, and KTO for single responses.
+"""Preference losses: pairs (DPO, cDPO, IPO, with the RPO term) by name, and KTO for single responses.
+
+Formulas and sources: docs/methods.md#objectives.
 
 Inputs are sums of token log-probs, one number per response. Losses are per pair or response: the caller divides by the
 number of them in the whole optimizer step, over every rank and micro-batch, before the first backward.

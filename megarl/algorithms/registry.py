@@ -1,12 +1,12 @@
-"""Functions by name: what the config calls `clip` or `grpo`, or a function of the user's own as `package.module:function`."""
+"""Functions by name: what the config calls `clip` or `grpo`, or a function of the user's own."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from megarl.errors import ConfigError, nearest
+from megarl.system.user_code import FORMS
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -14,8 +14,10 @@ F = TypeVar("F", bound=Callable[..., object])
 class Registry(Generic[F]):
     """Named functions of one kind; `kind` ("policy loss") is how errors call them."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, load: Callable[[str], Callable[..., object]] | None = None) -> None:
+        """`load` imports a user's own function of this kind; None: there can be none."""
         self.kind = kind
+        self._load = load
         self._functions: dict[str, F] = {}
 
     def __iter__(self) -> Iterator[str]:
@@ -37,28 +39,14 @@ class Registry(Generic[F]):
         return file
 
     def resolve(self, name: str) -> F:
-        """The function registered as `name`, or the one at the import path `package.module:function`.
+        """The function registered as `name`, or the user's own, `package.module:function` or `path/to/file.py:function`.
 
         Raises:
-            ConfigError: no such name, module or function; the message has the nearest name.
+            ConfigError: there is no such name, or the user's function cannot be used; the sentence has the nearest name.
         """
         if name in self._functions:
             return self._functions[name]
-        if ":" in name:
-            return self._imported(name)
-        raise ConfigError(
-            f"{self.kind} is '{name}', but it may be one of {', '.join(self)} or an import path "
-            f"'package.module:function'{nearest(name, self)}"
-        )
-
-    def _imported(self, path: str) -> F:
-        module_name, _, function_name = path.partition(":")
-        try:
-            module = importlib.import_module(module_name)
-        except (ImportError, ValueError, TypeError) as error:
-            raise ConfigError(f"{self.kind} is '{path}', but module '{module_name}' cannot be imported: {error}") from error
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            hint = nearest(function_name, vars(module))
-            raise ConfigError(f"{self.kind} is '{path}', but module '{module_name}' has no function '{function_name}'{hint}")
-        return function
+        if self._load is not None and ":" in name:
+            return cast(F, self._load(name))
+        own = "" if self._load is None else f" or your own as {FORMS}"
+        raise ConfigError(f"{self.kind} is '{name}'; it must be one of {', '.join(self)}{own}{nearest(name, self)}")

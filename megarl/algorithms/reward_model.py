@@ -1,4 +1,4 @@
-"""Losses of reward models (METHODS §7): pairs for an outcome model, step ends for a process model.
+"""Losses of reward models (docs/methods.md#objective-reward_model): pairs for an outcome model, step ends for a process model.
 
 Losses are per pair or step: the caller divides by the number of them in the whole optimizer step.
 """
@@ -47,6 +47,6 @@ def process_reward_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[st
     labels = labels.to(scores.dtype)
     outside = labels[~((labels >= 0) & (labels <= 1))]
     if len(outside):
-        raise ValueError(f"a step's label is {float(outside[0])}, but it may be from 0 to 1")
+        raise ValueError(f"a step's label is {float(outside[0])}; it must be from 0 to 1")
     loss = binary_cross_entropy_with_logits(scores, labels, reduction="none")
     return loss, {"accuracy": ((scores.detach() > 0) == (labels > 0.5)).float().sum()}

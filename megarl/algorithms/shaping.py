@@ -1,4 +1,7 @@
-"""Shaping of a step's rewards before advantages (METHODS §6). All in the units of the reward, one number per response."""
+"""Shaping of a step's rewards before advantages. All in the units of the reward, one number per response.
+
+Formulas and sources: docs/methods.md#reward-shaping.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ def clip_rewards(rewards: Tensor, low: float, high: float) -> Tensor:
         ConfigError: `low` is above `high`.
     """
     if low > high:
-        raise ConfigError(f"rewards are clipped to [{low}, {high}], but the lower bound may not be above the upper one")
+        raise ConfigError(f"rewards are clipped to [{low}, {high}]; the lower bound must not be above the upper one")
     return rewards.clamp(low, high)
 
 
@@ -79,7 +82,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Ten
         ConfigError: `cache_tokens` is out of its range.
     """
     if not 1 <= cache_tokens <= max_tokens:
-        raise ConfigError(f"the over-long penalty's cache is {cache_tokens} tokens, but it may be from 1 to {max_tokens}")
+        raise ConfigError(f"the over-long penalty's cache is {cache_tokens} tokens; it must be from 1 to {max_tokens}")
     return ((max_tokens - cache_tokens - lengths).float() / cache_tokens).clamp(-1, 0)
 
 

@@ -1,4 +1,7 @@
-"""Advantages that compare no responses of one prompt with each other: GAE, REINFORCE and its baselines, ReMax (METHODS §3)."""
+"""Advantages that compare no responses of one prompt with each other: GAE, REINFORCE and its baselines, ReMax.
+
+Formulas and sources: docs/methods.md#advantages.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +88,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
     """A_t = r + Σ_{i≥t} penalty_i, whitened over all sampled tokens of the batch (arXiv 2501.03262). γ plays no part."""
     advantages = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
     return AdvantageOutputs(
-        advantages=masked_whiten(advantages, inputs.mask, inputs.unbiased, inputs.eps).to(inputs.scores.dtype)
+        advantages=masked_whiten(advantages, inputs.mask, unbiased=inputs.unbiased, eps=inputs.eps).to(inputs.scores.dtype)
     )
 
 

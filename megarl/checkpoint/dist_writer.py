@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from megarl.checkpoint.direct_file import DirectFile
-from megarl.checkpoint.dist_format import COMMON, StoredChunk, StoredKey, write_metadata
+from megarl.checkpoint.format.dist_format import COMMON, StoredChunk, StoredKey, write_metadata
+from megarl.checkpoint.format.torch_save_format import frame
 from megarl.checkpoint.manifest import FileRecord
-from megarl.checkpoint.tensor_blob import frame
 from megarl.errors import CheckpointError
 
 if TYPE_CHECKING:

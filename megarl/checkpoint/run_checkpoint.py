@@ -114,7 +114,7 @@ class CheckpointFolder:
         if not (path / "state.json").is_file():
             raise CheckpointError(
                 f"run.resume is '{resume}', but there is no checkpoint in that folder (state.json is missing); "
-                "it may be 'never', 'auto' or a folder such as runs/<name>/checkpoints/step_000010"
+                "it must be 'never', 'auto' or a folder such as runs/<name>/checkpoints/step_000010"
             )
         check(path)
         return path

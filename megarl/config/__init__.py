@@ -1,32 +1,34 @@
 """What a run is: typed schema, YAML and overrides, batch arithmetic, validation. Importable without torch."""
 
 from megarl.config.batch import BatchArithmetic, batch_arithmetic
-from megarl.config.checks import check_models
 from megarl.config.layout import Coords, Layout
-from megarl.config.leaves import Leaf, leaves
 from megarl.config.load import (
+    AnyConfig,
+    load_any,
     load_config,
-    load_supervised_config,
+    parse_any,
     parse_config,
     parse_supervised_config,
     save_resolved,
     to_yaml,
 )
+from megarl.config.reference import ConfigField, config_fields
 from megarl.config.schema import Config
 from megarl.config.supervised import SupervisedConfig
 
 __all__ = [
+    "AnyConfig",
     "BatchArithmetic",
     "Config",
+    "ConfigField",
     "Coords",
     "Layout",
-    "Leaf",
     "SupervisedConfig",
     "batch_arithmetic",
-    "check_models",
-    "leaves",
+    "config_fields",
+    "load_any",
     "load_config",
-    "load_supervised_config",
+    "parse_any",
     "parse_config",
     "parse_supervised_config",
     "save_resolved",

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megarl.config.layout import divisors
+from megarl.config.rollout import RolloutConfig
+from megarl.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megarl.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,32 @@ class BatchArithmetic:
         return "\n".join(f"{what:<{width}}  {how_many}" for what, how_many in self.rows())
 
 
-def batch_arithmetic(config: Config) -> BatchArithmetic:
+class SampledRun(Protocol):
+    """What is read of a `Config`."""
+
+    @property
+    def rollout(self) -> RolloutConfig: ...
+    @property
+    def algorithm(self) -> AlgorithmConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def policy(self) -> PolicyConfig: ...
+    @property
+    def critic(self) -> CriticConfig: ...
+    @property
+    def reference(self) -> ReferenceConfig: ...
+    @property
+    def reward_model(self) -> RewardModelConfig: ...
+    @property
+    def uses_critic(self) -> bool: ...
+    @property
+    def uses_reference(self) -> bool: ...
+    @property
+    def uses_reward_model(self) -> bool: ...
+
+
+def batch_arithmetic(config: SampledRun) -> BatchArithmetic:
     """Derive what one step of `config` is made of.
 
     Raises:
@@ -75,10 +99,13 @@ def batch_arithmetic(config: Config) -> BatchArithmetic:
     rollout, algorithm = config.rollout, config.algorithm
     sequences = rollout.prompts_per_step * rollout.samples_per_prompt
     if sequences % algorithm.mini_batches:
-        raise ConfigError(
-            f"algorithm.mini_batches is {algorithm.mini_batches}, but it must divide the {sequences} sequences of a step "
-            f"(rollout.prompts_per_step {rollout.prompts_per_step} x rollout.samples_per_prompt "
-            f"{rollout.samples_per_prompt}); it may be {_around(algorithm.mini_batches, divisors(sequences))}"
+        raise ConfigError.of(
+            "algorithm.mini_batches",
+            algorithm.mini_batches,
+            f"does not divide the {sequences} sequences of a step (rollout.prompts_per_step = {rollout.prompts_per_step} times "
+            f"rollout.samples_per_prompt = {rollout.samples_per_prompt})",
+            allowed=_around(algorithm.mini_batches, divisors(sequences)),
+            rule="does not divide the sequences of a step",
         )
     per_mini_batch = sequences // algorithm.mini_batches
     for role, dp in _trained_roles(config):
@@ -106,12 +133,12 @@ def batch_arithmetic(config: Config) -> BatchArithmetic:
     )
 
 
-def _trained_roles(config: Config) -> list[tuple[str, int]]:
+def _trained_roles(config: SampledRun) -> list[tuple[str, int]]:
     critic = [("critic", config.critic.layout.dp)] if config.uses_critic else []
     return [("policy", config.policy.layout.dp), *critic]
 
 
-def _scoring_roles(config: Config) -> list[tuple[str, int]]:
+def _scoring_roles(config: SampledRun) -> list[tuple[str, int]]:
     reference, reward_model = config.reference.layout, config.reward_model.layout
     return [
         *([("reference", reference.dp)] if config.uses_reference and reference is not None else []),
@@ -119,23 +146,29 @@ def _scoring_roles(config: Config) -> list[tuple[str, int]]:
     ]
 
 
-def _check_even(config: Config, field: str, dp: int, sequences: int, of_what: str, mini_batches: int) -> None:
+def _check_even(config: SampledRun, field: str, dp: int, sequences: int, of_what: str, mini_batches: int) -> None:
     if sequences % dp == 0:
         return
     rollout = config.rollout
     unit = mini_batches * dp // math.gcd(rollout.samples_per_prompt, mini_batches * dp)
     prompts = _around_by(rollout.prompts_per_step, lambda count: count % unit == 0)
-    raise ConfigError(
-        f"{field} is {dp}, but it must divide the {sequences} sequences of a {of_what}; "
-        f"it may be {_around(dp, divisors(sequences))}, or rollout.prompts_per_step (now {rollout.prompts_per_step}) {prompts}"
+    raise ConfigError.of(
+        field,
+        dp,
+        f"does not divide the {sequences} sequences of a {of_what}",
+        allowed=f"{_around(dp, divisors(sequences))}, or set rollout.prompts_per_step to {prompts}",
+        rule=f"does not divide the sequences of a {of_what}",
     )
 
 
 def _check_fits(role: str, pack_tokens: int, longest: int) -> None:
     if pack_tokens < longest:
-        raise ConfigError(
-            f"{role}.max_tokens_per_micro_batch is {pack_tokens}, but one sequence may have {longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens); it may be {longest} or more"
+        raise ConfigError.of(
+            f"{role}.max_tokens_per_micro_batch",
+            pack_tokens,
+            f"is less than the {longest} tokens that one sequence can have (data.max_prompt_tokens + rollout.max_new_tokens)",
+            allowed=f"at least {longest}",
+            rule="is less than the tokens that one sequence can have",
         )
 
 

@@ -7,16 +7,10 @@ and megatron-core's (`TransformerConfig.__post_init__` of 0.16.1 and 0.19). Impo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.layout import Layout, divisors
-from megarl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megarl.config.schema import ModelConfig, TrainedRole
-
-Fp8Format = Literal["none", "hybrid", "e4m3"]
-Fp8RecipeName = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+from megarl.config.sections import ModelConfig, TrainedRole
+from megarl.errors import ConfigError, either
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,7 @@ def device_problem(recipe: str, capability: tuple[int, int], cuda: str | None) -
     if needs.capability <= capability < needs.below and version >= needs.cuda:
         return None
     here = f"compute capability {capability[0]}.{capability[1]} under CUDA {cuda}"
-    return f"model.fp8_recipe is '{recipe}', which needs {needs.gpus}, but this GPU has {here}"
+    return f"model.fp8_recipe is '{recipe}', which needs {needs.gpus}; this GPU has {here}"
 
 
 def check_fp8(model: ModelConfig, *, trained: dict[str, TrainedRole], frozen: list[str]) -> None:
@@ -70,52 +64,71 @@ def check_fp8(model: ModelConfig, *, trained: dict[str, TrainedRole], frozen: li
     """
     if model.fp8 == "none":
         if model.fp8_param:
-            raise ConfigError(
-                "model.fp8_param is true, but model.fp8 is 'none'; it may be false, or model.fp8 'hybrid' or 'e4m3'"
+            raise ConfigError.needs(
+                "model.fp8_param", "FP8 products", "set model.fp8 to 'hybrid' or 'e4m3', or remove model.fp8_param"
             )
         if any(model.fp8_bf16_layers):
-            raise ConfigError(
-                f"model.fp8_bf16_layers is {list(model.fp8_bf16_layers)}, but model.fp8 is 'none', where all layers are in "
-                "BF16; it may be [0, 0]"
+            raise ConfigError.needs(
+                "model.fp8_bf16_layers", "FP8 products", "set model.fp8 to 'hybrid' or 'e4m3', or remove model.fp8_bf16_layers"
             )
         return
     if model.layer_spec in ("reference", "local"):
-        raise ConfigError(
-            f"model.fp8 is '{model.fp8}', but only model.layer_spec = 'transformer_engine' computes in FP8; it may be 'none'"
+        raise ConfigError.of(
+            "model.fp8",
+            model.fp8,
+            f"only model.layer_spec = 'transformer_engine' computes, not '{model.layer_spec}'",
+            allowed="'none', or set model.layer_spec to 'transformer_engine'",
         )
     if model.dtype != "bfloat16":
-        raise ConfigError(
-            f"model.fp8 is '{model.fp8}', but model.dtype is '{model.dtype}'; what is not in FP8 is in BF16, so it may be "
-            "'bfloat16'"
+        raise ConfigError.of(
+            "model.dtype",
+            model.dtype,
+            f"model.fp8 = '{model.fp8}' cannot use: what is not in FP8 is in BF16",
+            allowed="'bfloat16', or set model.fp8 to 'none'",
         )
     if model.fp8_recipe == "delayed":
         _check_delayed(model, frozen)
     for name, role in trained.items():
         if model.fp8_param and role.optimizer.offload_fraction:
-            raise ConfigError(
-                f"{name}.optimizer.offload_fraction is {role.optimizer.offload_fraction}, but the offloaded copy of weights "
-                "that are in FP8 only (model.fp8_param) would start from their rounded values; it may be 0"
+            raise ConfigError.of(
+                f"{name}.optimizer.offload_fraction",
+                role.optimizer.offload_fraction,
+                "would start the offloaded weights from their rounded FP8 values (model.fp8_param)",
+                allowed="0, or remove model.fp8_param",
             )
 
 
 def _check_delayed(model: ModelConfig, frozen: list[str]) -> None:
+    others = "'tensorwise', 'blockwise' or 'mxfp8'"
     if any(model.fp8_bf16_layers):
-        raise ConfigError(
-            f"model.fp8_bf16_layers is {list(model.fp8_bf16_layers)}, but model.fp8_recipe = 'delayed' takes all layers or "
-            "none; it may be [0, 0], or model.fp8_recipe 'tensorwise', 'blockwise' or 'mxfp8'"
+        raise ConfigError.of(
+            "model.fp8_bf16_layers",
+            model.fp8_bf16_layers,
+            "model.fp8_recipe = 'delayed' cannot do: it takes all layers or none",
+            allowed=f"[0, 0], or set model.fp8_recipe to {others}",
         )
     if frozen:
-        raise ConfigError(
-            f"model.fp8_recipe is 'delayed', which learns its scales in training passes, but {frozen[0]} is never trained; it "
-            "may be 'tensorwise', 'blockwise' or 'mxfp8'"
+        raise ConfigError.of(
+            "model.fp8_recipe",
+            "delayed",
+            f"learns its scales in training passes, and {frozen[0]} is never trained",
+            allowed=others,
         )
 
 
-def check_fp8_sizes(model: ModelConfig, field: str, layout: Layout, sizes: dict[str, Any]) -> None:
-    """Refuse a model whose widths FP8 cannot split as `layout` (the config field `field`) says.
+@dataclass(frozen=True)
+class Fp8Widths:
+    """What FP8 must be able to split of a model: see `models/shape.ModelShape`. None: the model has no such part."""
 
-    Args:
-        sizes: `checks.read_sizes` of the model.
+    hidden: int
+    attention: int
+    ffn: int | None
+    expert_ffn: int | None
+    layers: int
+
+
+def check_fp8_sizes(model: ModelConfig, field: str, layout: Layout, widths: Fp8Widths) -> None:
+    """Refuse a model whose widths FP8 cannot split as `layout` (the config field `field`) says.
 
     Raises:
         ConfigError: a width is no multiple of what the recipe needs, or more layers stay in BF16 than a stage has.
@@ -124,39 +137,52 @@ def check_fp8_sizes(model: ModelConfig, field: str, layout: Layout, sizes: dict[
         return
     multiple = RECIPES[model.fp8_recipe].multiple
     for width, name, dimension in (
-        (sizes["hidden_size"], "hidden size", None),
-        (sizes["attention_width"], "attention width", "tp"),
-        (sizes["ffn_size"], "feed-forward width", "tp"),
-        (sizes["expert_ffn_size"], "experts' feed-forward width", "etp"),
+        (widths.hidden, "hidden size", None),
+        (widths.attention, "attention width", "tp"),
+        (widths.ffn, "feed-forward width", "tp"),
+        (widths.expert_ffn, "experts' feed-forward width", "etp"),
     ):
         ranks = getattr(layout, dimension) if dimension else 1
         if width is None or width % (ranks * multiple) == 0:
             continue
-        needed = f"must be a multiple of {multiple} under model.fp8_recipe = '{model.fp8_recipe}'"
         fit = [n for n in divisors(width) if width // n % multiple == 0]
         if dimension and fit:
-            raise ConfigError(
-                f"{field}.{dimension} is {ranks}, but every rank's share of the model's {name} of {width} {needed}; "
-                f"{dimension} may be {', '.join(map(str, fit))}"
+            raise ConfigError.of(
+                f"{field}.{dimension}",
+                ranks,
+                f"splits the model's {name} of {width} into parts that are no multiple of {multiple}, which "
+                f"model.fp8_recipe = '{model.fp8_recipe}' needs",
+                allowed=either(fit),
+                rule=f"splits the {name} into parts that FP8 cannot hold",
             )
-        raise ConfigError(f"the {name} of {field}'s model is {width}, but it {needed}; {_other_recipes(width)}")
-    _check_bf16_layers(model, field, layout, sizes["num_layers"])
+        raise ConfigError.needs(
+            f"model.fp8_recipe = '{model.fp8_recipe}'",
+            f"multiples of {multiple}, and the {name} of the model of {field} is {width}",
+            _other_recipes(width),
+        )
+    _check_bf16_layers(model, field, layout, widths.layers)
 
 
 def _other_recipes(width: int) -> str:
     fit = [f"'{name}'" for name, recipe in RECIPES.items() if width % recipe.multiple == 0]
-    return f"that may be {' or '.join(fit)}" if fit else "model.fp8 may be 'none'"
+    return f"set model.fp8_recipe to {either(fit)}" if fit else "set model.fp8 to 'none'"
 
 
 def _check_bf16_layers(model: ModelConfig, field: str, layout: Layout, layers: int) -> None:
     of_stage = layers // layout.pp
     if max(model.fp8_bf16_layers) > of_stage:
-        raise ConfigError(
-            f"model.fp8_bf16_layers is {list(model.fp8_bf16_layers)}, but a pipeline stage of {field} has {of_stage} layers; "
-            f"each number may be 0 to {of_stage}"
+        raise ConfigError.of(
+            "model.fp8_bf16_layers",
+            model.fp8_bf16_layers,
+            f"is more than the {of_stage} layers of a pipeline stage of {field}",
+            allowed=f"two numbers from 0 to {of_stage}",
+            rule="is more than the layers of a pipeline stage",
         )
     if sum(model.fp8_bf16_layers) >= layers:
-        raise ConfigError(
-            f"model.fp8_bf16_layers is {list(model.fp8_bf16_layers)}, which leaves none of the model's {layers} layers in FP8; "
-            "the numbers may add up to less, or model.fp8 be 'none'"
+        raise ConfigError.of(
+            "model.fp8_bf16_layers",
+            model.fp8_bf16_layers,
+            f"leaves none of the model's {layers} layers in FP8",
+            allowed=f"two numbers that add up to less than {layers}, or set model.fp8 to 'none'",
+            rule="leaves no layer in FP8",
         )

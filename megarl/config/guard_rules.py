@@ -1,4 +1,4 @@
-"""What a run's metrics must not do, as the user writes it: `rollback if kl/reference above 0.5 for 3 steps`.
+"""What a run's metrics must not do, as the user writes it in `run.guards`.
 
 Pure values; the ranks judge `skip` before an optimizer step, the driver judges the others after a training step.
 """
@@ -6,17 +6,29 @@ Pure values; the ranks judge `skip` before an optimizer step, the driver judges 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, cast
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from megarl.errors import ConfigError, nearest
+from megarl.config.section import Positive, Section
+from megarl.errors import ConfigError
 
 Action = Literal["skip", "rollback", "stop"]
-ACTIONS: tuple[Action, ...] = ("skip", "rollback", "stop")
-_FORM = re.compile(r"(?P<action>\S+) if (?P<metric>\S+) (?P<side>above|below) (?P<bound>\S+)(?: for (?P<steps>\d+) steps?)?")
-_EXAMPLE = "'stop if kl/reference above 0.5 for 3 steps'"
+
+
+class GuardConfig(Section):
+    """A limit of one metric, and what happens when the metric is beyond it. A metric that is not a number is beyond it."""
+
+    metric: str
+    """Name of the metric as in `metrics.jsonl`, e.g. `kl/reference`."""
+    above: float | None = None
+    """Act when the metric is above this number. Each guard has either `above` or `below`."""
+    below: float | None = None
+    """Act when the metric is below this number."""
+    action: Action
+    """`skip`: do not apply the update. `rollback`: return to the weights of an earlier checkpoint. `stop`: end the run."""
+    for_steps: Positive = 1
+    """Act after this many steps in a row."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +52,30 @@ class GuardRule:
         return f"{self.action} if {self.metric} {self.side} {self.bound:g}{during}"
 
 
-def parse_guards(texts: Sequence[str]) -> tuple[GuardRule, ...]:
-    """The rules in `run.guards`.
+def parse_guards(guards: Sequence[GuardConfig]) -> tuple[GuardRule, ...]:
+    """The rules of `run.guards`.
 
     Raises:
-        ConfigError: an entry has another form, an unknown action, or a bound that is no number.
+        ConfigError: an entry has no bound or two, or an update would be skipped only after several steps.
     """
-    return tuple(_parse(f"run.guards[{number}]", text) for number, text in enumerate(texts))
+    return tuple(_rule(f"run.guards[{number}]", guard) for number, guard in enumerate(guards))
+
+
+def skip_rules(guards: Sequence[GuardConfig], role: str, prefix: str, others: Sequence[str] = ()) -> tuple[GuardRule, ...]:
+    """The rules that the ranks of `role` judge, under the names that metrics have there.
+
+    Args:
+        guards: `run.guards`.
+        role: in whose updates they are judged.
+        prefix: what the run puts before the names of the role's own metrics (`policy/grad_norm` is `grad_norm` there).
+        others: prefixes of metrics of other roles.
+    """
+    rules = [rule for rule in parse_guards(guards) if rule.action == "skip"]
+    mine = [rule for rule in rules if rule.metric.partition("/")[0] not in others]
+    own = {f"{prefix}/grad_norm": "grad_norm"}
+    if prefix != role:  # a run on given responses names all its metrics train/…
+        own |= {rule.metric: rule.metric.removeprefix(f"{prefix}/") for rule in mine}
+    return tuple(replace(rule, metric=own.get(rule.metric, rule.metric)) for rule in mine)
 
 
 def judge(rules: Sequence[GuardRule], metrics: Mapping[str, float]) -> GuardRule | None:
@@ -54,24 +83,16 @@ def judge(rules: Sequence[GuardRule], metrics: Mapping[str, float]) -> GuardRule
     return next((rule for rule in rules if rule.metric in metrics and rule.is_broken_by(metrics[rule.metric])), None)
 
 
-def _parse(field: str, text: str) -> GuardRule:
-    form = _FORM.fullmatch(" ".join(text.split()))
-    if form is None:
-        raise ConfigError(
-            f"{field} is '{text}', but it may be '<skip|rollback|stop> if <metric> <above|below> <number>', with "
-            f"'for <n> steps' at its end or not, such as {_EXAMPLE}"
+def _rule(field: str, guard: GuardConfig) -> GuardRule:
+    if guard.above is None and guard.below is None:
+        raise ConfigError.needs(field, "a bound", f"set {field}.above or {field}.below")
+    if guard.above is not None and guard.below is not None:
+        raise ConfigError.of(f"{field}.below", guard.below, "stands beside above", allowed="in a guard of its own")
+    if guard.action == "skip" and guard.for_steps > 1:
+        raise ConfigError.of(
+            f"{field}.for_steps", guard.for_steps, "action = 'skip' cannot wait for: an update is skipped at once", allowed="1"
         )
-    action, steps = form["action"], int(form["steps"] or 1)
-    if action not in ACTIONS:
-        raise ConfigError(f"{field} says '{action}', but it may say {', '.join(ACTIONS)}{nearest(action, ACTIONS)}")
-    try:
-        bound = float(form["bound"])
-    except ValueError:
-        bound = math.nan
-    if not math.isfinite(bound):
-        raise ConfigError(f"{field} has the bound '{form['bound']}', but it may be a number, such as in {_EXAMPLE}")
-    if steps < 1 or (action == "skip" and steps > 1):
-        what = "an update is skipped at once" if action == "skip" else "a rule needs at least one step"
-        raise ConfigError(f"{field} says 'for {steps} steps', but {what}; leave it out")
-    side = cast(Literal["above", "below"], form["side"])
-    return GuardRule(cast(Action, action), form["metric"], side, bound, steps)
+    if guard.above is not None:
+        return GuardRule(guard.action, guard.metric, "above", guard.above, guard.for_steps)
+    assert guard.below is not None
+    return GuardRule(guard.action, guard.metric, "below", guard.below, guard.for_steps)

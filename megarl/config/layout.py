@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.errors import LayoutError
+from megarl.errors import LayoutError, describe_value, either
 
 
 @dataclass(frozen=True)
@@ -43,39 +43,38 @@ class Layout:
         for name in ("tp", "pp", "cp", "ep", "etp", "dp"):
             size = getattr(self, name)
             if size < 1:
-                raise LayoutError(f"layout.{name} is {size}, but a parallel size is at least 1")
+                raise LayoutError.of(name, size, allowed="at least 1")
         per_stage = self.tp * self.cp * self.dp
         if per_stage % (self.etp * self.ep):
             fit = [n for n in divisors(per_stage) if per_stage % (n * self.etp) == 0]
-            raise LayoutError(
-                f"layout.ep is {self.ep} with layout.etp={self.etp}, but ep * etp must divide the {per_stage} ranks of a "
-                f"pipeline stage (tp*cp*dp = {self.tp}*{self.cp}*{self.dp}); "
-                + (f"ep may be {closest(fit, self.ep)}" if fit else f"etp may be {closest(divisors(per_stage), self.etp)}")
+            field, other = ("ep", "etp") if fit else ("etp", "ep")
+            raise LayoutError.of(
+                field,
+                getattr(self, field),
+                f"times {other} = {getattr(self, other)} does not divide the {per_stage} ranks of a pipeline stage "
+                f"(tp * cp * dp = {self.tp} * {self.cp} * {self.dp})",
+                allowed=closest(fit or divisors(per_stage), getattr(self, field)),
+                rule=f"times {other} does not divide the ranks of a pipeline stage",
             )
         if self.sequence_parallel and self.tp == 1:
-            raise LayoutError("layout.sequence_parallel is true, but it needs layout.tp of at least 2")
-        if self.vpp is not None and (self.vpp < 2 or self.pp < 2):
-            raise LayoutError(f"layout.vpp is {self.vpp}, but it needs to be at least 2 with layout.pp of at least 2")
+            raise LayoutError.needs("sequence_parallel", "a tp of at least 2", "set tp, or remove sequence_parallel")
+        if self.vpp is not None and self.pp < 2:
+            raise LayoutError.needs("vpp", "a pp of at least 2", "set pp, or remove vpp")
+        if self.vpp is not None and self.vpp < 2:
+            raise LayoutError.of("vpp", self.vpp, allowed="at least 2, or null for one chunk per stage")
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)
             if layers is None:
                 continue
             if self.pp < 2:
-                raise LayoutError(f"layout.{name} is {layers}, but uneven stages need layout.pp of at least 2")
+                raise LayoutError.needs(name, "a pp of at least 2", f"set pp, or remove {name}")
             if layers < 1 or layers % (self.vpp or 1):
-                raise LayoutError(
-                    f"layout.{name} is {layers}, but it must be a positive multiple of layout.vpp={self.vpp or 1}"
-                )
+                raise LayoutError.of(name, layers, allowed=f"a positive multiple of vpp = {self.vpp or 1}")
 
     @property
     def world_size(self) -> int:
         """Ranks of the whole role: tp * cp * dp * pp."""
         return self.tp * self.cp * self.dp * self.pp
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the dense layers: tp * cp * pp."""
-        return self.tp * self.cp * self.pp
 
     @property
     def edp(self) -> int:
@@ -116,7 +115,7 @@ class Layout:
         chunks = self.vpp or 1
         fits = left % (even_stages * chunks) == 0 and left > 0 if even_stages else left == 0
         if not fits:
-            raise LayoutError(self._stages_do_not_fit(num_layers))
+            raise self._stages_do_not_fit(num_layers)
         share = left // (even_stages * chunks) if even_stages else 0
         stages: list[list[list[int]]] = [[] for _ in range(self.pp)]
         at = 0
@@ -127,21 +126,30 @@ class Layout:
                 at += count
         return stages
 
-    def _stages_do_not_fit(self, num_layers: int) -> str:
-        vpp = f" x layout.vpp={self.vpp}" if self.vpp else ""
+    def _stages_do_not_fit(self, num_layers: int) -> LayoutError:
+        chunks, uneven = self.vpp or 1, self._uneven_proposal(num_layers)
+        times = f" times vpp = {self.vpp}" if self.vpp else ""
         if self.first_stage_layers is None and self.last_stage_layers is None:
-            chunks = self.vpp or 1
             fit = [n for n in divisors(num_layers) if num_layers % (n * chunks) == 0 and (n > 1 or not self.vpp)]
-            sizes = f"pp may be {closest(fit, self.pp)}" if fit else f"vpp may be {closest(divisors(num_layers), chunks)}"
-            uneven = self._uneven_proposal(num_layers)
-            return f"layout.pp={self.pp}{vpp} does not divide the model's {num_layers} layers; {sizes}" + (
-                f", or first_stage_layers and last_stage_layers {uneven[0]} and {uneven[1]}" if uneven else ""
+            ends = f"set first_stage_layers and last_stage_layers to {uneven[0]} and {uneven[1]}" if uneven else ""
+            sizes = closest(fit, self.pp) if fit else f"with a vpp of {closest(divisors(num_layers), chunks)}"
+            return LayoutError.of(
+                "pp",
+                self.pp,
+                f"{times} does not divide the model's {num_layers} layers".strip(),
+                allowed=sizes + (f", or {ends}" if ends else ""),
+                rule="does not divide the model's layers",
             )
-        uneven = self._uneven_proposal(num_layers)
-        return (
-            f"layout.first_stage_layers={self.first_stage_layers} and layout.last_stage_layers={self.last_stage_layers} do not "
-            f"leave equal shares of the model's {num_layers} layers to the other stages of layout.pp={self.pp}{vpp}"
-            + (f"; they may be {uneven[0]} and {uneven[1]}" if uneven else "")
+        first, last = "first_stage_layers", "last_stage_layers"
+        field, other = (first, last) if self.first_stage_layers is not None else (last, first)
+        proposal = dict(zip((first, last), uneven, strict=True)) if uneven else {}
+        return LayoutError.of(
+            field,
+            getattr(self, field),
+            f"with {other} = {describe_value(getattr(self, other))} leaves no equal shares of the model's {num_layers} "
+            f"layers to the other stages of pp = {self.pp}{times}",
+            allowed=f"{proposal[field]}, with {other} = {proposal[other]}" if proposal else "",
+            rule="leaves no equal shares of the layers to the other stages",
         )
 
     def _uneven_proposal(self, num_layers: int) -> tuple[int, int] | None:
@@ -160,10 +168,11 @@ class Layout:
         """Raise LayoutError where the layers that `model.layer_spec` = `name` asks for cannot be split this way."""
         field = "cp" if self.cp > 1 else "sequence_parallel" if self.sequence_parallel else None
         if name == "local" and field is not None:
-            value = str(getattr(self, field)).lower()
-            raise LayoutError(
-                f"layout.{field} is {value}, but model.layer_spec = 'local' cannot split sequences; it may be 'reference' or "
-                "'transformer_engine'"
+            raise LayoutError.of(
+                field,
+                getattr(self, field),
+                "the layers of model.layer_spec = 'local' do not support",
+                allowed="1" if field == "cp" else "false",
             )
 
     def check_model(
@@ -190,36 +199,56 @@ class Layout:
             return num_heads % tp == 0 and kv_heads_fit and (ffn_size or tp) % tp == 0
 
         if not holds(self.tp):
-            width = f" and a feed-forward width of {ffn_size}" if ffn_size else ""
-            raise LayoutError(
-                f"layout.tp is {self.tp}, but the model has {num_heads} attention heads, {num_kv_heads} KV heads{width}; "
-                f"tp may be {closest([n for n in divisors(num_heads) if holds(n)], self.tp)}"
+            sizes = [f"{num_heads} attention heads", f"{num_kv_heads} KV heads"]
+            sizes += [f"feed-forward width of {ffn_size}"] if ffn_size else []
+            raise LayoutError.of(
+                "tp",
+                self.tp,
+                f"does not divide the model's {', '.join(sizes[:-1])} and {sizes[-1]}",
+                allowed=closest([n for n in divisors(num_heads) if holds(n)], self.tp),
+                rule="does not divide the model's heads and feed-forward width",
             )
         self.stage_layers(num_layers)
-        if num_experts is None:
-            if self.ep > 1:
-                raise LayoutError(f"layout.ep is {self.ep}, but the model has no experts; ep may be 1")
-            return
+        if num_experts is not None:
+            self._check_experts(num_experts, expert_ffn_size)
+        elif self.ep > 1:
+            raise LayoutError.of("ep", self.ep, "needs experts, and the model has none", allowed="1")
+
+    def _check_experts(self, num_experts: int, expert_ffn_size: int | None) -> None:
+        ranks = self.tp * self.cp * self.dp
         if num_experts % self.ep:
-            fit = [n for n in divisors(num_experts) if self.tp * self.cp * self.dp % (n * self.etp) == 0]
-            raise LayoutError(
-                f"layout.ep is {self.ep}, but the model has {num_experts} experts; ep may be {closest(fit, self.ep)}"
+            fit = [n for n in divisors(num_experts) if ranks % (n * self.etp) == 0]
+            raise LayoutError.of(
+                "ep",
+                self.ep,
+                f"does not divide the model's {num_experts} experts",
+                allowed=closest(fit, self.ep),
+                rule="does not divide the model's experts",
             )
         if expert_ffn_size is not None and expert_ffn_size % self.etp:
-            fit = [n for n in divisors(expert_ffn_size) if self.tp * self.cp * self.dp % (n * self.ep) == 0]
-            raise LayoutError(
-                f"layout.etp is {self.etp}, but an expert's feed-forward width is {expert_ffn_size}; "
-                f"etp may be {closest(fit, self.etp)}"
+            fit = [n for n in divisors(expert_ffn_size) if ranks % (n * self.ep) == 0]
+            raise LayoutError.of(
+                "etp",
+                self.etp,
+                f"does not divide an expert's feed-forward width of {expert_ffn_size}",
+                allowed=closest(fit, self.etp),
+                rule="does not divide an expert's feed-forward width",
             )
         if self.tp > 1 and not self.sequence_parallel:
-            raise LayoutError(
-                f"layout.sequence_parallel is false with layout.tp={self.tp}, but megatron-core trains experts under tensor "
-                "parallelism only with it; it may be true"
+            raise LayoutError.of(
+                "sequence_parallel",
+                False,
+                f"megatron-core cannot train experts with under tp = {self.tp}",
+                allowed="true",
+                rule="must be true for experts under tensor parallelism",
             )
         if self.ep == 1 and self.etp != self.tp:
-            raise LayoutError(
-                f"layout.etp is {self.etp} with layout.tp={self.tp} and layout.ep=1, for which megatron-core 0.16 computes "
-                f"wrong gradients of the experts; etp may be {self.tp}, or ep more than 1"
+            raise LayoutError.of(
+                "etp",
+                self.etp,
+                f"with tp = {self.tp} and ep = 1 gives wrong gradients of the experts in megatron-core 0.16",
+                allowed=f"{self.tp}, or set ep to more than 1",
+                rule="differs from tp without expert parallelism",
             )
 
 
@@ -229,8 +258,8 @@ def divisors(number: int) -> list[int]:
 
 
 def closest(values: list[int], wanted: int) -> str:
-    """The four values nearest to the one wanted, ascending."""
-    return ", ".join(map(str, sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4])))
+    """The four values nearest to the one wanted, ascending, in words."""
+    return either(sorted(sorted(values, key=lambda value: (abs(value - wanted), value))[:4]))
 
 
 def _spread(num_layers: int, pp: int, ends: tuple[int, int]) -> tuple[float, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -11,53 +11,72 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megarl.atomic import write_text_atomically
-from megarl.config.leaves import fields_of, leaves, may_be, section_of
+from megarl.config.checks import check_fields_agree, check_supervised
+from megarl.config.reference import allowed_values, config_fields, fields_of, section_of
+from megarl.config.renamed import check_renamed, new_names
 from megarl.config.schema import Config
 from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
 from megarl.config.section import Section
 from megarl.config.supervised import SupervisedConfig
-from megarl.config.yaml_tree import apply_overrides, describe_value, read_yaml
-from megarl.errors import ConfigError, nearest
+from megarl.config.yaml_tree import apply_overrides, read_yaml
+from megarl.errors import ConfigError, MegarlError, nearest
+from megarl.system.atomic_files import write_text_atomically
 
+AnyConfig = Config | SupervisedConfig
+"""The config of a run, of whatever kind; what is asked of it is in `questions.py`."""
 Root = TypeVar("Root", Config, SupervisedConfig)
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+def load_any(path: str | Path, overrides: Iterable[str] = (), *, default: Mapping[str, Any] | None = None) -> AnyConfig:
     """Read the YAML file at `path`, apply `key=value` overrides, and check everything that needs no model folder.
 
+    `default` has sections for those that the file and the overrides leave out.
+
     Raises:
-        ConfigError: one sentence with the field's dotted name, what it was and what it may be.
+        ConfigError: one sentence with the field's dotted name, its value and what it must be.
     """
+    return parse_any({**(default or {}), **apply_overrides(read_yaml(path), overrides)})
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """`load_any` for what only a reinforcement-learning run has: sampling and rewards."""
     return parse_config(apply_overrides(read_yaml(path), overrides))
 
 
-def load_supervised_config(path: str | Path, overrides: Iterable[str] = ()) -> SupervisedConfig:
-    """`load_config` for a run that trains on given responses."""
-    return _parse(apply_overrides(read_yaml(path), overrides), SupervisedConfig)
+def parse_any(tree: dict[str, Any]) -> AnyConfig:
+    """Make the config that a plain tree describes: with a section `objective` it trains on given responses.
+
+    This is the one place that tells the kinds apart; raises ConfigError as `load_any` does.
+    """
+    return parse_supervised_config(tree) if "objective" in tree else parse_config(tree)
 
 
 def parse_config(tree: dict[str, Any]) -> Config:
-    """Make a Config from a plain tree; raises ConfigError as `load_config` does."""
-    return _parse(tree, Config)
+    """Make a Config from a plain tree; raises ConfigError as `load_any` does."""
+    config = _parse(tree, Config)
+    check_fields_agree(config)
+    return config
 
 
 def parse_supervised_config(tree: dict[str, Any]) -> SupervisedConfig:
     """`parse_config` for a run that trains on given responses."""
-    return _parse(tree, SupervisedConfig)
+    config = _parse(tree, SupervisedConfig)
+    check_supervised(config)
+    return config
 
 
 def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
     if (place := hidden_at(tree)) is not None:
-        raise ConfigError(f"{place} is '{HIDDEN}': saved configs do not keep secrets, so it must be given again")
+        raise ConfigError.of(place, HIDDEN, "stands for a secret: saved configs keep none", allowed="given again")
+    check_renamed(tree)
     try:
         return root.model_validate(tree)
     except ValidationError as error:
         problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] not in _UNKNOWN_KEY)
-    sentence = _sentence(problems[0], tree, root)
+    first = _error(problems[0], tree, root)
     more = len({_place(problem, root) for problem in problems}) - 1
-    raise ConfigError(sentence + (f" ({more} more problem{'s' * (more > 1)} in this config)" if more else ""))
+    raise ConfigError(f"{first} ({more} more problem{'s' * (more > 1)} in this config)") if more else first
 
 
 def to_yaml(config: Section) -> str:
@@ -74,20 +93,20 @@ def save_resolved(config: Section, path: str | Path) -> None:
 _UNKNOWN_KEY = ("extra_forbidden", "unexpected_keyword_argument")
 
 
-def _sentence(problem: ErrorDetails, tree: dict[str, Any], root: type) -> str:
+def _error(problem: ErrorDetails, tree: dict[str, Any], root: type) -> ConfigError:
     place = problem["loc"]
     if problem["type"] in _UNKNOWN_KEY:
-        return _unknown_key(place, root)
+        return ConfigError(_unknown_key(place, root))
     field, known = _deepest_field(place, root)
     name = _dotted(known)
     if problem["type"] == "missing" and known == tuple(place):
-        return f"{name} is missing; it must be {may_be(field)}" if field else f"{name} is missing"
+        return ConfigError(f"{name} is missing; it must be {allowed_values(field)}" if field else f"{name} is missing")
     if problem["type"] == "value_error":
-        message = problem["msg"].removeprefix("Value error, ")
-        return message.replace("layout.", f"{name}.") if name.endswith("layout") else f"{name}: {message}"
-    value = _at(tree, known)
-    sentence = f"{name} is {describe_value(value)}, but it may be {may_be(field) if field else problem['msg']}"
-    return sentence + (nearest(value, _choices(field)) if field and isinstance(value, str) else "")
+        cause = problem["ctx"]["error"].args[0]
+        return cause.under(name, ConfigError) if isinstance(cause, MegarlError) else ConfigError(f"{name}: {cause}")
+    allowed = allowed_values(field) if field else problem["msg"]
+    choices = _choices(field) if field else []
+    return ConfigError.of(name, _at(tree, known), allowed=allowed, choices=choices)
 
 
 def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
@@ -97,7 +116,7 @@ def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
 
 def _unknown_key(place: Sequence[int | str], root: type) -> str:
     name = _dotted(place)
-    known = [leaf.name for leaf in leaves(root)]
+    known = [leaf.name for leaf in config_fields(root)]
     _, section_place = _deepest_field(place[:-1], root)
     section: type | None = root
     for key in section_place:
@@ -105,6 +124,7 @@ def _unknown_key(place: Sequence[int | str], root: type) -> str:
             section = section_of(fields_of(section)[key].annotation)
     siblings = [_dotted((*place[:-1], key)) for key in (fields_of(section) if section else ())]
     namesakes = [leaf for leaf in known if leaf.rpartition(".")[2] == str(place[-1])]
+    namesakes = namesakes or [leaf for leaf in new_names(str(place[-1])) if leaf in known]
     below = [leaf for leaf in namesakes if leaf.startswith(f"{_dotted(place[:-1])}.")]
     if len(below or namesakes) == 1:
         hint = f" (did you mean '{(below or namesakes)[0]}'?)"

@@ -1,33 +1,26 @@
-"""The names of METHODS.md as types, and what each algorithm name stands for.
+"""The names of algorithms (docs/methods.md) as types, and what each preset stands for.
 
 A preset only fills leaves that the user left out; the resolved config shows the result.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES
 
 PresetName = Literal["grpo", "ppo", "reinforce_plus_plus"]
-AdvantageName = Literal[
-    "gae",
-    "reinforce",
-    "reinforce_moving_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "grpo",
-    "grpo_process",
-    "dr_grpo",
-    "rloo",
-    "remax",
-    "opo",
-    "gpg",
-]
-PolicyLossName = Literal["clip", "dual_clip", "gspo", "cispo", "reinforce", "kl_penalty"]
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
+Fp8Format = Literal["none", "hybrid", "e4m3"]
+Fp8RecipeName = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
-GROUP_ADVANTAGES = frozenset({"reinforce_plus_plus_baseline", "grpo", "grpo_process", "dr_grpo", "rloo", "opo", "gpg"})
-"""Estimators that compare the responses of one prompt, and so need at least two of them."""
+if TYPE_CHECKING:
+    AdvantageName = str
+    PolicyLossName = str
+else:
+    AdvantageName = Literal[tuple(ESTIMATORS)]
+    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
 
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300: outcome supervision, beta 0.04, k3 in the loss
@@ -35,27 +28,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo",
         "policy_loss": "clip",
         "aggregation": "seq_mean_token_mean",
-        "lam": 1.0,
+        "gae_lambda": 1.0,
         "shaping": {"clip": None},
-        "kl": {"coef": 0.04, "estimator": "k3", "where": "loss"},
+        "kl": {"coef": 0.04, "estimator": "k3", "apply_to": "loss"},
     },
     # InstructGPT, arXiv 2203.02155: GAE with lambda 0.95, per-token KL 0.02 in the reward
     "ppo": {
         "advantage": "gae",
         "policy_loss": "clip",
         "aggregation": "seq_mean_token_mean",
-        "lam": 0.95,
+        "gae_lambda": 0.95,
         "shaping": {"clip": None},
-        "kl": {"coef": 0.02, "estimator": "k1", "where": "reward"},
+        "kl": {"coef": 0.02, "estimator": "k1", "apply_to": "reward"},
     },
     # REINFORCE++, arXiv 2501.03262: token-level KL in the reward, clipped rewards, globally whitened advantages
     "reinforce_plus_plus": {
         "advantage": "reinforce_plus_plus",
         "policy_loss": "clip",
         "aggregation": "token_mean",
-        "lam": 1.0,
+        "gae_lambda": 1.0,
         "shaping": {"clip": 10.0},
-        "kl": {"coef": 0.01, "estimator": "k1", "where": "reward"},
+        "kl": {"coef": 0.01, "estimator": "k1", "apply_to": "reward"},
     },
 }
 

@@ -2,134 +2,133 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from megarl.config.yaml_tree import describe_value
+from megarl.config.engine_kinds import EngineCapabilities, declared_capabilities
+from megarl.config.rollout import ServersConfig
+from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from megarl.config.schema import Config
 
-SET_ELSEWHERE = {
-    "dtype": "model.dtype",
-    "tp_size": "rollout.tp",
-    "device": "the machine that the run is on",
-    "host": "megarl, whose servers listen on this machine alone",
-    "weight_version": "megarl, which counts the weights' versions",
-    "skip_tokenizer_init": "megarl, which sends and takes token ids",
-    "custom_weight_loader": "megarl, which sends the weights",
-}
-"""SGLang's server arguments that `rollout.engine_args` cannot have, and what sets them."""
+def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> None:
+    """Raise ConfigError for the first pair of fields that contradict each other.
 
-
-def check_rollout(config: Config) -> None:
-    """Raise ConfigError for the first pair of fields that contradict each other."""
-    rollout = config.rollout
-    if rollout.engine == "replay" and rollout.replay_from is None:
-        raise ConfigError("rollout.replay_from is null, but rollout.engine = 'replay' needs the samples.jsonl of a run")
-    if rollout.engine != "replay" and rollout.replay_from is not None:
-        raise ConfigError(
-            f"rollout.replay_from is '{rollout.replay_from}', but rollout.engine is '{rollout.engine}'; only 'replay' reads it"
+    `engine`: what the engines are able to do; None: as far as it is known without importing the user's own engine.
+    """
+    rollout, engine = config.rollout, engine or declared_capabilities(config.rollout)
+    if engine.replays and rollout.replay_from is None:
+        remedy = "set rollout.replay_from to the samples.jsonl of a run"
+        raise ConfigError.needs("rollout.engine = 'replay'", "recorded responses", remedy)
+    if not engine.replays and rollout.replay_from is not None:
+        raise ConfigError.needs(
+            "rollout.replay_from", "rollout.engine = 'replay'", "set rollout.engine, or remove rollout.replay_from"
         )
-    if rollout.engine == "embedded" and rollout.tp > 1:
-        raise ConfigError(f"rollout.tp is {rollout.tp}, but rollout.engine = 'embedded' runs in one process; it may be 1")
-    _check_engine_args(config)
-    _check_urls(config)
-    _check_schedule(config)
-    _check_episode(config)
+    if engine.in_process and not engine.replays and rollout.tp > 1:
+        reason = f"rollout.engine = '{rollout.engine}' cannot do in one process"
+        raise ConfigError.of("rollout.tp", rollout.tp, reason, allowed="1")
+    _check_engine_args(config, engine)
+    _check_servers(config)
+    _check_schedule(config, engine)
+    _check_episode(config, engine)
 
 
-def _check_engine_args(config: Config) -> None:
+def _check_engine_args(config: Config, engine: EngineCapabilities) -> None:
     rollout, arguments = config.rollout, config.rollout.engine_args
-    if arguments and rollout.engine != "sglang":
-        raise ConfigError(
-            f"rollout.engine_args has {', '.join(arguments)}, but rollout.engine is '{rollout.engine}'; only 'sglang' reads it"
-        )
+    if arguments and not engine.reads_arguments:
+        remedy = "set rollout.engine, or remove rollout.engine_args"
+        raise ConfigError.needs("rollout.engine_args", "rollout.engine = 'sglang' or an own engine that reads them", remedy)
     for name in arguments:
-        if name in SET_ELSEWHERE:
-            raise ConfigError(f"rollout.engine_args has {name}, which is set by {SET_ELSEWHERE[name]}; leave it out here")
-    port = arguments.get("port")
-    if port is not None and not (type(port) is int and 1 <= port <= 65536 - rollout.engines):
-        raise ConfigError(
-            f"rollout.engine_args.port is {port!r}, but it may be a whole number from 1 to {65536 - rollout.engines}"
-        )
+        if name in engine.set_elsewhere:
+            raise ConfigError(f"rollout.engine_args.{name} is set by {engine.set_elsewhere[name]}; remove it")
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     cache = arguments.get("max_total_tokens")
     if cache is not None and not (type(cache) is int and cache >= longest):
-        raise ConfigError(
-            f"rollout.engine_args.max_total_tokens is {cache!r}, but one sequence may have {longest} tokens "
-            f"(data.max_prompt_tokens + rollout.max_new_tokens); it may be {longest} or more"
+        raise ConfigError.of(
+            "rollout.engine_args.max_total_tokens",
+            cache,
+            f"is less than the {longest} tokens that one sequence can have (data.max_prompt_tokens + rollout.max_new_tokens)"
+            if type(cache) is int
+            else "",
+            allowed=f"a whole number of at least {longest}",
         )
 
 
-def _check_urls(config: Config) -> None:
-    rollout, urls = config.rollout, config.rollout.engine_args.get("urls")
-    if (urls is None) != (rollout.sync != "disk"):
-        has = "has no urls" if urls is None else "has urls"
-        raise ConfigError(
-            f"rollout.engine_args {has}, but rollout.sync is '{rollout.sync}'; servers that run already are named by urls and "
-            "take their weights by 'disk', and no others do"
-        )
-    if urls is None:
+def _check_servers(config: Config) -> None:
+    rollout, servers = config.rollout, config.rollout.servers
+    if rollout.engine != "sglang" and (given := [name for name in ServersConfig.model_fields if getattr(servers, name)]):
+        remedy = f"set rollout.engine, or remove rollout.servers.{given[0]}"
+        raise ConfigError.needs(f"rollout.servers.{given[0]}", "rollout.engine = 'sglang'", remedy)
+    last = 65536 - rollout.engines
+    if servers.port is not None and servers.port > last:
+        reason = f"leaves too few ports for {rollout.engines} engines"
+        raise ConfigError.of("rollout.servers.port", servers.port, reason, allowed=f"from 1 to {last}")
+    if rollout.weight_transport == "folder" and not servers.urls:
+        remedy = "set rollout.servers.urls, or choose another rollout.weight_transport"
+        raise ConfigError.needs("rollout.weight_transport = 'folder'", "servers that already run", remedy)
+    if not servers.urls:
         return
-    is_list = isinstance(urls, list) and all(isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls)
-    if not is_list or len(urls) != rollout.engines:
+    if rollout.weight_transport != "folder":
+        remedy = "set rollout.weight_transport, or remove rollout.servers.urls"
+        raise ConfigError.needs("rollout.servers.urls", "rollout.weight_transport = 'folder'", remedy)
+    are_urls = all(url.startswith(("http://", "https://")) for url in servers.urls)
+    if not are_urls or len(servers.urls) != rollout.engines:
+        allowed = f"a list of rollout.engines = {rollout.engines} URLs that start with http:// or https://"
+        raise ConfigError.of("rollout.servers.urls", servers.urls, allowed=allowed)
+    for name in ("port", "model_path"):
+        if getattr(servers, name) is not None:
+            reason = "is for servers that megarl starts, not for those of rollout.servers.urls"
+            raise ConfigError.of(f"rollout.servers.{name}", getattr(servers, name), reason, allowed="null")
+    if rollout.engine_args:
         raise ConfigError(
-            f"rollout.engine_args.urls is {describe_value(urls)}, but it must list as many http:// addresses as "
-            f"rollout.engines = {rollout.engines} says"
+            f"rollout.engine_args.{min(rollout.engine_args)} is for servers that megarl starts, not for those of "
+            "rollout.servers.urls; remove it"
         )
-    if others := sorted(rollout.engine_args.keys() - {"urls"}):
-        raise ConfigError(f"rollout.engine_args has {others[0]} beside urls, but servers that run already have their arguments")
     if rollout.delta_every:
-        raise ConfigError(
-            f"rollout.delta_every is {rollout.delta_every}, but rollout.sync = 'disk' sends whole folders; it may be 0"
-        )
+        reason = "rollout.weight_transport = 'folder' cannot do: it sends whole folders"
+        raise ConfigError.of("rollout.delta_every", rollout.delta_every, reason, allowed="0")
 
 
-def _check_schedule(config: Config) -> None:
+def _check_schedule(config: Config, engine: EngineCapabilities) -> None:
     rollout, schedule = config.rollout, config.rollout.schedule
-    if schedule.mode != "async" and schedule.staleness != 1:
-        raise ConfigError(
-            f"rollout.schedule.staleness is {schedule.staleness}, but rollout.schedule.mode is '{schedule.mode}', which fixes "
-            "it; only 'async' has a choice"
+    if schedule.mode != "async" and schedule.max_staleness != 1:
+        raise ConfigError.of(
+            "rollout.schedule.max_staleness",
+            schedule.max_staleness,
+            f"can be chosen only with rollout.schedule.mode = 'async', not '{schedule.mode}'",
+            allowed="1",
         )
     if schedule.over_sample > rollout.prompts_per_step:
-        raise ConfigError(
-            f"rollout.schedule.over_sample is {schedule.over_sample}, but it may be at most rollout.prompts_per_step = "
-            f"{rollout.prompts_per_step}"
+        raise ConfigError.of(
+            "rollout.schedule.over_sample",
+            schedule.over_sample,
+            allowed=f"at most rollout.prompts_per_step = {rollout.prompts_per_step}",
         )
-    if rollout.engine == "replay" and (schedule.mode != "sync" or schedule.over_sample):
-        field = "mode" if schedule.mode != "sync" else "over_sample"
-        raise ConfigError(
-            f"rollout.schedule.{field} is {getattr(schedule, field)!r}, but rollout.engine = 'replay' gives back recorded "
-            "responses step by step; mode may be 'sync', with over_sample 0"
-        )
-    if config.algorithm.advantage == "remax" and (schedule.mode != "sync" or schedule.over_sample):
-        raise ConfigError(
-            "algorithm.advantage is 'remax', whose greedy responses must come from the weights that are trained; "
-            "rollout.schedule.mode may be 'sync', with over_sample 0"
-        )
+    why = ""
+    if engine.replays:
+        why = "rollout.engine = 'replay' cannot do: it gives back recorded responses step by step"
+    elif config.algorithm.estimator_needs.greedy:
+        estimator = f"algorithm.advantage = '{config.algorithm.advantage}'"
+        why = f"{estimator} cannot use: its greedy responses come from the weights that are trained"
+    if why and schedule.mode != "sync":
+        raise ConfigError.of("rollout.schedule.mode", schedule.mode, why, allowed="'sync'")
+    if why and schedule.over_sample:
+        raise ConfigError.of("rollout.schedule.over_sample", schedule.over_sample, why, allowed="0")
 
 
-def _check_episode(config: Config) -> None:
-    episode, engine = config.rollout.episode, config.rollout.engine
+def _check_episode(config: Config, engine: EngineCapabilities) -> None:
+    episode = config.rollout.episode
     if episode.kind == "single" and episode.tools:
-        raise ConfigError(
-            f"rollout.episode.tools has {', '.join(episode.tools)}, but rollout.episode.kind is 'single', which calls no tools"
+        raise ConfigError.needs(
+            "rollout.episode.tools",
+            "an episode that calls them",
+            "set rollout.episode.kind to 'tools', or remove rollout.episode.tools",
         )
     if episode.kind in ("tools", "environment") and not episode.tools:
-        needs = "at least one function" if episode.kind == "tools" else "the environment's class"
-        raise ConfigError(
-            f"rollout.episode.tools is empty, but rollout.episode.kind = '{episode.kind}' needs {needs} as "
-            "'package.module:name'"
+        what = "at least one function" if episode.kind == "tools" else "the class of an environment"
+        raise ConfigError.needs(
+            f"rollout.episode.kind = '{episode.kind}'", what, "set rollout.episode.tools to a list of 'package.module:name'"
         )
-    if episode.kind != "single" and engine == "replay":
-        raise ConfigError(
-            f"rollout.episode.kind is '{episode.kind}', but rollout.engine = 'replay' gives back whole responses; it may be "
-            "'single'"
-        )
-    if episode.kind != "single" and config.algorithm.advantage == "remax":
-        raise ConfigError(
-            f"rollout.episode.kind is '{episode.kind}', but algorithm.advantage = 'remax' compares with one greedy turn; it "
-            "may be 'single'"
-        )
+    if episode.kind != "single" and engine.replays:
+        why = "rollout.engine = 'replay' cannot do: it gives back whole responses"
+        raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
+    if episode.kind != "single" and config.algorithm.estimator_needs.greedy:
+        why = f"algorithm.advantage = '{config.algorithm.advantage}' cannot use: it compares with one greedy turn"
+        raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")

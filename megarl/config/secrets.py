@@ -65,3 +65,8 @@ def hidden_at(tree: Any, place: str = "") -> str | None:
     elif isinstance(tree, str) and HIDDEN in tree:
         return place
     return next((found for name, value in entries if (found := hidden_at(value, name)) is not None), None)
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The HTTP header that brings `token`, which one of megarl's own servers asks of every request; empty without one."""
+    return {"Authorization": f"Bearer {token}"} if token else {}

@@ -12,7 +12,8 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonNegative = Annotated[float, Field(ge=0)]
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+UserFunction = Annotated[str, Field(pattern=r"^([\w.]+|.*\.py):\w+$")]
+ClassPath = Annotated[str, Field(pattern=r"^([\w.]+|.*\.py):[A-Za-z_]\w*$")]
 
 
 class Section(BaseModel):

@@ -1,18 +1,16 @@
-"""What a supervised, reward-model or preference run is: the sections it shares with reinforcement learning, and its own.
-
-The same rules as in `schema.py`: frozen, strict, one line under each leaf.
-"""
+"""What a supervised, reward-model or preference run is: the sections it shares with reinforcement learning, and its
+own.  The same rules as in `schema.py`: frozen, strict, one line under each field."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from megarl.config import checks
-from megarl.config.fp8 import check_fp8
-from megarl.config.profile_config import ProfileConfig, check_profile
-from megarl.config.schema import (
+from megarl.config.profile import ProfileConfig
+from megarl.config.questions import ConfiguredRole, Questions
+from megarl.config.section import NonNegative, Positive, Section
+from megarl.config.sections import (
     ModelConfig,
     PolicyConfig,
     ReferenceConfig,
@@ -21,24 +19,23 @@ from megarl.config.schema import (
     SourceConfig,
     TrackersConfig,
 )
-from megarl.config.section import NonNegative, Positive, Section
-from megarl.errors import ConfigError
 
 PREFERENCE_LOSSES = ("dpo", "cdpo", "ipo", "kto")
 PAIR_LOSSES = ("dpo", "cdpo", "ipo", "reward_model")
 
 
 class ObjectiveConfig(Section):
-    """What is minimised (METHODS section 7)."""
+    """The loss (docs/methods.md#objectives)."""
 
     name: Literal["sft", "reward_model", "process_reward_model", "dpo", "cdpo", "ipo", "kto"] = "sft"
-    """Cross-entropy on responses, a scalar head on pairs or on steps, or a preference loss against the reference."""
+    """`sft`: cross-entropy on responses. `reward_model`: scalar head on pairs. `process_reward_model`: scalar head on
+    steps. The others: preference losses."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Weight of the reference in the preference losses."""
+    """Beta of the preference losses: how strongly the policy is kept near the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of pairs assumed to be the wrong way round (cdpo)."""
+    """Assumed fraction of pairs with swapped labels (cdpo)."""
     length_normalised: bool = False
-    """Divide log-ratios by the response's length (ipo)."""
+    """Divide log-ratios by the length of the response (ipo)."""
     rpo_alpha: NonNegative = 0.0
     """Weight of the chosen response's mean cross-entropy, added to a pair loss (iterative RPO)."""
     desirable_weight: NonNegative = 1.0
@@ -46,7 +43,7 @@ class ObjectiveConfig(Section):
     undesirable_weight: NonNegative = 1.0
     """Weight of undesirable responses (kto)."""
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
-    """How token losses become one number (sft)."""
+    """How token losses are averaged into one number (sft)."""
 
 
 class SupervisedDataConfig(Section):
@@ -55,15 +52,15 @@ class SupervisedDataConfig(Section):
     train: SourceConfig
     """Rows to train on."""
     eval: SourceConfig | None = None
-    """Held-out rows; null: no evaluation."""
+    """Rows to evaluate on. null: no evaluation."""
     rows_per_step: Positive = 32
-    """Rows (for pairs: pairs) per optimizer step, over all data-parallel ranks."""
+    """Number of rows (or pairs) per optimizer step, over all data-parallel ranks."""
     prompt_key: str = "prompt"
-    """Key of the prompt: text, or a list of chat messages."""
+    """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     response_key: str = "response"
     """Key of the response (sft, kto)."""
     messages_key: str | None = None
-    """Key of a whole conversation, whose assistant turns are trained on (sft); null: prompt and response."""
+    """Key of a whole conversation; its assistant turns are trained on (sft). null: use prompt and response."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"
@@ -73,19 +70,22 @@ class SupervisedDataConfig(Section):
     steps_key: str = "steps"
     """Key of the list of steps (process_reward_model)."""
     equal_pairs: Literal["error", "drop"] = "error"
-    """What a pair with two equal sides is: an error, or a row that is dropped and counted."""
+    """What to do with pairs whose two sides are equal: stop with an `error`, or `drop` and count them."""
     system_prompt: str | None = None
-    """System message put before every prompt; null: none."""
+    """System message before every prompt. null: none."""
     chat_template: Literal["auto", "always", "never"] = "auto"
-    """Apply the tokenizer's chat template: where it has one, always (its absence is an error), or never."""
+    """Apply the tokenizer's chat template. `auto`: if the tokenizer has one. `always`: fail if it has none. `never`: plain
+    text."""
     max_tokens: Positive = 1024
-    """Longest prompt with response, in tokens."""
+    """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
-    """What a longer row is: an error, or a row that is dropped and counted."""
+    """What to do with longer rows: stop with an `error`, or `drop` and count them."""
 
 
-class SupervisedConfig(Section):
-    """A run that trains on given responses: `megarl sft`, `megarl reward-model` and `megarl preference`."""
+class SupervisedConfig(Questions):
+    """A run that trains on given responses: SFT, reward models, preferences. The section `objective` tells it from `Config`."""
+
+    trainer: ClassVar = "supervised"
 
     run: RunConfig = RunConfig()
     """How long the run is, where it writes, and when it saves and evaluates."""
@@ -94,41 +94,17 @@ class SupervisedConfig(Section):
     policy: PolicyConfig = PolicyConfig()
     """The model being trained, with or without a scalar head."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The frozen model that preference losses compare with."""
+    """The frozen reference model of preference losses."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is minimised."""
+    """The loss."""
     data: SupervisedDataConfig
     """Rows to train on and to evaluate on."""
     resources: ResourcesConfig = ResourcesConfig()
     """Where processes run."""
     trackers: TrackersConfig = TrackersConfig()
-    """Where metrics go besides `metrics.jsonl`."""
+    """Experiment trackers that get the metrics in addition to `metrics.jsonl`."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that torch's profiler records."""
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> SupervisedConfig:
-        checks.check_source("data.train", self.data.train)
-        if self.data.eval is not None:
-            checks.check_source("data.eval", self.data.eval)
-        longest = self.data.max_tokens * (2 if self.objective.name in PAIR_LOSSES else 1)
-        if self.policy.max_tokens_per_micro_batch < longest:
-            raise ConfigError(
-                f"policy.max_tokens_per_micro_batch is {self.policy.max_tokens_per_micro_batch}, but one row may have "
-                f"{longest} tokens (data.max_tokens, twice for a pair); it may be {longest} or more"
-            )
-        if self.data.rows_per_step % self.policy.layout.dp:
-            raise ConfigError(
-                f"policy.layout.dp is {self.policy.layout.dp}, but it must divide data.rows_per_step = "
-                f"{self.data.rows_per_step}"
-            )
-        checks.check_run(self.run, evaluates=self.data.eval is not None)
-        check_profile(self.profile, self.run.steps, [self.policy.layout])
-        checks.check_offload(self.model, {"policy": self.policy}, valued=("policy",) if self.has_value_head else ())
-        check_fp8(self.model, trained={"policy": self.policy}, frozen=["the reference"] if self.uses_reference else [])
-        if self.reference.reset_every:
-            raise ConfigError("reference.reset_every is for reinforcement learning; it may be 0")
-        return self
 
     @property
     def uses_reference(self) -> bool:
@@ -149,6 +125,65 @@ class SupervisedConfig(Section):
             (f"{of_each} per DP rank", f"{rows // dp} = {rows} / {dp}"),
             ("tokens per micro-batch", f"at most {self.policy.max_tokens_per_micro_batch}"),
         ]
+
+    @property
+    def roles(self) -> tuple[ConfiguredRole, ...]:
+        """The model that is trained, and the reference of a preference loss."""
+        folder, reference = self.model.path, self.reference
+        policy = ConfiguredRole("policy", folder, "model.path", self.policy.layout, self.policy, self.has_value_head)
+        if not self.uses_reference:
+            return (policy,)
+        return policy, ConfiguredRole("reference", reference.path or folder, "reference.path", reference.layout, None)
+
+    @property
+    def model_folders(self) -> dict[str, str]:
+        """The model's, and the reference's if one is given."""
+        reference = {"reference.path": self.reference.path} if self.reference.path is not None else {}
+        return {"model.path": self.model.path, **reference}
+
+    @property
+    def sampling(self) -> None:
+        """None: responses are given."""
+        return None
+
+    @property
+    def trains_by(self) -> str:
+        """The objective's name."""
+        return self.objective.name
+
+    @property
+    def longest_parts(self) -> tuple[int, int]:
+        """`data.max_tokens` bounds both together."""
+        return self.data.max_tokens // 2, self.data.max_tokens - self.data.max_tokens // 2
+
+    @property
+    def sequences_per_step(self) -> int:
+        """`data.rows_per_step`."""
+        return self.data.rows_per_step
+
+    @property
+    def epochs(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """One."""
+        return 1
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """No ratio is computed."""
+        return False
+
+    @property
+    def needs_ray(self) -> bool:
+        """Only for a reference in processes of its own: torchrun's are all the policy's."""
+        return "reference" in self.layouts
+
+    def metric_prefix(self, role: str) -> str:
+        """`train`, as only one role is trained."""
+        return "train"
 
     @property
     def run_folder(self) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import yaml
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, describe_value
 
 DEEPEST, MOST_ENTRIES = 50, 200_000
-"""What a config may be, with its aliases written out."""
+"""The deepest nesting and the most entries of a config, with its aliases written out."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(
-                    problem="a key is a list or a mapping, but it must be a name", problem_mark=key_node.start_mark
+                    problem="a key is a list or a mapping; it must be a name", problem_mark=key_node.start_mark
                 )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
@@ -51,7 +51,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"config file '{path}' is not valid YAML: {_one_line(error)}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"config file '{path}' holds {describe_value(tree)}, but it must hold sections such as 'model:'")
+        raise ConfigError(f"config file '{path}' holds {describe_value(tree)}; it must hold sections such as 'model:'")
     return tree
 
 
@@ -105,23 +105,6 @@ def tree_leaves(tree: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
         yield prefix, tree
 
 
-def describe_value(value: Any) -> str:
-    """`value` with the name of its kind, as an error sentence shows it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return str(value)
-    if isinstance(value, str):
-        return f"the text '{value}'"
-    if isinstance(value, dict):
-        return f"a section ({', '.join(map(str, value))})" if value else "an empty section"
-    if isinstance(value, (list, tuple)):
-        return f"the list {list(value)}"
-    return f"{value!r}"
-
-
 def _set(tree: Any, key: str, value: Any) -> None:
     *parents, leaf = key.split(".")
     for depth, name in enumerate(parents):
@@ -138,9 +121,12 @@ def _index(tree: Any, name: str, where: str, key: str) -> Any:
     if isinstance(tree, list):
         if name.isdigit() and int(name) < len(tree):
             return int(name)
-        raise ConfigError(f"override '{key}' reaches for entry '{name}' of a list, but {where} may end in 0 to {len(tree) - 1}")
+        if not tree:
+            raise ConfigError(f"override '{key}' names an entry of an empty list; set {where.rpartition('.')[0]} to a list")
+        last = f"a number from 0 to {len(tree) - 1}" if len(tree) > 1 else "0"
+        raise ConfigError(f"override '{key}' names an entry that the list does not have; {where} must end in {last}")
     above = where.rpartition(".")[0]
-    raise ConfigError(f"override '{key}' reaches into {above}, but that is {describe_value(tree)}, not a section")
+    raise ConfigError(f"override '{key}' needs a section at {above}, which is {describe_value(tree)}")
 
 
 def _copied(tree: Any) -> Any:

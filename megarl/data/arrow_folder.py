@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.data.rows import Row, Source
+from megarl.data.rows import DataSource, Row
 from megarl.errors import DataError, nearest
 
 
-def dataset_rows(source: Source) -> Iterator[Row]:
+def dataset_rows(source: DataSource) -> Iterator[Row]:
     """Rows of the folder `source.path`, file after file.
 
     Raises:
@@ -31,7 +31,7 @@ def dataset_rows(source: Source) -> Iterator[Row]:
 def _files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(f"'{folder / str(split)}'" for split in _read(folder / "dataset_dict.json", "splits"))
-        raise DataError(f"'{folder}' holds several splits, but a source is one of them; its path may be {splits}")
+        raise DataError(f"'{folder}' holds several splits; the path must be that of one of them: {splits}")
     if (folder / "state.json").is_file():
         files = [folder / str(entry["filename"]) for entry in _read(folder / "state.json", "_data_files")]
         missing = [file for file in files if not file.is_file()]

@@ -81,9 +81,9 @@ class Batch:
         self.columns.update(zip(names, columns, strict=True))
 
     def units(
-        self, rows: Sequence[int], columns: Sequence[str], *, share_prompts: bool, mask: Tensor | None = None
+        self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
     ) -> list[Unit]:
-        """`rows` as prompt units that carry `columns`; rows of one group share a unit if `share_prompts`.
+        """`rows` as prompt units that carry `columns`; rows of one group share a unit if `share_prefix`.
 
         `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled.
         """
@@ -99,7 +99,7 @@ class Batch:
                 mask[row, :size].clone(),
                 {name: self.columns[name][row, :size].clone() for name in columns},
             )
-            key = (int(self.groups[row]), *sample.prompt_ids) if share_prompts else (row,)
+            key = (int(self.groups[row]), *sample.prompt_ids) if share_prefix else (row,)
             unit = units.setdefault(key, Unit(torch.tensor(sample.prompt_ids, dtype=torch.long), []))
             unit.responses.append(response)
         return list(units.values())

@@ -13,8 +13,8 @@ import jinja2
 from megarl.data.rows import RowPlace
 from megarl.errors import DataError
 
-Message = dict[str, Any]
-Span = tuple[str, bool]
+ChatMessage = dict[str, Any]
+TrainedText = tuple[str, bool]
 """A piece of text, and whether the model is trained on it."""
 
 
@@ -38,7 +38,7 @@ class ChatTemplate:
         has_template = bool(tokenizer.chat_template)
         if choice == "always" and not has_template:
             raise DataError(
-                "data.chat_template is 'always', but the model's tokenizer has no chat template; it may be 'auto' or 'never'"
+                "data.chat_template is 'always', but the model's tokenizer has no chat template; it must be 'auto' or 'never'"
             )
         self.tokenizer, self.system_prompt = tokenizer, system_prompt
         self.tools = list(tools) or None
@@ -46,7 +46,7 @@ class ChatTemplate:
         self._why_not = "data.chat_template is 'never'" if choice == "never" else "the tokenizer has no chat template"
         self._special = special_tokens(tokenizer)
 
-    def messages(self, value: Any, key: str, place: RowPlace) -> list[Message]:
+    def messages(self, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
         """The value under `key` as messages: text is one user message.
 
         Raises:
@@ -57,14 +57,14 @@ class ChatTemplate:
         messages = value if isinstance(value, list) else []
         if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
             raise DataError(
-                f"{place} has a {type(value).__name__} under '{key}', but it may be text or a list of chat messages, each "
+                f"{place} has a {type(value).__name__} under '{key}'; it must be text or a list of chat messages, each "
                 "with 'role' and 'content'"
             )
         if not self.is_used:
-            raise DataError(f"{place} has chat messages under '{key}', but {self._why_not}; it may be text")
+            raise DataError(f"{place} has chat messages under '{key}', but {self._why_not}; it must be text")
         return messages
 
-    def with_system(self, messages: list[Message], place: RowPlace) -> list[Message]:
+    def with_system(self, messages: list[ChatMessage], place: RowPlace) -> list[ChatMessage]:
         """`messages` after the system message, if there is one.
 
         Raises:
@@ -73,14 +73,14 @@ class ChatTemplate:
         if self.system_prompt is None:
             return messages
         if messages and messages[0]["role"] == "system":
-            raise DataError(f"{place} has a system message of its own, but data.system_prompt is set; it may be null")
+            raise DataError(f"{place} has a system message of its own, but data.system_prompt is set; it must be null")
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def plain_prompt(self, prompt: str) -> str:
         """A prompt of plain text, after the system prompt and an empty line if there is one."""
         return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
 
-    def render(self, messages: Sequence[Message], place: RowPlace, *, ask: bool) -> str:
+    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool) -> str:
         """`messages` under the template; with `ask` up to where the assistant's next turn begins.
 
         Raises:
@@ -93,7 +93,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 
-    def spans(self, messages: Sequence[Message], place: RowPlace, *, after: int = 0) -> list[Span]:
+    def spans(self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0) -> list[TrainedText]:
         """The conversation in pieces, up to the end of its last assistant turn.
 
         Trained are the assistant turns among `messages[after:]`, each from where the template asks for it up to and
@@ -108,7 +108,7 @@ class ChatTemplate:
         turns = [at for at in range(after, len(messages)) if messages[at]["role"] == "assistant"]
         if not turns:
             raise DataError(f"{place} has no assistant turn to train on")
-        spans: list[Span] = []
+        spans: list[TrainedText] = []
         done = ""
         for turn in turns:
             before = self.render(messages[:turn], place, ask=True)

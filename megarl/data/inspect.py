@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megarl.config.schema import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.chat import special_tokens
 from megarl.data.prompts import load_rows
 from megarl.data.rows import Origin, Row
@@ -83,7 +83,7 @@ def _source_of(path: Path) -> Literal["jsonl", "parquet", "dataset"]:
         return "dataset"
     if path.suffix not in (".jsonl", ".parquet"):
         raise DataError(
-            f"'{path}' ends in '{path.suffix}', but a file of rows may be .jsonl, .parquet or a folder of such files"
+            f"'{path}' ends in '{path.suffix}', but rows come in a .jsonl file, a .parquet file or a folder of such files"
         )
     return "jsonl" if path.suffix == ".jsonl" else "parquet"
 
@@ -105,7 +105,7 @@ def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | 
         f"'{settings.prompt_key}' (prompts), '{settings.response_key}' or '{messages_key}' (sft), '{settings.chosen_key}' and "
         f"'{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
     )
-    raise DataError(f"'{path}' has rows of no known kind: they have {', '.join(row)}, but may have {wanted}")
+    raise DataError(f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}")
 
 
 def _build(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megarl.data.prompts import load_parts
-from megarl.data.rows import Origin, Row, Source
+from megarl.data.rows import DataSource, Origin, Row
 from megarl.data.sampler import Record
 
 
@@ -17,7 +17,9 @@ class RowBuilder(Protocol[Record]):
         """The records of `rows`, whose row ids begin with `prefix`."""
 
 
-def build_parts(builder: RowBuilder[Record], source: Source, *, prefix: str, section: str | None = None) -> list[list[Record]]:
+def build_parts(
+    builder: RowBuilder[Record], source: DataSource, *, prefix: str, section: str | None = None
+) -> list[list[Record]]:
     """The records of every part of a mixture, row ids `<prefix>-<part>-<row>`; of another source, of its only part.
 
     Raises:
@@ -32,6 +34,6 @@ def build_parts(builder: RowBuilder[Record], source: Source, *, prefix: str, sec
     ]
 
 
-def weights_of(source: Source) -> list[float]:
+def mixture_weights(source: DataSource) -> list[float]:
     """One weight per part that `build_parts` gives."""
     return [part.weight for part in source.parts] if source.source == "mixture" else [1.0]

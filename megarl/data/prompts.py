@@ -13,19 +13,19 @@ from typing import Any
 
 from megarl.config.checks import PROCEDURAL_ROWS
 from megarl.data.arrow_folder import dataset_rows, table_rows
-from megarl.data.rows import Origin, Row, RowPlace, Source, describe_source, value_of
-from megarl.data.user_function import describe, load_user_function
+from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
 from megarl.errors import DataError, nearest
+from megarl.system.user_code import describe, load_user_function
 
 
-def load_rows(source: Source) -> list[Row]:
-    """All rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `fields`.
+def load_rows(source: DataSource) -> list[Row]:
+    """All rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `columns`.
 
     A mixture gives the rows of its parts one after the other; its weights are for sampling.
 
     Raises:
         DataError: a file is missing, empty or damaged, a task is unknown or refuses its arguments, a function of the
-            user raised or gave something else than dicts, or a row lacks a key that `fields` names.
+            user raised or gave something else than dicts, or a row lacks a key that `columns` names.
     """
     if source.source == "mixture":
         return [row for rows in load_parts(source) for row in rows]
@@ -38,14 +38,16 @@ def load_rows(source: Source) -> list[Row]:
     }
     if source.source not in readers:
         names = [*readers, "mixture"]
-        raise DataError(f"data source is '{source.source}'{nearest(source.source, names)}; it may be one of {', '.join(names)}")
+        raise DataError(
+            f"data source is '{source.source}'{nearest(source.source, names)}; it must be one of {', '.join(names)}"
+        )
     rows = list(islice(readers[source.source](source), source.limit))
     if not rows:
         raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
-    return _renamed(rows, source.fields, source)
+    return _renamed(rows, source.columns, source)
 
 
-def load_parts(source: Source) -> list[list[Row]]:
+def load_parts(source: DataSource) -> list[list[Row]]:
     """The rows of every part of a mixture, at most `source.limit` of each; of another source, all its rows as one part.
 
     Raises:
@@ -53,22 +55,22 @@ def load_parts(source: Source) -> list[list[Row]]:
     """
     if source.source != "mixture":
         return [load_rows(source)]
-    return [_renamed(load_rows(part)[: source.limit], source.fields, part) for part in source.parts]
+    return [_renamed(load_rows(part)[: source.limit], source.columns, part) for part in source.parts]
 
 
-def _renamed(rows: list[Row], fields: dict[str, str], source: Source) -> list[Row]:
-    if not fields:
+def _renamed(rows: list[Row], columns: dict[str, str], source: DataSource) -> list[Row]:
+    if not columns:
         return rows
     return [
         {
             **row,
-            **{new: value_of(row, old, f"fields.{new}", RowPlace(Origin("", source), number)) for new, old in fields.items()},
+            **{new: value_of(row, old, f"columns.{new}", RowPlace(Origin("", source), number)) for new, old in columns.items()},
         }
         for number, row in enumerate(rows)
     ]
 
 
-def _existing_file(source: Source) -> Path:
+def _existing_file(source: DataSource) -> Path:
     path = Path(source.path or "")
     if not path.is_file():
         siblings = [str(p) for p in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -76,7 +78,7 @@ def _existing_file(source: Source) -> Path:
     return path
 
 
-def _jsonl_rows(source: Source) -> Iterator[Row]:
+def _jsonl_rows(source: DataSource) -> Iterator[Row]:
     path = _existing_file(source)
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -98,21 +100,21 @@ def _json_type(value: Any) -> str:
     return names[type(value)]
 
 
-def _parquet_rows(source: Source) -> Iterator[Row]:
+def _parquet_rows(source: DataSource) -> Iterator[Row]:
     return table_rows(_existing_file(source), "parquet")
 
 
-def _python_rows(source: Source) -> Iterator[Row]:
+def _python_rows(source: DataSource) -> Iterator[Row]:
     name = source.name or ""
     function = load_user_function(name, DataError)
     rows: Iterable[Any]
     try:
         rows = function(**source.args)
         if isinstance(rows, dict | str) or not isinstance(rows, Iterable):
-            raise DataError(f"{describe_source(source)} returned a {type(rows).__name__}, but it must return a list of dicts")
+            raise DataError(f"{describe_source(source)} returned a {type(rows).__name__}; it must return a list of dicts")
         for number, row in enumerate(rows):
             if not isinstance(row, dict):
-                raise DataError(f"{describe_source(source)}: row {number} is a {type(row).__name__}, but it must be a dict")
+                raise DataError(f"{describe_source(source)}: row {number} is a {type(row).__name__}; it must be a dict")
             yield row
     except DataError:
         raise
@@ -120,7 +122,7 @@ def _python_rows(source: Source) -> Iterator[Row]:
         raise DataError(f"{describe_source(source)} raised {describe(error)}") from error
 
 
-def _reasoning_gym_rows(source: Source) -> Iterator[Row]:
+def _reasoning_gym_rows(source: DataSource) -> Iterator[Row]:
     """Row i is item 0 of the task seeded with seed + i: it depends on nothing else, for every task."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS

@@ -13,7 +13,7 @@ from megarl.errors import DataError, nearest
 Row = dict[str, Any]
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """What is read of a `SourceConfig`."""
 
     @property
@@ -29,9 +29,9 @@ class Source(Protocol):
     @property
     def seed(self) -> int: ...
     @property
-    def fields(self) -> dict[str, str]: ...
+    def columns(self) -> dict[str, str]: ...
     @property
-    def parts(self) -> Sequence[Source]: ...
+    def parts(self) -> Sequence[DataSource]: ...
     @property
     def weight(self) -> float: ...
 
@@ -41,7 +41,7 @@ class Origin:
     """Where rows come from: the config section (empty where it is not known), and its source if it is known."""
 
     section: str
-    source: Source | None = None
+    source: DataSource | None = None
 
     def __str__(self) -> str:
         if self.source is None:
@@ -73,7 +73,7 @@ def value_of(row: Row, key: str, field: str, place: RowPlace) -> Any:
     return row[key]
 
 
-def describe_source(source: Source) -> str:
+def describe_source(source: DataSource) -> str:
     """The source as error messages name it: its file, task or function."""
     if source.source in ("jsonl", "parquet", "dataset"):
         return f"'{source.path}'"

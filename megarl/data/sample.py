@@ -6,8 +6,12 @@ their ids, never by position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+FORMER_FIELDS = ("media", "data_source")
+"""Fields that earlier versions wrote, and nobody read."""
 
 
 @dataclass
@@ -22,7 +26,6 @@ class Prompt:
     prompt_ids: list[int]
     prompt_text: str
     row: dict[str, Any] = field(default_factory=dict)
-    data_source: str = ""
 
 
 @dataclass
@@ -32,7 +35,7 @@ class Sample:
     `sampled_mask`, `rollout_log_probs` and `weight_versions` have one entry per response token. `sampled_mask` is 1
     where the policy itself sampled the token (0: tool or environment token). `rollout_log_probs` are the engine's, in
     nats under the sampling temperature. `finish_reason` is `stop`, `length` (truncated) or `abort`.
-    `media` holds references (paths or URLs) to images or video frames of the prompt. An episode of several turns has them
+    An episode of several turns has them
     in `turns`, as chat messages in order (`assistant`: the policy; `tool` or `user`: what it was told), and
     `response_text` is then the policy's last turn: what a tool said is no answer.
 
@@ -54,7 +57,6 @@ class Sample:
     response_text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
-    media: list[str] = field(default_factory=list)
     turns: list[dict[str, str]] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
 
@@ -89,5 +91,13 @@ class Sample:
         return self.finish_reason == "length"
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form; `Sample(**d)` reads it back."""
+        """A JSON-serialisable form; `read_record(Sample, d)` reads it back."""
         return asdict(self)
+
+
+PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
+
+
+def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> PromptOrSample:
+    """A Prompt or Sample from its JSON form, also one that an earlier version wrote."""
+    return kind(**{name: value for name, value in record.items() if name not in FORMER_FIELDS})

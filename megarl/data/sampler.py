@@ -17,7 +17,7 @@ from megarl.errors import CheckpointError, DataError
 Record = TypeVar("Record", Prompt, Sample)
 
 
-class Sampler(Protocol[Record]):
+class DataSampler(Protocol[Record]):
     """Hands out rows without end, and can be saved."""
 
     def next(self, n: int) -> list[Record]:
@@ -30,7 +30,7 @@ class Sampler(Protocol[Record]):
         """Go to where `state_dict()` was taken; CheckpointError if that was over other data."""
 
 
-def build_sampler(parts: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> Sampler[Record]:
+def build_sampler(parts: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> DataSampler[Record]:
     """The sampler of a data set: of its only part, or of several `parts` by their `weights` (one each, above 0)."""
     return RowSampler(parts[0], seed) if len(parts) == 1 else MixtureSampler(parts, weights, seed)
 
@@ -38,8 +38,11 @@ def build_sampler(parts: Sequence[Sequence[Record]], weights: Sequence[float], s
 class RowSampler(Generic[Record]):
     """Hands out rows epoch after epoch, without end."""
 
-    def __init__(self, records: Sequence[Record], seed: int | str) -> None:
-        """`records` must not be empty; those of one `row_id` are one row. `seed` decides the order of every epoch."""
+    def __init__(self, records: Sequence[Record], seed: int | str, field: str = "data.train") -> None:
+        """`records` must not be empty; those of one `row_id` are one row. `seed` decides the order of every epoch.
+
+        `field` is the config field that the records come from, for errors.
+        """
         if not records:
             raise ValueError("a sampler needs at least one record")
         rows: dict[str, list[Record]] = {}
@@ -47,6 +50,7 @@ class RowSampler(Generic[Record]):
             rows.setdefault(record.row_id, []).append(record)
         self._rows: list[list[Record]] = list(rows.values())
         self._seed = seed
+        self._field = field
         self._position = 0
         self._epoch = -1
         self._order: list[int] = []
@@ -67,13 +71,13 @@ class RowSampler(Generic[Record]):
         """
         if "parts" in state:
             raise CheckpointError(
-                f"the checkpoint stands in a mixture of {len(state['parts'])} parts, but data.train is now a single source; "
-                "a resumed run needs the same data"
+                f"{self._field} is a single source, and a mixture of {len(state['parts'])} parts in the checkpoint; "
+                "a resumed run must have the same data"
             )
         if state["rows"] != len(self._rows):
             raise CheckpointError(
-                f"the checkpoint stands in a data set of {state['rows']} rows, but data.train now gives "
-                f"{len(self._rows)}; a resumed run needs the same data"
+                f"{self._field} has {len(self._rows)} rows, and {state['rows']} in the checkpoint; "
+                "a resumed run must have the same data"
             )
         self._position = state["position"]
 
@@ -95,7 +99,9 @@ class MixtureSampler(Generic[Record]):
 
     def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> None:
         """`parts` and `weights` are of one length; weights are above 0 and need not sum to 1."""
-        self._parts: list[RowSampler[Record]] = [RowSampler(part, f"{seed}/{number}") for number, part in enumerate(parts)]
+        self._parts: list[RowSampler[Record]] = [
+            RowSampler(part, f"{seed}/{number}", f"data.train.parts[{number}]") for number, part in enumerate(parts)
+        ]
         self._weights = list(weights)
         self._seed = seed
         self._draws = 0
@@ -119,14 +125,10 @@ class MixtureSampler(Generic[Record]):
         saved = len(state.get("parts", [None]))
         if saved != len(self._parts):
             raise CheckpointError(
-                f"the checkpoint stands in a data set of {saved} part{'s' * (saved > 1)}, but data.train now has "
-                f"{len(self._parts)}; a resumed run needs the same data"
+                f"data.train has {len(self._parts)} parts, and {saved} in the checkpoint; a resumed run must have the same data"
             )
-        for number, (part, position) in enumerate(zip(self._parts, state["parts"], strict=True)):
-            try:
-                part.load_state_dict(position)
-            except CheckpointError as error:
-                raise CheckpointError(str(error).replace("data.train", f"data.train.parts[{number}]")) from None
+        for part, position in zip(self._parts, state["parts"], strict=True):
+            part.load_state_dict(position)
         self._draws = state["draws"]
 
     def _draw(self) -> list[Record]:
@@ -135,7 +137,7 @@ class MixtureSampler(Generic[Record]):
         return chosen.next(1)
 
 
-def without_held_out(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
+def drop_eval_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
     """The training prompts that are not, token for token, held-out prompts.
 
     Raises:

@@ -10,10 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+
+class ScorePosition(Enum):
+    """Where a model's output for a token of a response is taken."""
+
+    NEXT = "at the token before, which predicts it (log-probs, values)"
+    AT = "at the token itself, after it has been read (reward models)"
+
+    @classmethod
+    def of(cls, at: Tensor | None) -> ScorePosition:
+        """`AT` where a mask says at which tokens."""
+        return cls.NEXT if at is None else cls.AT
 
 
 @dataclass
@@ -100,7 +113,7 @@ class PackedStream:
 
 
 @dataclass(frozen=True)
-class Share:
+class StreamShard:
     """What one of the ranks of a context-parallel group holds of a stream.
 
     `layout` int64 `[cp, S/cp]`: the stream positions of every rank's tokens, in each rank's order; `rank` is whose share this
@@ -118,9 +131,9 @@ class Share:
         """int64 `[S/cp]`: the stream positions of this rank's tokens."""
         return self.layout[self.rank]
 
-    def to(self, device: torch.device) -> Share:
+    def to(self, device: torch.device) -> StreamShard:
         """The same share with its tensors on `device`."""
-        return Share(self.layout.to(device), self.rank, self.rows.to(device), self.scored.to(device))
+        return StreamShard(self.layout.to(device), self.rank, self.rows.to(device), self.scored.to(device))
 
 
 def zigzag(boundaries: Sequence[int], cp: int) -> Tensor:
@@ -138,14 +151,14 @@ def zigzag(boundaries: Sequence[int], cp: int) -> Tensor:
     return torch.cat([run[chunks].flatten(1) for run in runs], dim=1)
 
 
-def share_of(stream: PackedStream, cp: int, rank: int) -> Share:
+def context_parallel_shard(stream: PackedStream, cp: int, rank: int) -> StreamShard:
     """What context-parallel rank `rank` of `cp` holds of `stream`, which was packed with segments of multiples of 2·cp."""
     layout = zigzag(stream.boundaries, cp)
     place = torch.full((len(stream.token_ids),), -1)
     place[layout[rank]] = torch.arange(layout.shape[1])
     rows = place[stream.rows]
     scored = (rows >= 0).nonzero().flatten()
-    return Share(layout, rank, rows[scored], scored)
+    return StreamShard(layout, rank, rows[scored], scored)
 
 
 def split_shared_prompts(units: Sequence[Unit]) -> MicroBatch:
@@ -153,7 +166,7 @@ def split_shared_prompts(units: Sequence[Unit]) -> MicroBatch:
     return [Unit(unit.prompt_ids, [response]) for unit in units for response in unit.responses]
 
 
-class _Laid:
+class _StreamBuilder:
     """A stream being laid: `length` tokens so far; the last segment, its padding included, ends at `end`."""
 
     def __init__(self, segment_multiple: int) -> None:
@@ -183,7 +196,9 @@ class _Laid:
         self.length += len(tokens)
 
 
-def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, score_at: bool = False) -> PackedStream:
+def pack(
+    units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
+) -> PackedStream:
     """Lay `units` into one stream.
 
     Args:
@@ -191,9 +206,9 @@ def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: i
         pad_to_multiple: S is rounded up to a multiple of this (sequence parallelism splits the stream evenly).
         segment_multiple: every segment is padded at its end to a multiple of this; it divides `pad_to_multiple` (context
             parallelism splits each segment, see `zigzag`).
-        score_at: score at each token in the mask, after it has been read, instead of before it (reward models).
+        position: of a response's scores.
     """
-    laid = _Laid(segment_multiple)
+    laid = _StreamBuilder(segment_multiple)
     rows: list[Tensor] = []
     targets: list[Tensor] = []
     owners: list[tuple[int, Tensor, int]] = []
@@ -206,7 +221,7 @@ def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: i
         for response in unit.responses:
             length = len(response.token_ids)
             places = response.mask.nonzero().flatten()
-            kept = response.token_ids[: length if score_at else max(length - 1, 0)]
+            kept = response.token_ids[: length if position is ScorePosition.AT else max(length - 1, 0)]
             if shared:
                 at = laid.length
                 laid.append(kept, prompt_start, prompt_length)
@@ -214,7 +229,7 @@ def pack(units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: i
                 at = prompt_start + prompt_length
                 laid.append(torch.cat([unit.prompt_ids, kept]))
             before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
-            rows.append(at + places if score_at else before)
+            rows.append(at + places if position is ScorePosition.AT else before)
             targets.append(response.token_ids[places])
             owners.append((response.index, places, length))
             for name, column in response.columns.items():

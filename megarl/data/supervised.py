@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from megarl.data.chat import ChatTemplate, Message, Span
+from megarl.data.chat import ChatMessage, ChatTemplate, TrainedText
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, nearest
@@ -59,7 +59,7 @@ class SupervisedBuilder:
         """
         if kind not in get_args(Kind):
             kinds = get_args(Kind)
-            raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it may be one of {', '.join(kinds)}")
+            raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
         self.dropped = {"overlong": 0, "equal_pairs": 0}
@@ -101,7 +101,7 @@ class SupervisedBuilder:
             labels = [self._desirable(row, place)] * sum(sides[""].mask)
         for tokens in sides.values():
             if not tokens.prompt_ids:
-                raise DataError(f"{place} has no token before the first one to be trained on; its prompt may not be empty")
+                raise DataError(f"{place} has no token before the first one to be trained on; its prompt must not be empty")
         if self._is_left_out(list(sides.values()), place):
             return []
         return [
@@ -146,7 +146,7 @@ class SupervisedBuilder:
         response = self._text(row, settings.response_key, "data.response_key", place)
         return self._tokenise(self._answered(row, response, place))
 
-    def _answered(self, row: Row, response: str, place: RowPlace) -> list[Span]:
+    def _answered(self, row: Row, response: str, place: RowPlace) -> list[TrainedText]:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
         prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
@@ -154,7 +154,7 @@ class SupervisedBuilder:
         asked = self._prompt_messages(row, place)
         return self.template.spans([*asked, {"role": "assistant", "content": response}], place, after=len(asked))
 
-    def _prompt_messages(self, row: Row, place: RowPlace) -> list[Message]:
+    def _prompt_messages(self, row: Row, place: RowPlace) -> list[ChatMessage]:
         key = self.settings.prompt_key
         messages = self.template.messages(value_of(row, key, "data.prompt_key", place), key, place)
         return self.template.with_system(messages, place)
@@ -169,7 +169,7 @@ class SupervisedBuilder:
         for key, value in values.items():
             if isinstance(value, str):
                 raise DataError(
-                    f"{place} has text under '{key}' and messages on the other side; both may be text, or both lists"
+                    f"{place} has text under '{key}' and messages on the other side; both must be text, or both lists"
                 )
         sides = {key: self._side(row, value, key, place) for key, value in values.items()}
         chosen, rejected = sides.values()
@@ -187,7 +187,7 @@ class SupervisedBuilder:
                 )
         return [self._tokenise(self.template.spans(side, place, after=shared)) for side in sides.values()]
 
-    def _side(self, row: Row, value: Any, key: str, place: RowPlace) -> list[Message]:
+    def _side(self, row: Row, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
         """One side as a whole conversation: a list that begins with an assistant turn answers the row's prompt."""
         messages = self.template.messages(value, key, place)
         if messages[0]["role"] == "assistant":
@@ -198,7 +198,7 @@ class SupervisedBuilder:
         key = self.settings.label_key
         label = value_of(row, key, "data.label_key", place)
         if not isinstance(label, bool):
-            raise DataError(f"{place} has {label!r} under '{key}', but the label of a response may be true or false")
+            raise DataError(f"{place} has {label!r} under '{key}'; the label of a response must be true or false")
         return float(label)
 
     def _steps(self, row: Row, place: RowPlace) -> tuple[_Tokens, list[float]]:
@@ -206,9 +206,9 @@ class SupervisedBuilder:
         key, label_key = self.settings.steps_key, self.settings.label_key
         steps, labels = value_of(row, key, "data.steps_key", place), value_of(row, label_key, "data.label_key", place)
         if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
-            raise DataError(f"{place} has {steps!r:.80} under '{key}', but it may be a list of texts, none of them empty")
+            raise DataError(f"{place} has {steps!r:.80} under '{key}'; it must be a list of texts, none of them empty")
         if not isinstance(labels, list) or not all(isinstance(one, bool | int | float) and 0 <= one <= 1 for one in labels):
-            raise DataError(f"{place} has {labels!r:.80} under '{label_key}', but it may be a list of numbers from 0 to 1")
+            raise DataError(f"{place} has {labels!r:.80} under '{label_key}'; it must be a list of numbers from 0 to 1")
         if len(labels) != len(steps):
             raise DataError(f"{place} has {len(labels)} labels under '{label_key}' for {len(steps)} steps under '{key}'")
         lines = [step.removesuffix("\n") + "\n" for step in steps[:-1]] + [steps[-1].removesuffix("\n")]
@@ -218,16 +218,16 @@ class SupervisedBuilder:
         if start < 0:
             raise DataError(f"{place}: the chat template changes the text of the response, so its steps are not found in it")
         ends = [start + sum(map(len, lines[: count + 1])) for count in range(len(lines) - 1)]
-        pieces: list[Span] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
+        pieces: list[TrainedText] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
         return self._tokenise([*asked, *pieces], only_ends=True), [float(label) for label in labels]
 
     def _text(self, row: Row, key: str, name: str, place: RowPlace) -> str:
         value = value_of(row, key, name, place)
         if not isinstance(value, str) or not value:
-            raise DataError(f"{place} has {value!r:.80} under '{key}' ({name}), but it may be text that is not empty")
+            raise DataError(f"{place} has {value!r:.80} under '{key}' ({name}); it must be text that is not empty")
         return value
 
-    def _tokenise(self, spans: Sequence[Span], *, only_ends: bool = False) -> _Tokens:
+    def _tokenise(self, spans: Sequence[TrainedText], *, only_ends: bool = False) -> _Tokens:
         """Tokens of `spans`; with `only_ends` the mask is 1 only on the last token of every trained span.
 
         Text before a boundary gives the tokens that it gives alone: a response does not change the ids of its prompt,

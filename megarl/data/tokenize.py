@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema import DataConfig
+from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Prompt
@@ -79,7 +79,7 @@ class PromptBuilder:
                     )
                 self.dropped += 1
                 continue
-            prompts.append(Prompt(f"{prefix}-{number}", "", ids, text, row, str(row.get("data_source", ""))))
+            prompts.append(Prompt(f"{prefix}-{number}", "", ids, text, row))
         if not prompts:
             why = f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {longest}" if rows else "it has no rows"
             raise DataError(f"{origin} gives no prompts: {why}")

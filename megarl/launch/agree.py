@@ -68,8 +68,8 @@ def choose_interface(nodes: Sequence[NodeFacts], wanted: str | None) -> str:
     if wanted is not None:
         if wanted not in usable:
             why = "has no address of its own on every node" if wanted in common else "is not up on every node"
-            may_be = f"it may be {', '.join(sorted(usable))}" if usable else have
-            raise ConfigError(f"interface is '{wanted}', but it {why}; {may_be}")
+            allowed = f"it must be {', '.join(sorted(usable))}" if usable else have
+            raise ConfigError(f"interface is '{wanted}', but it {why}; {allowed}")
         return wanted
     real = {name for name in usable if not name.startswith(_VIRTUAL)} or usable
     if not real:

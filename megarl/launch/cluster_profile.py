@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field, ValidationError, model_validator
 
-from megarl.config.leaves import fields_of, may_be
+from megarl.config.reference import allowed_values, fields_of
 from megarl.config.section import Count, Positive, Section
-from megarl.config.yaml_tree import describe_value, read_yaml
-from megarl.errors import ConfigError, nearest
+from megarl.config.yaml_tree import read_yaml
+from megarl.errors import ConfigError, describe_value, nearest
 
 _TIME = re.compile(r"^(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]?\d)(?::(?P<s>[0-5]?\d))?$")
 
@@ -66,7 +66,7 @@ class ClusterProfile(Section):
     @model_validator(mode="after")
     def _fields_agree(self) -> ClusterProfile:
         if _TIME.match(self.time) is None:
-            raise ValueError(f"time is '{self.time}', but it must be HH:MM:SS or DAYS-HH:MM:SS, such as 04:00:00")
+            raise ValueError(f"time is '{self.time}'; it must be HH:MM:SS or DAYS-HH:MM:SS, such as 04:00:00")
         if self.runtime != "venv" and self.image is None:
             raise ValueError(f"runtime is {self.runtime}, but image is missing; name the container image")
         if self.runtime == "venv" and self.image is not None:
@@ -108,7 +108,7 @@ def read_profile(path: str | Path | None, options: Mapping[str, Any]) -> Cluster
     """The profile in the YAML file `path` (None: the defaults), with those `options` on top that are not None.
 
     Raises:
-        ConfigError: one sentence about the file, the field, what it was and what it may be.
+        ConfigError: one sentence about the file, the field, its value and what it must be.
     """
     tree = read_yaml(path) if path is not None else {}
     known = fields_of(ClusterProfile)
@@ -126,7 +126,7 @@ def read_profile(path: str | Path | None, options: Mapping[str, Any]) -> Cluster
         raise ConfigError(f"cluster profile: {problem['msg'].removeprefix('Value error, ')}")
     name = str(problem["loc"][0])
     hint = nearest(tree[name], _choices(known[name].annotation)) if isinstance(tree[name], str) else ""
-    raise ConfigError(f"{where}{name} is {describe_value(tree[name])}, but it may be {may_be(known[name])}{hint}")
+    raise ConfigError(f"{where}{name} is {describe_value(tree[name])}; it must be {allowed_values(known[name])}{hint}")
 
 
 def option_kind(annotation: Any) -> type:

@@ -125,7 +125,7 @@ def _version_findings(found: dict[str, str | None]) -> list[Finding]:
     missing = [name for name, number in found.items() if number is None and name in NEEDED]
     if missing:
         findings.append(Finding("packages", f"missing: {', '.join(missing)}", "problem", "make venv, or pip install megarl"))
-    optional = {"wandb": "pip install 'megarl[wandb]' for trackers.to=[wandb]", "tensorboard": "pip install tensorboard"}
+    optional = {"wandb": "pip install 'megarl[wandb]' for trackers.backends=[wandb]", "tensorboard": "pip install tensorboard"}
     findings += [
         Finding("packages", f"{name} is not installed (optional)", "note", fix)
         for name, fix in optional.items()

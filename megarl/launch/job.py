@@ -8,28 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.config import Config, SupervisedConfig, check_models, load_config, load_supervised_config
-from megarl.config.yaml_tree import apply_overrides, read_yaml
+from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError
 from megarl.launch.cluster_profile import ClusterProfile
+from megarl.models.check_layouts import check_models
 from megarl.observe import read_metrics
 
 START_S = 120
 """Allowance for the nodes' checks, Ray, the engines and the model; a run's own start may take longer."""
-COMMANDS = {
-    "sft": "sft", "reward_model": "reward-model", "process_reward_model": "reward-model",
-    "dpo": "preference", "cdpo": "preference", "ipo": "preference", "kto": "preference",
-}  # fmt: skip
-"""`objective.name` to the command that trains by it."""
 
 
 @dataclass(frozen=True)
 class Job:
     """One job of the batch system. `seeds`: one run for each; `resume` is a checkpoint folder to begin from, or `auto`."""
 
-    command: str
     launcher: Literal["ray", "torchrun"]
-    config: Config | SupervisedConfig
+    config: AnyConfig
     config_path: Path
     overrides: tuple[str, ...]
     name: str
@@ -65,14 +59,8 @@ def plan_job(
         ConfigError: the config is wrong, its layouts do not fit the nodes, or the time limit is too short for a step.
         ModelError: a model folder is missing.
     """
-    config: Config | SupervisedConfig
-    if "objective" in apply_overrides(read_yaml(path), overrides):
-        config = load_supervised_config(path, overrides)
-        command = COMMANDS[config.objective.name]
-        is_alone = not (config.uses_reference and config.reference.layout is not None)
-        launcher: Literal["ray", "torchrun"] = "torchrun" if is_alone else "ray"
-    else:
-        config, command, launcher = load_config(path, overrides), "train", "ray"
+    config = load_any(path, overrides)
+    launcher: Literal["ray", "torchrun"] = "ray" if config.needs_ray else "torchrun"
     check_models(config)
     if config.resources.ray_address is not None:
         raise ConfigError(
@@ -80,7 +68,7 @@ def plan_job(
         )
     nodes = _nodes(config, profile, launcher)
     job = Job(
-        command, launcher, config, Path(path).resolve(), tuple(overrides), config.run.name, Path(config.run_folder).resolve(),
+        launcher, config, Path(path).resolve(), tuple(overrides), config.run.name, Path(config.run_folder).resolve(),
         nodes, _ranks(config) // nodes if launcher == "torchrun" else profile.places,
         "auto" if config.run.resume == "never" else config.run.resume, tuple(seeds), tuple(after),
     )  # fmt: skip
@@ -95,19 +83,9 @@ def plan_job(
     return job
 
 
-def places_needed(config: Config | SupervisedConfig) -> int:
+def places_needed(config: AnyConfig) -> int:
     """Places that the run's ranks and engines take under Ray, as workers/cluster.py counts them."""
-    layouts = [config.policy.layout]
-    if config.uses_reference and config.reference.layout is not None:
-        layouts.append(config.reference.layout)
-    engines = 0
-    if isinstance(config, Config):
-        if config.uses_critic:
-            layouts.append(config.critic.layout)
-        if config.uses_reward_model and config.reward_model.layout is not None:
-            layouts.append(config.reward_model.layout)
-        engines = config.rollout.places
-    sizes = [*(layout.world_size for layout in layouts), engines]
+    sizes = [*(layout.world_size for layout in config.layouts.values()), config.engine_places]
     return max(sizes) if config.resources.placement == "colocated" else sum(sizes)
 
 
@@ -134,11 +112,11 @@ def measured_step_s(run_folder: Path) -> float | None:
     return max(seconds[-10:]) if seconds else None
 
 
-def _ranks(config: Config | SupervisedConfig) -> int:
+def _ranks(config: AnyConfig) -> int:
     return config.policy.layout.world_size
 
 
-def _nodes(config: Config | SupervisedConfig, profile: ClusterProfile, launcher: str) -> int:
+def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
     kind = "GPUs" if profile.gpus_per_node else "places"
     field = "gpus_per_node" if profile.gpus_per_node else "places_per_node"
@@ -155,9 +133,9 @@ def _nodes(config: Config | SupervisedConfig, profile: ClusterProfile, launcher:
             f"nodes is {nodes}, but the layouts need {needed} {kind}, which {fewest} hold; ask for --nodes {fewest}, "
             "or raise policy.layout.dp"
         )
-    if isinstance(config, Config) and config.rollout.tp > profile.places:
+    if config.sampling is not None and config.sampling.tp > profile.places:
         raise ConfigError(
-            f"rollout.tp is {config.rollout.tp}, but an engine lives on one node and {field} is {profile.places}; "
+            f"rollout.tp is {config.sampling.tp}, but an engine lives on one node and {field} is {profile.places}; "
             f"set rollout.tp to {profile.places} or less"
         )
     if launcher == "torchrun" and (needed % nodes or needed // nodes > profile.places):

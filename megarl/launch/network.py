@@ -41,7 +41,7 @@ def measure(plan: dict[str, Any]) -> dict[str, float | None]:
             receiver = (sender + 1) % size
             dist.barrier()
             if rank in (sender, receiver):
-                sent = _link(dist, torch, message, small, receiver if rank == sender else sender, rank == sender)
+                sent = _link(dist, torch, message, small, receiver if rank == sender else sender, is_sender=rank == sender)
                 rates = sent if rank == sender else rates
         dist.barrier()
     finally:
@@ -49,7 +49,7 @@ def measure(plan: dict[str, Any]) -> dict[str, float | None]:
     return {"clock_s": clock_s, **rates}
 
 
-def _link(dist: Any, torch: Any, message: Any, small: Any, peer: int, is_sender: bool) -> dict[str, float | None]:
+def _link(dist: Any, torch: Any, message: Any, small: Any, peer: int, *, is_sender: bool) -> dict[str, float | None]:
     """Round trips of a small message, then a large one several times, each answered by a small one."""
 
     def trip(tensor: Any) -> None:

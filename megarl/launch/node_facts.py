@@ -18,9 +18,9 @@ from typing import Any
 
 import psutil
 
-from megarl.atomic import write_text_atomically
 from megarl.errors import ConfigError
 from megarl.observe.summary import versions
+from megarl.system.atomic_files import write_text_atomically
 
 PORTS_PER_JOB = 1000
 LOWEST_PORT = 10_000
@@ -32,7 +32,7 @@ _GPU_DEADLINE_S = 60
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuStatus:
     """One GPU as nvidia-smi shows it. `uncorrected_errors` is None where the GPU does not count them."""
 
     name: str
@@ -59,7 +59,7 @@ class NodeFacts:
     free_shared_bytes: int
     interfaces: dict[str, tuple[str, int, int]]
     free_ports: tuple[int, ...]
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[GpuStatus, ...] = ()
     gpu_problem: str | None = None
     shm_bytes: int = field(default=0)
 
@@ -122,7 +122,7 @@ def read_facts(folder: str | Path, *, count: int, deadline_s: float = 30.0, name
 def facts_from(tree: dict[str, Any]) -> NodeFacts:
     """The facts that `asdict` made a tree of."""
     tree = dict(tree)
-    tree["gpus"] = tuple(Gpu(**gpu) for gpu in tree["gpus"])
+    tree["gpus"] = tuple(GpuStatus(**gpu) for gpu in tree["gpus"])
     tree["interfaces"] = {name: tuple(value) for name, value in tree["interfaces"].items()}
     tree["free_ports"] = tuple(tree["free_ports"])
     return NodeFacts(**tree)
@@ -170,7 +170,7 @@ def _lowest_ephemeral_port() -> int:
         return 32_768
 
 
-def _gpus() -> tuple[list[Gpu], str | None]:
+def _gpus() -> tuple[list[GpuStatus], str | None]:
     """This node's GPUs, or why nvidia-smi does not show them (None where the node has no NVIDIA driver)."""
     program = shutil.which("nvidia-smi")
     if program is None:
@@ -186,13 +186,13 @@ def _gpus() -> tuple[list[Gpu], str | None]:
     return parse_gpus(answer.stdout), None
 
 
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_gpus(text: str) -> list[GpuStatus]:
     """GPUs from nvidia-smi's lines of comma-separated values."""
     found = []
     for line in text.strip().splitlines():
         name, _, driver, used, total, temperature, errors, slowed = (part.strip() for part in line.split(","))
         found.append(
-            Gpu(
+            GpuStatus(
                 name, driver, int(used), int(total), int(temperature) if temperature.isdigit() else 0,
                 int(errors) if errors.isdigit() else None, slowed == "Active",
             )

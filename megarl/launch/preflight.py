@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.config import Config
 from megarl.errors import ConfigError, nearest
 from megarl.launch.agree import GIB, agree
 from megarl.launch.cluster_profile import ClusterProfile
@@ -76,13 +75,13 @@ def check_partition(partitions: Sequence[Partition], job: Job, profile: ClusterP
     mine = [p for p in partitions if (p.name == profile.partition if profile.partition else p.is_default)]
     if not mine:
         if profile.partition is None:
-            raise ConfigError(f"partition is not given and the cluster has no default; it may be {', '.join(names)}")
+            raise ConfigError(f"partition is not given and the cluster has no default; it must be {', '.join(names)}")
         hint = nearest(profile.partition, names)
         raise ConfigError(f"partition is '{profile.partition}', but the cluster has {', '.join(names)}{hint}")
     name = mine[0].name
     if not mine[0].is_up:
         others = [p.name for p in partitions if p.is_up]
-        raise ConfigError(f"partition '{name}' is down; it may be {', '.join(others) or 'none now: ask the operators'}")
+        raise ConfigError(f"partition '{name}' is down; it must be {', '.join(others) or 'none now: ask the operators'}")
     fitting = [p for p in mine if p.gpus_per_node >= profile.gpus_per_node]
     most = max(p.gpus_per_node for p in mine)
     if not fitting:
@@ -124,8 +123,7 @@ def ask_nodes(job: Job, profile: ClusterProfile) -> list[NodeFacts]:
 def checkpoint_bytes(job: Job) -> int:
     """What one checkpoint of the run takes on disk, estimated from the weights of its model folder; 0 if unknown."""
     stored = sum(file.stat().st_size for file in Path(job.config.model.path).glob("*.safetensors"))
-    roles = 2 if isinstance(job.config, Config) and job.config.uses_critic else 1
-    return roles * stored // 2 * TRAINED_BYTES_PER_PARAMETER
+    return len(job.config.trained_roles) * stored // 2 * TRAINED_BYTES_PER_PARAMETER
 
 
 def _srun_options(profile: ClusterProfile) -> list[str]:

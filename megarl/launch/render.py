@@ -29,7 +29,7 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
     total_s = profile.time_s
     nodes = f"{job.nodes} node{'s' * (job.nodes > 1)}"
     return environment.get_template(f"{system}.sh.j2").render(
-        what=f"{job.command} {job.config_path.name} as {job.name}, by {job.launcher} on {nodes}",
+        what=f"train {job.config_path.name} as {job.name}, by {job.launcher} on {nodes}",
         version=__version__,
         submit_with=SUBMIT_WITH[system],
         script=script_path(job, system),

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.atomic import write_text_atomically
 from megarl.errors import ConfigError
 from megarl.launch.job import Job
 from megarl.launch.render import SUBMIT_WITH, script_path
+from megarl.system.atomic_files import write_text_atomically
 
 ANSWER_DEADLINE_S = 60
 _CONTINUES = {"slurm": "--dependency=afterany:{}", "pbs": "-W depend=afterany:{}", "lsf": "-w ended({})"}
@@ -75,11 +75,9 @@ def ray_job(job: Job, address: str) -> list[str]:
         ConfigError: the job is one of torchrun.
     """
     if job.launcher != "ray":
-        raise ConfigError(
-            f"megarl {job.command} is a job of torchrun's; submit it to a batch system, or start it with torchrun"
-        )
+        raise ConfigError(f"{job.config_path} is a job of torchrun's; submit it to a batch system, or start it with torchrun")
     program = Path(sys.executable).with_name("ray")
     return [
         str(program), "job", "submit", "--no-wait", f"--address={address}", "--",
-        "megarl", job.command, str(job.config_path), *job.overrides, f"run.resume={job.resume}",
+        "megarl", "train", str(job.config_path), *job.overrides, f"run.resume={job.resume}",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megarl.data.stream import PackedStream, Segment, Share
+from megarl.data.stream import PackedStream, Segment, StreamShard
 
 
 @dataclass
@@ -49,7 +49,7 @@ class StreamAttention(PackedSeqParams):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _QueryRange:
     """Queries at places `first` to `last` (excluded) of their segment; they look at its prefix and at places below `last`."""
 
     segment: Segment
@@ -66,7 +66,7 @@ class _Run:
         return self.is_plain, (self.last - self.first).bit_length()
 
 
-def stream_attention(stream: PackedStream, share: Share, dtype: torch.dtype) -> StreamAttention:
+def stream_attention(stream: PackedStream, share: StreamShard, dtype: torch.dtype) -> StreamAttention:
     """The attention of `share`'s tokens, on its device, for queries of type `dtype`.
 
     `qkv_format` stays `sbhd`: the tokens are `[S/cp, 1, ...]`.
@@ -83,7 +83,7 @@ def stream_attention(stream: PackedStream, share: Share, dtype: torch.dtype) -> 
     return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=stream.position_ids[share.positions])
 
 
-def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_Run]]:
+def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange]]:
     """The runs of real queries that `rank` holds, its early chunks apart from its late ones, which look at more keys."""
     chunks, chunk_places = (1, [0]) if cp == 1 else (2 * cp, [rank, 2 * cp - 1 - rank])
     ends = stream.boundaries[1:]
@@ -93,11 +93,13 @@ def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_Run]]:
             size = (end - segment.start) // chunks
             first, last = place * size, min((place + 1) * size, segment.length)
             if first < last:
-                runs.append(_Run(segment, first, last))
+                runs.append(_QueryRange(segment, first, last))
         yield runs
 
 
-def _call(runs: list[_Run], place: Tensor, first_of_rank: int, dtype: torch.dtype, device: torch.device) -> AttentionCall:
+def _call(
+    runs: list[_QueryRange], place: Tensor, first_of_rank: int, dtype: torch.dtype, device: torch.device
+) -> AttentionCall:
     def column(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values))[:, None]
 

@@ -17,6 +17,7 @@ from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import ddp_config, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
+from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 
 
@@ -83,7 +84,7 @@ def _build_chunk(
     model = GPTModel(
         config=config,
         transformer_layer_spec=layer_specs.block_spec(options.layer_spec, config, layers),
-        vocab_size=padded_vocab_size(vocab_size, layout.tp),
+        vocab_size=padded_vocab(vocab_size, layout.tp),
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
@@ -101,8 +102,3 @@ def _build_chunk(
                 chunk_tokens=options.logit_chunk_tokens,
             )
     return model
-
-
-def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """The vocabulary rounded up so that `tp` divides it."""
-    return -(-vocab_size // tp) * tp

@@ -14,8 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-LOGIT_CHUNK_BYTES = 64 * 2**20
-"""Bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of this are in use)."""
+from megarl.megatron.options import LOGIT_CHUNK_BYTES
 
 
 class VocabParallelLogProbs(torch.autograd.Function):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.megatron.roles import Role
+from megarl.megatron.rank_model import RankModel
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 
 
-def write_role(role: Role, folder: str) -> None:
+def write_role(role: RankModel, folder: str) -> None:
     """Write `role` to `folder`, whole or not at all; collective over the world of its layout.
 
     Config, tokenizer and chat template are those of the folder the role came from. A role with a value head becomes a
@@ -35,7 +35,7 @@ def write_role(role: Role, folder: str) -> None:
     torch.distributed.barrier()
 
 
-def _all_stages(role: Role) -> Iterator[tuple[str, Tensor]]:
+def _all_stages(role: RankModel) -> Iterator[tuple[str, Tensor]]:
     """On rank 0: the tensors of stage 0, then those that the leading ranks of the later stages send."""
     yield from role.export()
     layout = role.options.layout
@@ -52,7 +52,7 @@ def _all_stages(role: Role) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _config(role: Role) -> dict[str, Any]:
+def _config(role: RankModel) -> dict[str, Any]:
     """The `config.json` of the folder that the role came from, changed where the role differs from it."""
     config = dict(HFFolder(role.options.path).config)
     config.pop("torch_dtype", None)

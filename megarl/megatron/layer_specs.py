@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
 from megarl.megatron.latent_attention import LatentSelfAttention
-from megarl.models.rope import inverse_frequencies
+from megarl.models.rope_frequencies import inverse_frequencies
 
 
 class ReferenceRMSNorm(torch.nn.Module):
@@ -76,7 +76,7 @@ def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> T
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(
             "model.layer_spec is 'local', but this model has latent attention, which megatron-core's local layers cannot run "
-            "on packed sequences; it may be 'reference' or 'transformer_engine'"
+            "on packed sequences; it must be 'reference' or 'transformer_engine'"
         )
     make = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}[name]
     frequency = config.moe_layer_freq

@@ -91,7 +91,7 @@ def _fp8_kwargs(options: ModelOptions) -> dict[str, Any]:
     if torch.cuda.is_available():
         problem = device_problem(options.fp8_recipe, torch.cuda.get_device_capability(), torch.version.cuda)
         if problem is not None:
-            raise ConfigError(f"{problem}; model.fp8 may be 'none'")
+            raise ConfigError(f"{problem}; set model.fp8 to 'none'")
     first, last = options.fp8_bf16_layers
     return {
         "fp8": options.fp8,

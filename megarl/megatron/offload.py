@@ -24,7 +24,7 @@ class Offload:
         """Have the weights, and gradients with what the optimizer remembers, on the device or not."""
         wanted = {"weights": weights, "rest": rest}
         for kind in (kind for kind, is_wanted in wanted.items() if not is_wanted and kind not in self._away):
-            self._away[kind] = [_leave(tensor, is_kept) for tensor, is_kept in self._tensors(kind)]
+            self._away[kind] = [_leave(tensor, is_kept=is_kept) for tensor, is_kept in self._tensors(kind)]
         for kind in (kind for kind, is_wanted in wanted.items() if is_wanted and kind in self._away):
             for storage, nbytes, content in self._away.pop(kind):
                 _come_back(storage, nbytes, content)
@@ -82,7 +82,7 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
-def _leave(tensor: Tensor, is_kept: bool) -> tuple[torch.UntypedStorage, int, Tensor | None]:
+def _leave(tensor: Tensor, *, is_kept: bool) -> tuple[torch.UntypedStorage, int, Tensor | None]:
     storage = tensor.untyped_storage()
     nbytes, content = storage.nbytes(), None
     if is_kept:

@@ -74,7 +74,7 @@ def on_this_platform(options: OptimizerOptions) -> OptimizerOptions:
     if options.offload_fraction and not has_transformer_engine():
         raise ConfigError(
             f"optimizer.offload_fraction is {options.offload_fraction}, but megatron-core offloads only with "
-            "transformer_engine, which cannot be imported here; it may be 0"
+            "transformer_engine, which cannot be imported here; it must be 0"
         )
     return options
 

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megarl.megatron.shards import Box, boxes_of
+from megarl.megatron.shards import ShardBox, boxes_of
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """`param` is the float32 master copy, which BF16 training cannot do without; float32 weights have none."""
@@ -35,14 +35,14 @@ def step_of(optimizer: Any) -> int:
 
 
 @torch.no_grad()
-def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[Box]:
+def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[ShardBox]:
     """Weights and moments of the slices that this rank's optimizer owns.
 
     `models` are the model's sharded states by name; weights that the data-parallel ranks contribute in this way are taken
     out of them. The moments of a tensor are stored under `optimizer.<key>.<its key>`.
     """
     places = {id(entry.data): (state, name) for state in models.values() for name, entry in state.items() if _is_tensor(entry)}
-    boxes: list[Box] = []
+    boxes: list[ShardBox] = []
     for part, parameter in _parameters(optimizer):
         state, name = places[id(parameter)]
         sharded, in_fp8 = state[name], is_float8tensor(parameter)

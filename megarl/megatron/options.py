@@ -6,10 +6,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Literal
 
-from megarl.config.fp8 import Fp8Format, Fp8RecipeName
 from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
+from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.errors import ConfigError
+
+LOGIT_CHUNK_BYTES = 64 * 2**20
+"""Bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of this are in use)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def choose_layer_spec(name: str, platform_name: str, fp8: str = "none") -> str:
     if name == "transformer_engine" and not has_transformer_engine():
         raise ConfigError(
             "model.layer_spec is 'transformer_engine', but transformer_engine cannot be imported here; "
-            "it may be 'reference', 'local' or 'auto'"
+            "it must be 'reference', 'local' or 'auto'"
         )
     if name != "auto":
         return name
@@ -85,5 +88,5 @@ def choose_layer_spec(name: str, platform_name: str, fp8: str = "none") -> str:
         return "transformer_engine"
     if fp8 != "none":
         why = "transformer_engine cannot be imported here" if platform_name == "cuda" else "there is no GPU here"
-        raise ConfigError(f"model.fp8 is '{fp8}', but {why}; it may be 'none'")
+        raise ConfigError(f"model.fp8 is '{fp8}', but {why}; it must be 'none'")
     return "reference"

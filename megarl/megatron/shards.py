@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ShardBox:
     """Box `sizes` from `offsets` on of the tensor `key` of `global_shape`; its values are the flat `data`."""
 
     key: str
@@ -40,7 +40,7 @@ class Shards:
     """A rank's part of a role's checkpoint. `objects` are `torch.save`d; `common` is None but on rank 0."""
 
     rank: int
-    boxes: list[Box]
+    boxes: list[ShardBox]
     objects: dict[str, bytes]
     common: dict[str, Any] | None
 
@@ -66,7 +66,7 @@ def host_memory(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=platform.cuda_present())
 
 
-def shards_of(state: dict[str, Any], owned: Sequence[Box]) -> Shards:
+def shards_of(state: dict[str, Any], owned: Sequence[ShardBox]) -> Shards:
     """This rank's part of a sharded state of megatron-core's, and `owned` besides, which the state must not hold."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     boxes, objects = list(owned), {}
@@ -83,7 +83,7 @@ def shards_of(state: dict[str, Any], owned: Sequence[Box]) -> Shards:
     return Shards(rank, boxes, objects, common if rank == 0 else None)
 
 
-def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start: int) -> Iterator[Box]:
+def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start: int) -> Iterator[ShardBox]:
     """The boxes of a sharded tensor whose elements from the flat index `start` on are `data`."""
     for part, first in _parts(sharded):
         numel = prod(part.local_shape)
@@ -92,7 +92,7 @@ def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start:
         for offsets, sizes in flat_boxes(tuple(part.local_shape), low - first, high - first):
             depth = part.prepend_axis_num
             place = (*part.global_offset[:depth], *(a + b for a, b in zip(part.global_offset[depth:], offsets, strict=True)))
-            yield Box(part.key, tuple(part.global_shape), place, (*(1,) * depth, *sizes), data[at : at + prod(sizes)])
+            yield ShardBox(part.key, tuple(part.global_shape), place, (*(1,) * depth, *sizes), data[at : at + prod(sizes)])
             at += prod(sizes)
 
 
@@ -122,7 +122,7 @@ def plain(tensor: Tensor) -> Tensor:
     return (tensor.dequantize() if is_float8tensor(tensor) else tensor).detach()
 
 
-def _aligned(box: Box) -> int:
+def _aligned(box: ShardBox) -> int:
     return box.data.nbytes + -box.data.nbytes % _ALIGNMENT
 
 

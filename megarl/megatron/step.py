@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -15,7 +16,17 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
-from megarl.data.stream import MicroBatch, PackedStream, Response, Share, Unit, pack, share_of, split_shared_prompts
+from megarl.data.stream import (
+    MicroBatch,
+    PackedStream,
+    Response,
+    ScorePosition,
+    StreamShard,
+    Unit,
+    context_parallel_shard,
+    pack,
+    split_shared_prompts,
+)
 from megarl.megatron.attention import stream_attention
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.model_config import DTYPES
@@ -28,12 +39,25 @@ A metric that is a dictionary is joined with those of other micro-batches, not s
 """
 
 
+@dataclass
+class PassProgress:
+    """How far the pass under way is: micro-batches begun (per model chunk), and all of them (0: no pass)."""
+
+    begun: int = 0
+    wanted: int = 0
+
+
 def forward(
-    chunks: Sequence[Any], options: ModelOptions, micro_batches: Sequence[MicroBatch], *, score_at: bool = False
+    chunks: Sequence[Any],
+    options: ModelOptions,
+    micro_batches: Sequence[MicroBatch],
+    *,
+    position: ScorePosition = ScorePosition.NEXT,
+    progress: PassProgress | None = None,
 ) -> dict[int, Tensor]:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
-    With `score_at` scores are taken at the tokens in the mask, else before them.
+    `progress` is kept up to date, for another thread to look at.
 
     C is 2 (log-prob, entropy) for a log-prob head and 1 for a value head. Only ranks of the last pipeline stage
     get a result; others get an empty dict.
@@ -47,7 +71,7 @@ def forward(
         return output.sum(), {}
 
     with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, forward_only=True, score_at=score_at)
+        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True)
     return results
 
 
@@ -57,13 +81,14 @@ def forward_backward(
     micro_batches: Sequence[MicroBatch],
     loss_function: LossFunction,
     *,
-    score_at: bool = False,
+    position: ScorePosition = ScorePosition.NEXT,
+    progress: PassProgress | None = None,
 ) -> dict[str, float]:
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    for metrics in _run(chunks, options, micro_batches, loss_function, forward_only=False, score_at=score_at):
+    for metrics in _run(chunks, options, micro_batches, loss_function, position, progress, forward_only=False):
         for name, value in metrics.items():
             if isinstance(value, dict):
                 totals[name] = totals.get(name, {}) | value
@@ -77,22 +102,24 @@ def _run(
     options: ModelOptions,
     micro_batches: Sequence[MicroBatch],
     loss_function: LossFunction,
+    position: ScorePosition,
+    progress: PassProgress | None,
     *,
     forward_only: bool,
-    score_at: bool,
 ) -> list[dict[str, float]]:
     device = torch.device(torch.cuda.current_device())
     filled = [(units, loss_function) for units in micro_batches]
     if options.layout.vpp is not None:
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
-    inputs = [(*_pack(units, options, score_at=score_at, device=device), loss) for units, loss in filled]
+    inputs = [(*_pack(units, options, position, device), loss) for units, loss in filled]
     config = get_model_config(chunks[0])
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
-    Standing.begun, Standing.wanted = 0, len(inputs) * len(chunks)
+    progress = progress or PassProgress()
+    progress.begun, progress.wanted = 0, len(inputs) * len(chunks)
     outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options=options),
+        forward_step_func=partial(_forward_step, options=options, progress=progress),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
@@ -100,15 +127,8 @@ def _run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    Standing.wanted = 0
+    progress.wanted = 0
     return outputs
-
-
-class Standing:
-    """How far the pass under way in this process is: micro-batches begun (per model chunk), and all of them (0: no pass)."""
-
-    begun = 0
-    wanted = 0
 
 
 _NOTHING: MicroBatch = [
@@ -121,7 +141,9 @@ def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, fl
     return output.sum(), {}
 
 
-def _pack(units: MicroBatch, options: ModelOptions, *, score_at: bool, device: torch.device) -> tuple[PackedStream, Share]:
+def _pack(
+    units: MicroBatch, options: ModelOptions, position: ScorePosition, device: torch.device
+) -> tuple[PackedStream, StreamShard]:
     """The whole stream, the same on all ranks of a replica, and what this rank holds of it."""
     layout = options.layout
     of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
@@ -130,17 +152,21 @@ def _pack(units: MicroBatch, options: ModelOptions, *, score_at: bool, device: t
         units if options.layer_spec == "reference" else split_shared_prompts(units),
         pad_to_multiple=math.lcm(layout.cp * of_rank, of_segment),
         segment_multiple=of_segment,
-        score_at=score_at,
+        position=position,
     )
-    share = share_of(stream, layout.cp, parallel_state.get_context_parallel_rank())
+    share = context_parallel_shard(stream, layout.cp, parallel_state.get_context_parallel_rank())
     return stream.to(device), share.to(device)
 
 
 def _forward_step(
-    inputs: Iterator[tuple[PackedStream, Share, LossFunction]], model: torch.nn.Module, *, options: ModelOptions
+    inputs: Iterator[tuple[PackedStream, StreamShard, LossFunction]],
+    model: torch.nn.Module,
+    *,
+    options: ModelOptions,
+    progress: PassProgress,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
     stream, share, loss_function = next(inputs)
-    Standing.begun += 1
+    progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[share.positions]
     # Both are read in this very forward call, outside the layers that may be recomputed later.
@@ -165,7 +191,7 @@ def _forward_step(
 
 
 def _attention_inputs(
-    stream: PackedStream, share: Share, options: ModelOptions
+    stream: PackedStream, share: StreamShard, options: ModelOptions
 ) -> tuple[Tensor | None, PackedSeqParams | None]:
     """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths."""
     if options.layer_spec == "reference":

@@ -19,10 +19,11 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megarl.megatron.build import padded_vocab_size
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
+from megarl.models.packings import padded_vocab
 from megarl.models.weight_map import BoundRule, WeightMap
+from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 
 SCORE = "score.weight"
 """What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
@@ -76,14 +77,14 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
                     tensor.copy_(folder.get_slice(SCORE)[:])
                 continue
             rule = weight_map.rule_for(name)
-            shard = rule.shard_from_hf(folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
+            shard = shard_from_hf(rule, folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
             tensor.copy_(shard)
-            _keep_full_precision(tensor, shard, options.trainable)
+            _keep_full_precision(tensor, shard, trainable=options.trainable)
             if rule.tp_axis is not None and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis, 1)
 
 
-def _keep_full_precision(tensor: Any, values: Tensor, trainable: bool) -> None:
+def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:
     """Where `tensor` holds FP8, Transformer Engine keeps a copy in full precision for the optimizer to start from."""
     if not hasattr(tensor, "get_high_precision_init_val"):
         return
@@ -128,7 +129,10 @@ def _tensor_group(rule: BoundRule) -> Any:
 class Quantiser(Protocol):
     """Makes of a rank's shard fewer bytes, and tensors beside them, such as scales; see `reshard.quantise`."""
 
-    dtype: torch.dtype
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what it makes."""
+        ...
 
     def applies_to(self, rule: BoundRule) -> bool:
         """Whether the parameter is one that is quantised."""
@@ -194,7 +198,7 @@ def _whole(
     rank = torch.distributed.get_rank()
     if quantiser is None or not quantiser.applies_to(rule):
         shards = _gathered(local, ranks, lead)
-        yield from rule.hf_from_shards(shards) if rank == lead else ()
+        yield from hf_from_shards(rule, shards) if rank == lead else ()
         return
     shapes = quantiser.extras(rule)
     extras = torch.empty(sum(map(math.prod, shapes.values())), device=local.device)
@@ -207,7 +211,7 @@ def _whole(
     shards = [shard.view(quantiser.dtype) for shard in _gathered(local.view(torch.uint8), ranks, lead)]
     of_first = _gathered(extras, ranks[:1], lead)
     if rank == lead:
-        yield from rule.hf_from_shards(shards)
+        yield from hf_from_shards(rule, shards)
         parts = of_first[0].split([math.prod(shape) for shape in shapes.values()])
         yield from ((name, part.view(shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True))
 
@@ -251,4 +255,4 @@ def _is_value_head(name: str, options: ModelOptions) -> bool:
 
 
 def _padded_vocab(folder: HFFolder, options: ModelOptions) -> int:
-    return padded_vocab_size(folder.config["vocab_size"], options.layout.tp)
+    return padded_vocab(folder.config["vocab_size"], options.layout.tp)

@@ -1,14 +1,36 @@
-"""What an architecture's file provides: names, and three functions of a Hugging Face config."""
+"""What an architecture's file provides: names, three functions of a Hugging Face config, and what others make of the family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models.weight_map import WeightMap
 
 HFConfig = dict[str, Any]
+
+
+def _serves(hf_config: HFConfig) -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class SglangFacts:
+    """What SGLang makes of a family, where it is not what it makes of most."""
+
+    replicates_attention: bool = False
+    """Whether an engine can hold several replicas of the attention (SGLang's DP attention)."""
+    refusal: Callable[[HFConfig], str | None] = _serves
+    """Why SGLang cannot serve a model of this config, or cannot be given its weights; None: it can."""
+
+
+@dataclass(frozen=True)
+class HubNames:
+    """What checkpoints on the hub call an expert's gate, up and down projection, and the block that holds the experts."""
+
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    block: str = "mlp"
 
 
 @dataclass(frozen=True)
@@ -25,3 +47,5 @@ class Architecture:
     """Keyword arguments of GPTModel; `vocab_size` is without padding."""
     weight_map: Callable[[HFConfig], WeightMap]
     """Hugging Face tensors to Megatron parameters, both ways."""
+    sglang: SglangFacts = field(default_factory=SglangFacts)
+    hub: HubNames = field(default_factory=HubNames)

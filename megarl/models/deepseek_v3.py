@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import Copy
 from megarl.models.rope import Rope
@@ -154,7 +154,7 @@ def _rope_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     if bool(mscale) != bool(mscale_all_dim):
         raise ModelError(
             f"config.json: {rope.field}.mscale is {mscale:g} with mscale_all_dim={mscale_all_dim:g}, but only both or neither "
-            "may be 0 or absent"
+            "can be 0 or absent"
         )
     return {
         "rope_type": "yarn",
@@ -184,10 +184,15 @@ def _experts(hf_config: HFConfig) -> moe.MoeSizes:
     )
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    return "how it holds the weights of a 'deepseek_v3' model is not known here, so an update could not be checked"
+
+
 ARCHITECTURE = Architecture(
     name="deepseek_v3",
     hf_classes=("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal),
 )

@@ -53,7 +53,7 @@ class DenseSizes:
         num_groups = size(hf_config, "num_key_value_heads", default=num_heads)
         if num_heads % num_groups:
             raise ModelError(
-                f"config.json: num_key_value_heads is {num_groups}, but it must divide num_attention_heads={num_heads}"
+                f"config.json: num_key_value_heads is {num_groups}; it must divide num_attention_heads={num_heads}"
             )
         return cls(
             num_layers=size(hf_config, "num_hidden_layers"),

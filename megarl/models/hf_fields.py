@@ -18,7 +18,7 @@ def size(hf_config: dict[str, Any], field: str, default: int | None = None, *, l
         return default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ModelError(f"config.json: {field} is {value!r}, but it must be {kind}")
+        raise ModelError(f"config.json: {field} is {value!r}; it must be {kind}")
     return value
 
 
@@ -26,7 +26,7 @@ def refuse(hf_config: dict[str, Any], field: str, supported: Any, why: str) -> N
     """Raise ModelError unless a field is absent, null or `supported`."""
     value = hf_config.get(field)
     if value is not None and value != supported:
-        raise ModelError(f"config.json: {field} is {value!r}, but it may only be {supported!r}: {why}")
+        raise ModelError(f"config.json: {field} is {value!r}; it must be {supported!r}: {why}")
 
 
 def refuse_biases(hf_config: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def refuse_sliding_window(hf_config: dict[str, Any], sliding_layers: int) -> Non
     if sliding_layers > 0 and window is not None and window < positions:
         raise ModelError(
             f"config.json: sliding_window is {window} in {sliding_layers} layers, but only full attention is supported; "
-            f"it may be null, or at least max_position_embeddings={positions}"
+            f"it must be null, or at least max_position_embeddings={positions}"
         )
 
 

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.atomic import whole_folder
 from megarl.errors import ModelError, nearest
 from megarl.models.registry import load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
+from megarl.system.atomic_files import whole_folder
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -147,7 +147,7 @@ class HFFolder:
                     continue
                 raise ModelError(
                     f"config.json in '{self.path}' has tie_word_embeddings=true, but '{_TIED_OUTPUT}' differs from "
-                    f"'{_EMBEDDING}'; tie_word_embeddings may be false"
+                    f"'{_EMBEDDING}'; tie_word_embeddings must be false"
                 )
             raise ModelError(f"tensor '{name}' in '{self.path}' has no place in the model that config.json describes")
 

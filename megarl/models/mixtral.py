@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, HubNames
 from megarl.models.llama import gpt_kwargs
 from megarl.models.weight_map import WeightMap
 
-HF_EXPERT = ("w1", "w3", "w2")
+HUB = HubNames(expert=("w1", "w3", "w2"), block="block_sparse_moe")
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules, with the experts' under the names that Mixtral has for them."""
     sizes, experts = _sizes(hf_config)
-    mlp = moe.mlp_rules(experts, sizes.hidden_size, hf_block="block_sparse_moe.", hf_expert=HF_EXPERT)
+    mlp = moe.mlp_rules(experts, sizes.hidden_size, hf_block=f"{HUB.block}.", hf_expert=HUB.expert)
     return dense.weight_map(sizes, dense.attention_rules(sizes), mlp, num_experts=experts.num_experts)
 
 
@@ -45,4 +45,5 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    hub=HUB,
 )

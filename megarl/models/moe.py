@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from megarl.errors import ModelError
 from megarl.models.dense import HF_LAYER, LAYER
 from megarl.models.hf_fields import size
@@ -112,7 +110,7 @@ def mlp_rules(
     ]
     if expert_bias:
         hf_bias = (hf + "gate.e_score_correction_bias",)
-        rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype=torch.float32))
+        rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype="float32"))
     if moe.shared_ffn_size:
         rules += gated(block + "shared_experts.", hf + "shared_experts.", moe.shared_ffn_size, (None, None))
     return rules

@@ -12,7 +12,12 @@ from typing import Protocol
 
 from megarl.errors import LayoutError
 
-Run = tuple[int | None, int, int]
+RowRange = tuple[int | None, int, int]
+
+FP8_BLOCK = 128
+"""Rows and columns of a block that shares a scale in an FP8 checkpoint."""
+SCALE_SUFFIX = "_scale_inv"
+"""What an FP8 checkpoint adds to a tensor's name for its scales."""
 
 
 class Packing(Protocol):
@@ -26,7 +31,7 @@ class Packing(Protocol):
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The whole shape of each Hugging Face tensor."""
 
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """What the shard of `tp_rank` is made of along the split axis (axis 0 if nothing is split)."""
 
 
@@ -47,7 +52,7 @@ class Copy:
         """The tensor's own shape."""
         return (self.shape,)
 
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's even share."""
         if self.axis is None:
             return [(0, 0, self.shape[0])]
@@ -81,21 +86,19 @@ class GroupedQKV:
         rows_of_kv = self.num_groups * self.head_dim
         return ((self.num_heads * self.head_dim, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
 
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's window of the interleaved order."""
         _share(self.num_heads, tp_size, "num_attention_heads")
         if self.num_groups % tp_size and tp_size % self.num_groups:
-            raise LayoutError(
-                f"tp is {tp_size}, but it must divide num_key_value_heads={self.num_groups} or be a multiple of it"
-            )
+            raise LayoutError(f"tp is {tp_size}; it must divide num_key_value_heads={self.num_groups} or be a multiple of it")
         heads_per_group = self.num_heads // self.num_groups
-        whole: list[Run] = []
+        whole: list[RowRange] = []
         for group in range(self.num_groups):
             for part, heads in ((0, heads_per_group), (1, 1), (2, 1)):
                 rows = heads * self.head_dim
                 whole.append((part, group * rows, (group + 1) * rows))
         share = _share((self.num_heads + 2 * self.num_groups) * self.head_dim, tp_size, "the rows of q, k and v")
-        return list(_window(whole, tp_rank * share, (tp_rank + 1) * share))
+        return list(_clip_ranges(whole, tp_rank * share, (tp_rank + 1) * share))
 
 
 @dataclass(frozen=True)
@@ -115,10 +118,15 @@ class GateUp:
         """Shapes of gate and up."""
         return ((self.ffn_size, self.hidden_size), (self.ffn_size, self.hidden_size))
 
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The same rows of both halves."""
         share = _share(self.ffn_size, tp_size, "intermediate_size")
         return [(part, tp_rank * share, (tp_rank + 1) * share) for part in (0, 1)]
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """The vocabulary as training ranks hold it: rounded up so that `tp` divides it."""
+    return -(-vocab_size // tp) * tp
 
 
 @dataclass(frozen=True)
@@ -138,23 +146,23 @@ class Vocabulary:
         """The shape without padding."""
         return ((self.vocab_size, self.hidden_size),)
 
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's ids, and zeros for those from `vocab_size` on."""
         padded = self.vocab_size if padded_vocab is None else padded_vocab
         if padded < self.vocab_size:
-            raise LayoutError(f"padded_vocab is {padded}, but it must be at least the model's vocab_size={self.vocab_size}")
+            raise LayoutError(f"padded_vocab is {padded}; it must be at least the model's vocab_size={self.vocab_size}")
         share = _share(padded, tp_size, "the padded vocabulary")
-        whole: list[Run] = [(0, 0, self.vocab_size), (None, 0, padded - self.vocab_size)]
-        return list(_window(whole, tp_rank * share, (tp_rank + 1) * share))
+        whole: list[RowRange] = [(0, 0, self.vocab_size), (None, 0, padded - self.vocab_size)]
+        return list(_clip_ranges(whole, tp_rank * share, (tp_rank + 1) * share))
 
 
 def _share(total: int, tp_size: int, what: str) -> int:
     if total % tp_size:
-        raise LayoutError(f"tp is {tp_size}, but it must divide {what}, which is {total}")
+        raise LayoutError(f"tp is {tp_size}; it must divide {what}, which is {total}")
     return total // tp_size
 
 
-def _window(runs: Iterable[Run], low: int, high: int) -> Iterable[Run]:
+def _clip_ranges(runs: Iterable[RowRange], low: int, high: int) -> Iterable[RowRange]:
     """The part `low:high` of concatenated runs."""
     offset = 0
     for part, start, stop in runs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import qwen_sliding_layers, refuse_biases
 from megarl.models.weight_map import WeightMap
 
@@ -45,4 +45,5 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(replicates_attention=True),
 )

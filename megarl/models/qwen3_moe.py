@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases, size
 from megarl.models.llama import gpt_kwargs
 from megarl.models.weight_map import WeightMap
@@ -45,10 +45,17 @@ def _experts(hf_config: HFConfig) -> moe.MoeSizes:
     return moe.MoeSizes.from_hf(hf_config, layers, experts_fields=fields, ffn_field="moe_intermediate_size")
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
+        return "it gives every layer experts, whatever mlp_only_layers and decoder_sparse_step say"
+    return None
+
+
 ARCHITECTURE = Architecture(
     name="qwen3_moe",
     hf_classes=("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal),
 )

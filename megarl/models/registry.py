@@ -1,4 +1,7 @@
-"""Which architecture a Hugging Face model folder is of. A new one is a file beside this and an entry in `ARCHITECTURES`."""
+"""Which architecture a Hugging Face model folder is of.
+
+A new one is a file beside this and an entry in `ARCHITECTURES`, or a file of the user's own that `model.architecture` names.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from megarl.errors import ModelError, nearest
 from megarl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.models.architecture import Architecture
+from megarl.system.user_code import absolute_name, load_user_object
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     llama.ARCHITECTURE,
@@ -21,21 +25,48 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 )
 
 
+_users_own: dict[str, Architecture] = {}
+"""By import path, what `use_architecture` has added in this process."""
+
+
+def use_architecture(path: str | None) -> None:
+    """Know, from here on in this process, the user's own architecture at an import path; None: nothing to add.
+
+    Raises:
+        ModelError: it cannot be imported, is no `Architecture`, or has the name or a class of one that is known.
+    """
+    if path is None or absolute_name(path) in _users_own:
+        return
+    own = load_user_object(path, _named_by_field, "architecture", lambda found: isinstance(found, Architecture))
+    for known in architectures():
+        if taken := {own.name, *own.hf_classes} & {known.name, *known.hf_classes}:
+            raise ModelError(f"model.architecture is '{path}', which says '{min(taken)}', as '{known.name}' does already")
+    _users_own[absolute_name(path)] = own
+
+
+def _named_by_field(sentence: str) -> ModelError:
+    return ModelError(f"model.architecture: {sentence}")
+
+
+def architectures() -> tuple[Architecture, ...]:
+    """The families that megarl has, and the user's own."""
+    return (*ARCHITECTURES, *_users_own.values())
+
+
 def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     """The architecture of a config, by `architectures[0]`, or by `model_type` where that is absent.
 
     Raises:
-        ModelError: it is unknown, or of another `model_type`; the message lists the known ones and the file to add.
+        ModelError: it is unknown, or of another `model_type`; the message lists the known ones.
     """
     names = hf_config.get("architectures")
     field, name = ("architectures", str(names[0])) if names else ("model_type", str(hf_config.get("model_type")))
-    known = {hf_class: a for a in ARCHITECTURES for hf_class in a.hf_classes} if names else {a.name: a for a in ARCHITECTURES}
+    by_type = {family.name: family for family in architectures()}
+    known = {hf_class: family for family in by_type.values() for hf_class in family.hf_classes} if names else by_type
     if name not in known:
-        new = hf_config.get("model_type") if hf_config.get("model_type") not in {a.name for a in ARCHITECTURES} else None
-        hint = f"; a new one is a file megarl/models/{new}.py and its entry in megarl/models/registry.py" if new else ""
-        raise ModelError(
-            f"config.json: {field} is '{name}', but it may be one of {', '.join(known)}{nearest(name, known)}{hint}"
-        )
+        new = hf_config.get("model_type") not in by_type
+        hint = "; a family of your own goes into a file that model.architecture names (docs/add_a_model.md)" if new else ""
+        raise ModelError(f"config.json: {field} is '{name}'; it must be one of {', '.join(known)}{nearest(name, known)}{hint}")
     found, model_type = known[name], hf_config.get("model_type")
     if model_type is not None and model_type != found.name:
         raise ModelError(f"config.json: model_type is '{model_type}', but that of the architecture '{name}' is '{found.name}'")
@@ -59,5 +90,5 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise ModelError(f"'{file}' is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ModelError(f"'{file}' holds a JSON {type(config).__name__}, but it must be an object")
+        raise ModelError(f"'{file}' holds a JSON {type(config).__name__}; it must be an object")
     return config

@@ -1,17 +1,12 @@
-"""Rotary embeddings: a Hugging Face config (transformers 4 or 5 spelling) to frequencies, as transformers computes them.
+"""Rotary embeddings: the parameters in a Hugging Face config (transformers 4 or 5 spelling), read and checked.
 
-megatron-core's own scaling of Llama 3 has three of its parameters built in, so the model's rotary embedding is given the
-frequencies computed here.
+The frequencies are computed in `rope_frequencies.py`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from megarl.errors import ModelError, nearest
 
@@ -38,11 +33,11 @@ class Rope:
         parameters = hf_config.get(field) or {}
         partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor")) or 1.0
         if partial != 1.0:
-            raise ModelError(f"config.json: partial_rotary_factor is {partial}, but it may only be 1.0")
+            raise ModelError(f"config.json: partial_rotary_factor is {partial}; it must be 1.0")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind not in kinds:
             listed = " or ".join([", ".join(repr(k) for k in kinds[:-1]), repr(kinds[-1])])
-            raise ModelError(f"config.json: {field}.rope_type is {kind!r}, but it may be {listed}{nearest(str(kind), kinds)}")
+            raise ModelError(f"config.json: {field}.rope_type is {kind!r}; it must be {listed}{nearest(str(kind), kinds)}")
         base = float(parameters.get("rope_theta", hf_config.get("rope_theta") or 10000.0))
         return cls(field, kind, int(base) if base.is_integer() else base, parameters)
 
@@ -56,47 +51,47 @@ class Rope:
         if value is None and default is not None:
             return default
         if not isinstance(value, (int, float)) or isinstance(value, bool) or value < least:
-            raise ModelError(f"config.json: {self.field}.{name} is {value!r}, but it must be a number of at least {least:g}")
+            raise ModelError(f"config.json: {self.field}.{name} is {value!r}; it must be a number of at least {least:g}")
         return float(value)
 
 
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long waves are slowed down by `factor`, short ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low: float
+    high: float
+    positions: float
+
+    @classmethod
+    def of(cls, rope: Rope) -> Llama3Scaling:
+        """Read and check the four parameters.
+
+        Raises:
+            ModelError: one is missing or makes no sense.
+        """
+        factor, low, high = (
+            rope.number("factor", least=1.0),
+            rope.number("low_freq_factor", least=0.0),
+            rope.number("high_freq_factor", least=0.0),
+        )
+        if high <= low:
+            raise ModelError(
+                f"config.json: {rope.field}.high_freq_factor is {high:g}; it must be more than low_freq_factor={low:g}"
+            )
+        return cls(factor, low, high, rope.number("original_max_position_embeddings", least=1.0))
+
+
 def rope_kwargs(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """`position_embedding_type`, `rotary_base` and `rotary_percent` of GPTModel; scaling is in `inverse_frequencies`.
-
-    Raises:
-        ModelError: the rotary embedding cannot be represented, or a parameter is missing or makes no sense.
-    """
-    inverse_frequencies(hf_config, head_dim=2)  # to refuse a wrong parameter here, before any process starts
-    return {"position_embedding_type": "rope", "rotary_base": Rope.from_hf(hf_config).base, "rotary_percent": 1.0}
-
-
-def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
-    """The angle per position of each pair of a head's dimensions, float32 `[head_dim / 2]`.
+    """`position_embedding_type`, `rotary_base` and `rotary_percent` of GPTModel; scaling is in `rope_frequencies.py`.
 
     Raises:
         ModelError: the rotary embedding cannot be represented, or a parameter is missing or makes no sense.
     """
     rope = Rope.from_hf(hf_config)
-    frequencies = 1.0 / (rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.kind == "linear":
-        return frequencies / rope.number("factor", least=1.0)
-    if rope.kind == "llama3":
-        return _llama3(frequencies, rope)
-    return frequencies
-
-
-def _llama3(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Long waves are slowed down by the factor, short ones kept, those between blended (Llama 3.1)."""
-    factor, low, high = (
-        rope.number("factor", least=1.0),
-        rope.number("low_freq_factor", least=0.0),
-        rope.number("high_freq_factor", least=0.0),
-    )
-    if high <= low:
-        raise ModelError(
-            f"config.json: {rope.field}.high_freq_factor is {high:g}, but it must be more than low_freq_factor={low:g}"
-        )
-    positions = rope.number("original_max_position_embeddings", least=1.0)
-    wavelengths = 2 * math.pi / frequencies
-    share_kept = ((positions / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - share_kept) * frequencies / factor + share_kept * frequencies
+        rope.number("factor", least=1.0)
+    elif rope.kind == "llama3":
+        Llama3Scaling.of(rope)
+    return {"position_embedding_type": "rope", "rotary_base": rope.base, "rotary_percent": 1.0}

@@ -1,22 +1,23 @@
 """The mapping core: which slices of which Hugging Face tensors make up each Megatron parameter on each rank, as data.
 
-Pure functions of numbers and tensors. Load, save, engine sync, conversion, planner and checks all go through `BoundRule`;
-how each kind of parameter is laid out is in `packings.py`, which parameters there are in one file per architecture.
+Pure data, without torch. Load, save, engine sync, conversion, planner and checks all go through `BoundRule`; how each kind of
+parameter is laid out is in `packings.py`, which parameters there are in one file per architecture, and `weight_tensors.py`
+carries a rule out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from megarl.errors import ModelError, nearest
 from megarl.models.packings import Packing
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+"""Bytes of an element, by the dtype's name."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
@@ -30,7 +31,7 @@ class Rule:
     parameter, None for all. `te_name` is the spelling under the Transformer Engine spec where it differs: a norm's weight
     lives in the linear layer that follows it, and the experts of a layer in one grouped module. `tied_copy` marks the
     output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled from
-    the embedding, and is never exported. `dtype` is what it keeps whatever the model's dtype is.
+    the embedding, and is never exported. `dtype` (`float32`) is what it keeps whatever the model's dtype is.
     """
 
     megatron_name: str
@@ -40,7 +41,7 @@ class Rule:
     layers: frozenset[int] | None = None
     te_name: str | None = None
     tied_copy: bool = False
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
 
     @property
     def is_expert(self) -> bool:
@@ -57,7 +58,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Piece:
+class HFSlice:
     """`start:stop` along the rule's split axis of the tensor `hf_name`; as many zeros if that is None (vocab padding)."""
 
     hf_name: str | None
@@ -79,7 +80,7 @@ class BoundRule:
     tied_copy: bool = False
     layer: int | None = None
     expert: int | None = None
-    dtype: torch.dtype | None = None
+    dtype: str | None = None
 
     @property
     def tp_axis(self) -> int | None:
@@ -91,7 +92,7 @@ class BoundRule:
         """The whole Hugging Face tensors' shapes, by name."""
         return dict(zip(self.hf_names, self.packing.hf_shapes, strict=True))
 
-    def pieces(self, tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> list[Piece]:
+    def pieces(self, tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> list[HFSlice]:
         """What the shard of `tp_rank` is made of, in order along the split axis (axis 0 if nothing is split).
 
         `padded_vocab` is the whole padded vocabulary, or None for no padding; only embedding and output layer use it.
@@ -100,75 +101,13 @@ class BoundRule:
             LayoutError: `tp_size` does not divide the parameter.
         """
         runs = self.packing.runs(tp_rank, tp_size, padded_vocab)
-        return [Piece(None if part is None else self.hf_names[part], start, stop) for part, start, stop in runs]
+        return [HFSlice(None if part is None else self.hf_names[part], start, stop) for part, start, stop in runs]
 
     def shape(self, tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
         """The shape of one rank's shard; the ranks' shards are of equal shape."""
         shape = list(self.packing.hf_shapes[0])
         shape[self.tp_axis or 0] = sum(p.stop - p.start for p in self.pieces(0, tp_size, padded_vocab))
         return tuple(shape)
-
-    def shard_from_hf(self, get: Callable[[str], Any], tp_rank: int, tp_size: int, padded_vocab: int | None = None) -> Tensor:
-        """The shard of `tp_rank`, reading no more than its slices.
-
-        `get(name)` answers a Tensor or a safetensors slice. The result has the source's dtype and may be a view of a
-        Tensor source: copy before writing into it.
-
-        Raises:
-            ModelError: a tensor does not have the shape that the config implies.
-            LayoutError: `tp_size` does not divide the parameter.
-        """
-        axis = self.tp_axis or 0
-        pieces = self.pieces(tp_rank, tp_size, padded_vocab)
-        used = [name for name in self.hf_names if any(piece.hf_name == name for piece in pieces)]
-        sources = {name: self._checked(name, get(name)) for name in used or self.hf_names[:1]}
-        parts = [_cut(sources[piece.hf_name], axis, piece) for piece in pieces if piece.hf_name is not None]
-        padding = sum(piece.stop - piece.start for piece in pieces if piece.hf_name is None)
-        if padding:  # last, as the padded ids are
-            row = parts[0] if parts else sources[self.hf_names[0]][:1]
-            parts.append(row.new_zeros((padding, *row.shape[1:])))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=axis)
-
-    def hf_from_shards(self, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """The whole Hugging Face tensors from every TP rank's shard in TP order; the inverse of `shard_from_hf`.
-
-        A parameter that is not split needs one shard and ignores others. Vocabulary padding is stripped. Tensors keep
-        the shards' dtype and device, and are views where no copy is needed. A tied copy gives an empty list.
-
-        Raises:
-            ModelError: a shard does not have the shape that the config implies.
-        """
-        if self.tied_copy:
-            return []
-        axis = self.tp_axis or 0
-        shards = shards[:1] if self.tp_axis is None else shards
-        padded = sum(shard.shape[axis] for shard in shards)
-        self._check_shards(shards, padded)
-        found: dict[str, list[tuple[Piece, Tensor]]] = {name: [] for name in self.hf_names}
-        for rank, shard in enumerate(shards):
-            offset = 0
-            for piece in self.pieces(rank, len(shards), padded):
-                length = piece.stop - piece.start
-                if piece.hf_name is not None:
-                    found[piece.hf_name].append((piece, shard.narrow(axis, offset, length)))
-                offset += length
-        return [(name, _joined(parts, axis, self.hf_shapes[name])) for name, parts in found.items()]
-
-    def _checked(self, name: str, source: Any) -> Any:
-        shape = tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
-        expected = self.hf_shapes[name]
-        if shape != expected:
-            raise ModelError(f"tensor '{name}' has shape {list(shape)}, but the model's config.json implies {list(expected)}")
-        return source
-
-    def _check_shards(self, shards: Sequence[Tensor], padded_vocab: int) -> None:
-        expected = self.shape(len(shards), padded_vocab)
-        for rank, shard in enumerate(shards):
-            if tuple(shard.shape) != expected:
-                raise ModelError(
-                    f"shard {rank} of {len(shards)} of '{self.megatron_name}' has shape {list(shard.shape)}, "
-                    f"but the model's config.json implies {list(expected)}"
-                )
 
 
 @dataclass(frozen=True)
@@ -183,29 +122,6 @@ class WeightMap:
     num_layers: int
     num_experts: int = 0
     left_out: tuple[str, ...] = ()
-
-    def megatron_names(
-        self,
-        layer_indices: Iterable[int],
-        pre_process: bool,
-        post_process: bool,
-        *,
-        experts: Iterable[int] | None = None,
-        te_names: bool = False,
-    ) -> list[str]:
-        """Every parameter of a pipeline stage holding these layers, these experts of each (all by default), the embedding
-        (`pre_process`) and the output (`post_process`). `te_names` gives the Transformer Engine spec's spelling.
-        """
-        layers, experts = list(layer_indices), list(range(self.num_experts) if experts is None else experts)
-        names = []
-        for rule in self.rules:
-            name = rule.spellings()[-1 if te_names else 0]
-            if rule.stage == "layer":
-                for layer in filter(rule.has_layer, layers):
-                    names += [name.format(layer=layer, expert=expert) for expert in (experts if rule.is_expert else (None,))]
-            elif pre_process if rule.stage == "first" else post_process and not (rule.tied_copy and pre_process):
-                names.append(name)
-        return names
 
     def rule_for(self, megatron_name: str) -> BoundRule:
         """The rule of a parameter named with its layer's and expert's global, zero-based indices, in any spelling.
@@ -250,10 +166,6 @@ class WeightMap:
         """Shapes of every Hugging Face tensor of the whole model, by name."""
         return {name: shape for rule in self.bound_rules() for name, shape in rule.hf_shapes.items()}
 
-    def megatron_shape(self, megatron_name: str, tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
-        """The shape of one TP rank's shard of a parameter."""
-        return self.rule_for(megatron_name).shape(tp_size, padded_vocab)
-
     def without_output(self) -> WeightMap:
         """The same map without the output layer: a critic or reward model puts its own head there."""
         return replace(self, rules=tuple(rule for rule in self.rules if rule.megatron_name != "output_layer.weight"))
@@ -270,16 +182,3 @@ class WeightMap:
 def _bound(rule: Rule, layer: int | None, expert: int | None) -> BoundRule:
     name, *hf_names = (name.format(layer=layer, expert=expert) for name in (rule.megatron_name, *rule.hf_names))
     return BoundRule(name, tuple(hf_names), rule.packing, rule.tied_copy, layer, expert, rule.dtype)
-
-
-def _cut(source: Any, axis: int, piece: Piece) -> Tensor:
-    return source[piece.start : piece.stop] if axis == 0 else source[:, piece.start : piece.stop]
-
-
-def _joined(parts: list[tuple[Piece, Tensor]], axis: int, shape: tuple[int, ...]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0][1]
-    whole = parts[0][1].new_empty(shape)
-    for piece, tensor in parts:
-        whole.narrow(axis, piece.start, piece.stop - piece.start).copy_(tensor)
-    return whole

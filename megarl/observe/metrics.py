@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.atomic import write_text_atomically
+from megarl.system.atomic_files import write_text_atomically
 
 
 class MetricsFile:

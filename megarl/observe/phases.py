@@ -22,9 +22,9 @@ class StepTimes:
     phase_s: Mapping[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """`time/step_s`, `time/<phase>_s` and `share/<phase>` (of the step, 0 to 1)."""
+        """`time/step_s`, `time/<phase>_s` and `time_fraction/<phase>` (of the step, 0 to 1)."""
         seconds = {f"time/{name}_s": spent for name, spent in self.phase_s.items()}
-        shares = {f"share/{name}": spent / self.wall_s for name, spent in self.phase_s.items()} if self.wall_s else {}
+        shares = {f"time_fraction/{name}": spent / self.wall_s for name, spent in self.phase_s.items()} if self.wall_s else {}
         return {"time/step_s": self.wall_s, **seconds, **shares}
 
 

@@ -29,7 +29,7 @@ REFRESHES_PER_S = 4
 STEPS_AVERAGED = 10
 """Last steps that the time left is reckoned from."""
 
-Standing = Callable[[], tuple[int, int]]
+PhaseProgress = Callable[[], tuple[int, int]]
 """How far a phase is: what is done, and how much there is to do (0: not known)."""
 
 
@@ -49,7 +49,7 @@ class Progress:
         self._total, self._first, self._phases, self._shown = total_steps, first_step, phases, shown
         self.console = console or Console()
         self._live: Live | None = None
-        self._within: dict[str, tuple[str, Standing]] = {}
+        self._within: dict[str, tuple[str, PhaseProgress]] = {}
         self._phase: str | None = None
         self._since_s = 0.0
         self._done_at_s: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
@@ -72,9 +72,9 @@ class Progress:
         if self._phases.steps:
             self.console.print(phase_table(self._phases))
 
-    def within(self, phase: str, unit: str, standing: Standing) -> None:
-        """While `phase` is on, show how far it is, in `unit`; another thread asks `standing`, several times a second."""
-        self._within[phase] = unit, standing
+    def within(self, phase: str, unit: str, progress: PhaseProgress) -> None:
+        """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second."""
+        self._within[phase] = unit, progress
 
     def say(self, text: str) -> None:
         """Print a line above the view."""
@@ -110,8 +110,8 @@ class Progress:
         left = f"left {duration(self._left_s(self._done))}" if self._done > self._first else ""
         rows.add_row("steps", _bar(self._done, self._total), f"{self._done}/{self._total}  {left}")
         phase = self._phase
-        unit, standing = self._within.get(phase or "", ("", None))
-        done, wanted = standing() if standing is not None else (0, 0)
+        unit, progress = self._within.get(phase or "", ("", None))
+        done, wanted = progress() if progress is not None else (0, 0)
         spent = f"{time.monotonic() - self._since_s:.1f} s" if phase is not None else ""
         rows.add_row(phase or "", _bar(done, wanted), f"{done}/{wanted} {unit}  {spent}" if wanted else spent)
         for name, share in self._shares.items():

@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 
 from megarl import __version__
-from megarl.atomic import write_text_atomically
-from megarl.config import Config, SupervisedConfig, batch_arithmetic
+from megarl.config import AnyConfig
 from megarl.observe.phases import Phases
+from megarl.system.atomic_files import write_text_atomically
 
 PACKAGES = (
     "torch",
@@ -61,7 +61,7 @@ def machine() -> dict[str, Any]:
 
 
 def build_summary(
-    config: Config | SupervisedConfig,
+    config: AnyConfig,
     phases: Phases,
     *,
     eval_before: Mapping[str, Any] | None,
@@ -83,7 +83,7 @@ def build_summary(
         "outside_steps": phases.outside(),
         "seconds_per_step": wall_s / phases.steps if phases.steps else None,
         "gates": dict(gates),
-        "batch": dict(batch_arithmetic(config).rows()) if isinstance(config, Config) else dict(config.batch_rows()),
+        "batch": dict(config.batch_rows()),
         "machine": machine(),
         "versions": versions(),
         **(extra or {}),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.config import Config, SupervisedConfig
+from megarl.config import AnyConfig
 from megarl.config.secrets import without_secrets
 from megarl.errors import ConfigError
 from megarl.observe.metrics import MetricsFile
@@ -46,19 +46,19 @@ class Trackers:
             tracker.close()
 
 
-def open_trackers(config: Config | SupervisedConfig, *, resume_after_step: int | None = None) -> Trackers:
+def open_trackers(config: AnyConfig, *, resume_after_step: int | None = None) -> Trackers:
     """Open what `config.trackers` asks for in the run folder.
 
     Raises:
         ConfigError: a tracker's package is not installed; the sentence says how to install it.
     """
     folder = Path(config.run_folder)
-    wanted = [_KINDS[name](config, folder, resume_after_step) for name in dict.fromkeys(config.trackers.to)]
+    wanted = [_KINDS[name](config, folder, resume_after_step) for name in dict.fromkeys(config.trackers.backends)]
     return Trackers([MetricsFile(folder / "metrics.jsonl", resume_after_step=resume_after_step), *wanted])
 
 
 class _TensorBoard:
-    def __init__(self, config: Config | SupervisedConfig, folder: Path, resume_after_step: int | None) -> None:
+    def __init__(self, config: AnyConfig, folder: Path, resume_after_step: int | None) -> None:
         module = _optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
         first_step = 0 if resume_after_step is None else resume_after_step + 1
         self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
@@ -75,7 +75,7 @@ class _TensorBoard:
 class _Wandb:
     """Offline, into the run folder, unless WANDB_MODE says otherwise. A resumed run is a second run of the same name."""
 
-    def __init__(self, config: Config | SupervisedConfig, folder: Path, resume_after_step: int | None) -> None:
+    def __init__(self, config: AnyConfig, folder: Path, resume_after_step: int | None) -> None:
         wandb = _optional("wandb", "wandb", "megarl[wandb]")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -99,7 +99,7 @@ class _Wandb:
 class _MLflow:
     """Files in the run folder, or the server that MLFLOW_TRACKING_URI names. A resumed run is a second run of the same name."""
 
-    def __init__(self, config: Config | SupervisedConfig, folder: Path, resume_after_step: int | None) -> None:
+    def __init__(self, config: AnyConfig, folder: Path, resume_after_step: int | None) -> None:
         mlflow = _optional("mlflow", "mlflow", "megarl[mlflow]")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # 3.x refuses files, which need no server, without it
         self._metric = mlflow.entities.Metric
@@ -119,7 +119,7 @@ class _MLflow:
         self._client.set_terminated(self._run)
 
 
-_KINDS: dict[str, Callable[[Config | SupervisedConfig, Path, int | None], Tracker]] = {
+_KINDS: dict[str, Callable[[AnyConfig, Path, int | None], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _Wandb,
     "mlflow": _MLflow,
@@ -137,5 +137,5 @@ def _optional(module: str, name: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(
-            f"trackers.to names {name}, but {package} is not installed; pip install '{package}', or leave {name} out"
+            f"trackers.backends names {name}, but {package} is not installed; pip install '{package}', or leave {name} out"
         ) from None

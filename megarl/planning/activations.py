@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.layout import Layout
-from megarl.planning.shape import ModelShape
+from megarl.models.shape import ModelShape
 
 STATISTICS = 4
 """Bytes of a norm's statistics per row, of the log-sum-exp of a head: float32."""

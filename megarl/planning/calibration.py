@@ -59,7 +59,7 @@ def read_run(folder: str | Path) -> Recorded:
     config = load_config(Path(folder) / "config.yaml")
     steps = [metrics for metrics in read_metrics(Path(folder) / "metrics.jsonl") if "time/step_s" in metrics]
     if not steps:
-        raise ConfigError(f"--calibrate is '{folder}', but its metrics.jsonl has no step with times; it may be a run's folder")
+        raise ConfigError(f"--calibrate is '{folder}', but its metrics.jsonl has no step with times; it must be a run's folder")
     steps = steps[1:] if len(steps) > 2 else steps
     names = {name for step in steps for name in step if name.startswith("time/") and name != "time/step_s"}
     phases = {name[5:-2]: statistics.median(step.get(name, 0.0) for step in steps) for name in names}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.planning.calibration import SCALED, Calibration, Recorded, read_run
-from megarl.planning.gpus import Gpu
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.plan import lengths_of, make_plan
 
 
-def calibrated(folder: str | Path, gpu: Gpu) -> Calibration:
+def calibrated(folder: str | Path, gpu: GpuSpec) -> Calibration:
     """The calibration by a run that was made on GPUs of this kind.
 
     Raises:
@@ -18,7 +18,7 @@ def calibrated(folder: str | Path, gpu: Gpu) -> Calibration:
     return fit(read_run(folder), gpu)
 
 
-def fit(recorded: Recorded, gpu: Gpu) -> Calibration:
+def fit(recorded: Recorded, gpu: GpuSpec) -> Calibration:
     """Factors with which the plan of the recorded run takes as long as it did."""
     lengths = lengths_of(recorded.config, recorded.prompt_tokens, recorded.response_tokens)
     times = make_plan(recorded.config, gpu, lengths=lengths).times

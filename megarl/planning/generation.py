@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.config import Config
-from megarl.data.plan import FlopsModel
+from megarl.models.flops import FlopsModel
 from megarl.planning.calibration import Calibration
-from megarl.planning.gpus import Gpu
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import POINTS, Lengths
 from megarl.planning.memory import MemoryPlan
 from megarl.planning.roles import Engines, RunShape
@@ -23,15 +22,14 @@ LAYER_LATENCY_S = 20e-6
 
 
 def generation_seconds(
-    run: RunShape, gpu: Gpu, memory: MemoryPlan, lengths: Lengths, calibration: Calibration
+    run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths: Lengths, calibration: Calibration
 ) -> dict[str, float]:
     """Seconds of a step's generation by what bounds them: `memory bandwidth`, `arithmetic`, `latency`, `prefill`."""
-    config, engines, batch = run.config, run.engines, run.batch
-    assert isinstance(config, Config)
+    engines, sampling = run.engines, run.config.sampling
     assert engines is not None
-    assert batch is not None
-    sequences = batch.sequences_per_step / engines.target.engines
-    per_group = config.rollout.samples_per_prompt
+    assert sampling is not None
+    sequences = run.config.sequences_per_step / engines.target.engines
+    per_group = sampling.samples_per_prompt
     room = memory.kv_tokens * engines.target.dp / (lengths.prompt + lengths.response)
     at_once = max(1.0, min(sequences, room))
     longest = lengths.responses
@@ -48,18 +46,18 @@ def generation_seconds(
     ):
         for name, seconds in decode_seconds(engines, gpu, active, tokens).items():
             spent[name] = spent.get(name, 0.0) + steps * seconds
-    flops = FlopsModel.from_hf_config(engines.shape.config)
+    flops = FlopsModel.of(engines.shape)
     prompts = sequences / per_group * (flops.per_token * lengths.prompt + flops.per_pair * lengths.prompt**2 / 2)
     spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
     return {name: seconds / calibration.generation_efficiency for name, seconds in spent.items() if seconds}
 
 
-def decode_seconds(engines: Engines, gpu: Gpu, active: float, context: float) -> dict[str, float]:
+def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float) -> dict[str, float]:
     """One decoding step of `active` sequences with `context` tokens each: the larger of reading and computing, and latency."""
     shape, ranks = engines.shape, engines.target.ranks
     read = engines.weight_bytes * _weights_touched(engines, active)
     read += active / engines.target.dp * context * engines.kv_bytes_per_token
-    flops = FlopsModel.from_hf_config(shape.config)
+    flops = FlopsModel.of(shape)
     operations = active * (flops.per_token + flops.per_logit_row + flops.per_pair * context) / ranks
     of_memory, of_peak = read / gpu.hbm_gb_per_s / 1e9, operations / gpu.peak_flops()
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config.yaml_tree import read_yaml
 from megarl.errors import ConfigError, nearest
-from megarl.reshard.cost import Cluster
+from megarl.reshard.cost import ClusterRates
 
 GPUS_PER_NODE = 8
 PROCESS_BYTES = 1.0e9
@@ -18,7 +18,7 @@ FRAGMENTS = 0.05
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSpec:
     """One kind of GPU, in a node of `GPUS_PER_NODE`. Peaks are dense; `fp8_tflops` None: it has no FP8."""
 
     name: str
@@ -46,12 +46,12 @@ class Gpu:
         return self.nvlink_gb_per_s if ranks <= GPUS_PER_NODE else self.network_gb_per_s
 
     @property
-    def cluster(self) -> Cluster:
+    def cluster(self) -> ClusterRates:
         """Nodes of these GPUs, as reshard plans are priced."""
-        return Cluster(GPUS_PER_NODE, self.hbm_gb_per_s / 2, self.nvlink_gb_per_s, self.network_gb_per_s)
+        return ClusterRates(GPUS_PER_NODE, self.hbm_gb_per_s / 2, self.nvlink_gb_per_s, self.network_gb_per_s)
 
 
-def gpu_named(name: str) -> Gpu:
+def gpu_named(name: str) -> GpuSpec:
     """A GPU of gpus.yaml.
 
     Raises:
@@ -59,15 +59,15 @@ def gpu_named(name: str) -> Gpu:
     """
     known = _known()
     if name not in known:
-        raise ConfigError(f"--gpu is '{name}', but it may be {', '.join(known)}{nearest(name, list(known))}")
+        raise ConfigError(f"--gpu is '{name}'; it must be {', '.join(known)}{nearest(name, list(known))}")
     return known[name]
 
 
-def gpu_called(cuda_name: str | None) -> Gpu | None:
+def gpu_called(cuda_name: str | None) -> GpuSpec | None:
     """The GPU that CUDA calls so; None if gpus.yaml has none of this name, as for other forms of a GPU, whose peaks differ."""
     return next((gpu for gpu in _known().values() if gpu.cuda_name is not None and gpu.cuda_name == cuda_name), None)
 
 
 @cache
-def _known() -> dict[str, Gpu]:
-    return {name: Gpu(name, **figures) for name, figures in read_yaml(Path(__file__).with_name("gpus.yaml")).items()}
+def _known() -> dict[str, GpuSpec]:
+    return {name: GpuSpec(name, **figures) for name, figures in read_yaml(Path(__file__).with_name("gpus.yaml")).items()}

@@ -11,20 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megarl.checkpoint.naming import padded_vocab
-from megarl.config import SupervisedConfig
+from megarl.megatron.options import LOGIT_CHUNK_BYTES
+from megarl.models.packings import padded_vocab
 from megarl.planning.activations import STATISTICS, Precision, layer_activations, norm
-from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, Gpu
-from megarl.planning.parameters import Parameters, stage_parameters
+from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
+from megarl.planning.parameters import ParameterCounts, stage_parameters
 from megarl.reshard.cost import STAGED_LOADS
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.run_plan import ITEMSIZE
 
 if TYPE_CHECKING:
-    from megarl.planning.roles import Engines, Role, RunShape
+    from megarl.planning.roles import Engines, PlannedRole, RunShape
 
-LOGIT_CHUNK_BYTES = 64 * 2**20
-"""Of a chunk's float32 logits where `logit_chunk_tokens` is null (megatron/heads.py)."""
 GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 STATIC = ("parameters", "gradients", "optimizer")
 MOMENTARY = ("activations", "logits", "communication")
@@ -43,11 +41,6 @@ class RoleMemory:
     host: float
 
     @property
-    def static(self) -> float:
-        """What stays for the whole run."""
-        return sum(self.parts[part] for part in STATIC)
-
-    @property
     def momentary(self) -> float:
         """The most that a pass of this role takes besides."""
         return sum(self.parts[part] for part in MOMENTARY)
@@ -63,14 +56,14 @@ class Workload:
     mean_length: float
 
 
-def precision_of(run: RunShape, gpu: Gpu) -> Precision:
+def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
     """How activations are kept on such a GPU."""
     model = run.config.model
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
     return Precision(spec, ITEMSIZE[model.dtype], model.recompute, model.fp8 != "none", model.fp8_param)
 
 
-def role_memory(role: Role, stage: int, precision: Precision, work: Workload) -> RoleMemory:
+def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> RoleMemory:
     """The bytes of `role` on a rank of a pipeline stage.
 
     Raises:
@@ -95,16 +88,16 @@ def role_memory(role: Role, stage: int, precision: Precision, work: Workload) ->
     return RoleMemory(role.name, parts, host)
 
 
-def _replicas(role: Role) -> int:
+def _replicas(role: PlannedRole) -> int:
     return role.layout.dp * role.layout.cp
 
 
-def _shard(held: Parameters, role: Role) -> float:
+def _shard(held: ParameterCounts, role: PlannedRole) -> float:
     """Elements whose optimizer state this rank has."""
     return held.dense / _replicas(role) + held.expert / role.layout.edp
 
 
-def activation_bytes(role: Role, stage: int, precision: Precision, work: Workload) -> float:
+def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
     """The most that is kept for the backward pass at once: megatron-core's 1F1B schedule, interleaved where `vpp` is set."""
     shape, layout, recompute = role.shape, role.layout, precision.recompute
     tokens = work.tokens / layout.cp
@@ -124,7 +117,7 @@ def activation_bytes(role: Role, stage: int, precision: Precision, work: Workloa
     return kept + max(_after_layers(role, stage, precision, work), tokens * max(layer.recomputed(recompute) for layer in each))
 
 
-def _after_layers(role: Role, stage: int, precision: Precision, work: Workload) -> float:
+def _after_layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
     """On the last stage, where a single micro-batch is: the last norm and the rows that are scored."""
     layout, hidden = role.layout, role.shape.hidden
     if stage < layout.pp - 1:
@@ -142,7 +135,7 @@ def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> float:
     return min(-(-micro_batches // pp) * pp * vpp, ahead) / vpp
 
 
-def _logits(role: Role, precision: Precision, work: Workload) -> float:
+def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
     """Two buffers of a chunk's logits; in the backward pass also the output matrix's gradient in float32 and its copy."""
     rows = padded_vocab(role.shape.vocab, role.layout.tp) // role.layout.tp
     scored = max(1, work.scored // role.layout.cp)
@@ -151,7 +144,7 @@ def _logits(role: Role, precision: Precision, work: Workload) -> float:
     return 2.0 * chunk * rows * 4 + gradient + scored * role.shape.hidden * precision.itemsize
 
 
-def _communication(role: Role, precision: Precision, work: Workload) -> float:
+def _communication(role: PlannedRole, precision: Precision, work: Workload) -> float:
     """Buffers that no backward pass keeps: the gathered stream, what goes to a stage's neighbours, the experts' tokens."""
     layout, shape = role.layout, role.shape
     stream = work.tokens / layout.cp * shape.hidden * precision.itemsize
@@ -204,7 +197,7 @@ class MemoryPlan:
         return GPUS_PER_NODE * max(gpu.host for gpu in self.gpus)
 
 
-def plan_memory(run: RunShape, gpu: Gpu, *, response_tokens: float | None = None) -> MemoryPlan:
+def plan_memory(run: RunShape, gpu: GpuSpec, *, response_tokens: float | None = None) -> MemoryPlan:
     """What every GPU of a run holds. `response_tokens`: mean length of responses, for the KV cache (None: the longest).
 
     Raises:
@@ -236,18 +229,17 @@ def plan_memory(run: RunShape, gpu: Gpu, *, response_tokens: float | None = None
     return MemoryPlan(tuple(with_cache), gpu.usable_bytes, tokens, wanted)
 
 
-def workload(run: RunShape, role: Role) -> Workload:
+def workload(run: RunShape, role: PlannedRole) -> Workload:
     """Full micro-batches of the longest sequences: the worst that a config allows."""
-    if run.batch is None:
-        rows = run.config.data.rows_per_step  # type: ignore[union-attr]
-        per_rank = max(1, rows // role.layout.dp)
-        return Workload(role.max_tokens, role.max_tokens, per_rank, run.longest)
-    batch, config = run.batch, run.config
-    per_rank = batch.sequences_per_mini_batch // role.layout.dp
-    micro_batches = max(1, math.ceil(per_rank / (role.max_tokens // batch.longest_sequence_tokens)))
-    tokens = min(role.max_tokens, per_rank * batch.longest_sequence_tokens)
-    scored = math.ceil(tokens * config.rollout.max_new_tokens / batch.longest_sequence_tokens)  # type: ignore[union-attr]
-    return Workload(tokens, scored, micro_batches, run.longest)
+    config, longest = run.config, run.config.longest_sequence
+    mini_batches = config.optimizer_steps_per_step // config.epochs
+    per_rank = config.sequences_per_step // mini_batches // role.layout.dp
+    if config.sampling is None:  # any share of a given row may be its response, and a row may fill a micro-batch
+        return Workload(role.max_tokens, role.max_tokens, max(1, per_rank), longest)
+    micro_batches = max(1, math.ceil(per_rank / (role.max_tokens // longest)))
+    tokens = min(role.max_tokens, per_rank * longest)
+    scored = math.ceil(tokens * config.longest_parts[1] / longest)
+    return Workload(tokens, scored, micro_batches, longest)
 
 
 def _bounds(run: RunShape) -> set[int]:
@@ -260,7 +252,7 @@ def _bounds(run: RunShape) -> set[int]:
     return found
 
 
-def _stage(role: Role, gpu: int, place: range) -> int:
+def _stage(role: PlannedRole, gpu: int, place: range) -> int:
     return (gpu - place.start) // (role.layout.world_size // role.layout.pp)
 
 
@@ -286,27 +278,24 @@ def _gpu(
     processes = len({groups.get(name, name) for name, _ in held})
     parts["process", "contexts"] = processes * PROCESS_BYTES
     if run.engines is not None and any(groups.get(name) == "policy" for name, _ in held):
-        assert not isinstance(run.config, SupervisedConfig)
-        parts["policy", "staging"] = staging_bytes(run.engines) if run.config.rollout.sync == "tensors" else 0.0
+        parts["policy", "staging"] = staging_bytes(run.engines) if run.engines.stages_weights else 0.0
     return GpuMemory(
         numbers[0].start, sum(map(len, numbers)), {key: size for key, size in parts.items() if size}, host, processes
     )
 
 
-def _kv_tokens(run: RunShape, engines: Engines, gpu: Gpu, room: float, response_tokens: float | None) -> tuple[int, int]:
+def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, response_tokens: float | None) -> tuple[int, int]:
     """(tokens that the cache of a rank has room for, those that a step would fill at once)."""
-    config, batch = run.config, run.batch
-    assert batch is not None
-    assert not isinstance(config, SupervisedConfig)
-    length = config.data.max_prompt_tokens + (response_tokens or config.rollout.max_new_tokens)
+    longest_prompt, longest_response = run.config.longest_parts
+    length, longest = longest_prompt + (response_tokens or longest_response), run.config.longest_sequence
     ranks_sharing = engines.target.engines * engines.target.dp
-    wanted = max(run.longest, math.ceil(batch.sequences_per_step / ranks_sharing * length))
+    wanted = max(longest, math.ceil(run.config.sequences_per_step / ranks_sharing * length))
     if engines.max_total_tokens is not None:
         return engines.max_total_tokens, wanted
     if engines.memory_fraction is not None:
         pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes
-        return max(run.longest, int(pool / engines.kv_bytes_per_token)), wanted
-    return min(wanted, max(run.longest, int(room / engines.kv_bytes_per_token))), wanted
+        return max(longest, int(pool / engines.kv_bytes_per_token)), wanted
+    return min(wanted, max(longest, int(room / engines.kv_bytes_per_token))), wanted
 
 
 def engine_working_bytes(engines: Engines) -> float:

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from megarl.checkpoint.naming import padded_vocab
 from megarl.config.layout import Layout
+from megarl.models.packings import padded_vocab
+from megarl.models.shape import ModelShape
 from megarl.models.weight_map import BoundRule, Rule
-from megarl.planning.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """What every rank of a pipeline stage holds. `dense` and `expert` are elements, replicated over dp * cp and over edp.
 
     `products` are those of them that are operands of the layers' matrix products, which FP8 may hold in a byte. `value_head` is
@@ -33,7 +33,7 @@ class Parameters:
 
 
 @cache
-def stage_parameters(shape: ModelShape, layout: Layout, *, value_head: bool = False) -> tuple[Parameters, ...]:
+def stage_parameters(shape: ModelShape, layout: Layout, *, value_head: bool = False) -> tuple[ParameterCounts, ...]:
     """The parameters of a rank of each pipeline stage; the ranks of a stage hold equally many.
 
     Raises:
@@ -50,7 +50,7 @@ def stage_parameters(shape: ModelShape, layout: Layout, *, value_head: bool = Fa
             count["buffers" if rule.dtype else "expert" if rule.is_expert else "dense"] += held
             if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2 and "router" not in rule.megatron_name:
                 count["products"] += held
-        found.append(Parameters(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
+        found.append(ParameterCounts(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
     return tuple(found)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config import Config, SupervisedConfig
+from megarl.config import AnyConfig
 from megarl.planning.calibration import Calibration
-from megarl.planning.gpus import Gpu
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import MemoryPlan, plan_memory
 from megarl.planning.roles import RunShape, run_shape
@@ -14,11 +14,11 @@ from megarl.planning.times import TimePlan, plan_times
 
 
 @dataclass(frozen=True)
-class Plan:
+class CapacityPlan:
     """Made by `make_plan`. `available`: GPUs that there are."""
 
     run: RunShape
-    gpu: Gpu
+    gpu: GpuSpec
     available: int
     lengths: Lengths
     calibration: Calibration
@@ -53,24 +53,21 @@ class Plan:
         )
 
 
-def lengths_of(config: Config | SupervisedConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
+def lengths_of(config: AnyConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
     """Mean lengths as given, else half of what the config allows."""
-    if isinstance(config, SupervisedConfig):
-        assumed = Lengths.assumed(config.data.max_tokens // 2, config.data.max_tokens - config.data.max_tokens // 2)
-    else:
-        assumed = Lengths.assumed(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+    assumed = Lengths.assumed(*config.longest_parts)
     response = min(response or assumed.response, assumed.longest)
     return Lengths(prompt or assumed.prompt, response, assumed.longest)
 
 
 def make_plan(
-    config: Config | SupervisedConfig,
-    gpu: Gpu,
+    config: AnyConfig,
+    gpu: GpuSpec,
     *,
     available: int | None = None,
     lengths: Lengths | None = None,
     calibration: Calibration | None = None,
-) -> Plan:
+) -> CapacityPlan:
     """The plan of a config's run on GPUs of one kind, of which there are `available` (None: as many as it takes).
 
     Raises:
@@ -78,4 +75,4 @@ def make_plan(
     """
     run, lengths = run_shape(config), lengths or lengths_of(config)
     memory = plan_memory(run, gpu, response_tokens=lengths.response)
-    return Plan(run, gpu, available or run.gpus, lengths, calibration or Calibration(), memory)
+    return CapacityPlan(run, gpu, available or run.gpus, lengths, calibration or Calibration(), memory)

@@ -7,22 +7,23 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from megarl.config import Config, SupervisedConfig, batch_arithmetic
-from megarl.config.batch import BatchArithmetic
+from megarl.config import AnyConfig
+from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout
-from megarl.config.schema import TrainedRole
+from megarl.config.questions import ConfiguredRole
+from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
-from megarl.planning.shape import ModelShape
+from megarl.models.shape import ModelShape
 from megarl.reshard.block_scales import fp8_scales, quantised_map
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.run_plan import ITEMSIZE, target_of_run
 from megarl.reshard.slices import engine_slices
-from megarl.reshard.targets import EVERY_RANK, Target, check_target
+from megarl.reshard.targets import EVERY_RANK, EngineTarget, check_target
 from megarl.reshard.tensors import TensorTable
 
 
 @dataclass(frozen=True)
-class Role:
+class PlannedRole:
     """A model of the run. `group` names the processes it lives in; `trained` is None of one that only answers."""
 
     name: str
@@ -39,16 +40,18 @@ class Role:
 class Engines:
     """The engines of a run, which take the weights of `trainer`'s ranks and serve them in FP8 if `fp8`.
 
-    `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them.
+    `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `stages_weights`: training
+    ranks hand weights over in buffers.
     """
 
-    target: Target
+    target: EngineTarget
     trainer: Layout
     shape: ModelShape
     itemsize: int
     fp8: bool
     max_total_tokens: int | None
     memory_fraction: float | None
+    stages_weights: bool
 
     @property
     def plan(self) -> ReshardPlan:
@@ -78,12 +81,12 @@ class Engines:
 
 
 @lru_cache(maxsize=32)
-def _reshard_plan(shape: ModelShape, trainer: Layout, target: Target, itemsize: int, fp8: bool) -> ReshardPlan:
+def _reshard_plan(shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, fp8: bool) -> ReshardPlan:
     return plan_reshard(shape.config, trainer, target, itemsize=itemsize, fp8=fp8)
 
 
 @cache
-def _weights(shape: ModelShape, target: Target, itemsize: int, fp8: bool) -> tuple[int, float]:
+def _weights(shape: ModelShape, target: EngineTarget, itemsize: int, fp8: bool) -> tuple[int, float]:
     """(bytes of the fullest rank of an engine, share of the model that is experts')."""
     check_target(shape.config, target)
     tensors = TensorTable.of(quantised_map(shape.weight_map) if fp8 else shape.weight_map, itemsize)
@@ -98,10 +101,9 @@ def _weights(shape: ModelShape, target: Target, itemsize: int, fp8: bool) -> tup
 class RunShape:
     """All that a plan is made from: roles in the order in which they are loaded, engines (None: nothing is sampled)."""
 
-    config: Config | SupervisedConfig
-    roles: tuple[Role, ...]
+    config: AnyConfig
+    roles: tuple[PlannedRole, ...]
     engines: Engines | None
-    batch: BatchArithmetic | None
 
     @property
     def groups(self) -> dict[str, Layout]:
@@ -130,64 +132,44 @@ class RunShape:
         """GPUs that the run takes."""
         return max(place.stop for place in self.places.values())
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return longest_of(self.config)
 
-
-def longest_of(config: Config | SupervisedConfig) -> int:
-    """Tokens of the longest sequence that a config allows."""
-    if isinstance(config, SupervisedConfig):
-        return config.data.max_tokens
-    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
-
-
-def run_shape(config: Config | SupervisedConfig) -> RunShape:
+def run_shape(config: AnyConfig) -> RunShape:
     """The roles and engines of a config.
 
     Raises:
         MegarlError: a model's config cannot be read, or a layout or the engines cannot hold it.
     """
-    policy, model = config.policy, config.model.path
-    value = isinstance(config, SupervisedConfig) and config.has_value_head
-    roles = [_role("policy", "policy", model, policy.layout, policy, policy, value=value)]
-    if not isinstance(config, SupervisedConfig) and config.uses_critic:
-        critic = config.critic
-        roles.append(_role("critic", "critic", critic.init_from or model, critic.layout, critic, critic, value=True))
-    if config.uses_reference:
-        roles.append(_frozen("reference", config.reference.path or model, config.reference.layout, policy, value=False))
-    if isinstance(config, SupervisedConfig):
-        return RunShape(config, tuple(roles), None, None)
-    if config.uses_reward_model:
-        scorer = config.reward_model
-        roles.append(_frozen("reward_model", scorer.path or model, scorer.layout, policy, value=True))
-    has_engines = config.rollout.engine != "replay" and config.rollout.sync != "disk"
-    engines = _engines(config) if has_engines else None
-    return RunShape(config, tuple(roles), engines, batch_arithmetic(config))
+    sampling = config.sampling
+    has_engines = sampling is not None and capabilities_of(sampling).weights in ("slices", "tensors")
+    return RunShape(config, tuple(_role(config, role) for role in config.roles), _engines(config) if has_engines else None)
 
 
-def _role(
-    name: str, group: str, path: str, layout: Layout, trained: TrainedRole | None, sizes: TrainedRole, *, value: bool
-) -> Role:
-    tokens, chunk = sizes.max_tokens_per_micro_batch, sizes.logit_chunk_tokens
-    return Role(name, group, ModelShape.read(path), layout, value, trained, tokens, chunk)
+def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
+    """A role that only answers lives in the policy's processes unless it has a layout of its own."""
+    group, sizes = "policy" if role.layout is None else role.name, role.trained or config.policy
+    return PlannedRole(
+        role.name,
+        group,
+        ModelShape.read(role.folder),
+        role.layout or config.policy.layout,
+        role.value_head,
+        role.trained,
+        sizes.max_tokens_per_micro_batch,
+        sizes.logit_chunk_tokens,
+    )
 
 
-def _frozen(name: str, path: str, layout: Layout | None, policy: TrainedRole, *, value: bool) -> Role:
-    """A role that only answers, in the policy's processes unless it has a layout of its own."""
-    return _role(name, name if layout else "policy", path, layout or policy.layout, None, policy, value=value)
-
-
-def _engines(config: Config) -> Engines:
-    arguments = config.rollout.engine_args
+def _engines(config: AnyConfig) -> Engines:
+    assert config.sampling is not None
+    arguments = config.sampling.engine_args
     fraction, served = arguments.get("mem_fraction_static"), arguments.get("model_path")
     return Engines(
-        target=target_of_run(config),
+        target=target_of_run(config.sampling),
         trainer=config.policy.layout,
         shape=ModelShape.read(config.model.path),
         itemsize=ITEMSIZE[config.model.dtype],
         fp8=served is not None and fp8_scales(load_hf_config(str(served))) is not None,
         max_total_tokens=arguments.get("max_total_tokens"),
         memory_fraction=None if fraction is None else float(fraction),
+        stages_weights=config.sampling.weight_transport == "shared_memory",
     )

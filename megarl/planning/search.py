@@ -13,16 +13,18 @@ from itertools import product
 from math import log2
 from typing import Any
 
-from megarl.config import Config, SupervisedConfig, check_models, parse_config, parse_supervised_config
+from megarl.config import AnyConfig, parse_any
+from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout, divisors
 from megarl.errors import ConfigError, LayoutError
+from megarl.models.check_layouts import check_models
+from megarl.models.shape import ModelShape
 from megarl.planning.calibration import Calibration
-from megarl.planning.gpus import GPUS_PER_NODE, Gpu
+from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import GRADIENT_BYTES
 from megarl.planning.parameters import stage_parameters
-from megarl.planning.plan import Plan, make_plan
-from megarl.planning.shape import ModelShape
+from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.reshard.run_plan import ITEMSIZE
 
 LARGEST_CP = 8
@@ -53,7 +55,7 @@ class Choice:
 class Found:
     """What a search has found: plans that fit, fastest first, and why others were refused, with how many each time."""
 
-    fitting: tuple[tuple[Choice, Plan], ...]
+    fitting: tuple[tuple[Choice, CapacityPlan], ...]
     refused: Mapping[str, int]
 
     @property
@@ -62,9 +64,9 @@ class Found:
         return len(self.fitting) + sum(self.refused.values())
 
 
-def search(config: Config | SupervisedConfig, gpu: Gpu, gpus: int, lengths: Lengths, calibration: Calibration) -> Found:
+def search(config: AnyConfig, gpu: GpuSpec, gpus: int, lengths: Lengths, calibration: Calibration) -> Found:
     """Try every choice on `gpus` GPUs."""
-    fitting: list[tuple[float, int, Choice, Plan]] = []
+    fitting: list[tuple[float, int, Choice, CapacityPlan]] = []
     refused: dict[str, int] = defaultdict(int)
     for number, choice in enumerate(choices(config, gpus)):
         try:
@@ -74,7 +76,7 @@ def search(config: Config | SupervisedConfig, gpu: Gpu, gpus: int, lengths: Leng
             tried = _with(config, choice, gpus)
             plan = make_plan(tried, gpu, available=gpus, lengths=lengths, calibration=calibration)
         except (ConfigError, LayoutError) as error:
-            refused[_kind(str(error))] += 1
+            refused[error.kind] += 1
             continue
         if plan.fits:
             fitting.append((plan.times_without_sync, number, choice, plan))
@@ -84,7 +86,7 @@ def search(config: Config | SupervisedConfig, gpu: Gpu, gpus: int, lengths: Leng
     return Found(tuple((choice, plan) for _, _, choice, plan in fitting), dict(refused))
 
 
-def what_fits(config: Config | SupervisedConfig, found: Found, plan: Plan) -> str:
+def what_fits(config: AnyConfig, found: Found, plan: CapacityPlan) -> str:
     """The rest of the sentence about a plan that does not fit: the nearest that does, on as many GPUs or on more."""
     for factor in (1, *MORE):
         if factor > 1:
@@ -97,27 +99,25 @@ def what_fits(config: Config | SupervisedConfig, found: Found, plan: Plan) -> st
     return f"no layout that was tried fits on up to {plan.available * MORE[-1]:,} {plan.gpu.name}; most often: {why}"
 
 
-def nearest_fitting(config: Config | SupervisedConfig, found: Found) -> tuple[Choice, Plan]:
+def nearest_fitting(config: AnyConfig, found: Found) -> tuple[Choice, CapacityPlan]:
     """Of those that fit the one that changes least of what the config says."""
     own = config.policy.layout
 
-    def distance(entry: tuple[Choice, Plan]) -> float:
+    def distance(entry: tuple[Choice, CapacityPlan]) -> float:
         choice = entry[0]
         changes = sum(abs(log2(getattr(choice.layout, name) / getattr(own, name))) for name in SIZES)
-        engine_tp = config.rollout.tp if isinstance(config, Config) else choice.engine_tp
+        engine_tp = config.sampling.tp if config.sampling is not None else choice.engine_tp
         return changes + abs(log2(choice.engine_tp / engine_tp)) + (choice.recompute != config.model.recompute)
 
     return min(found.fitting, key=distance)
 
 
-def choices(config: Config | SupervisedConfig, gpus: int) -> Iterator[Choice]:
+def choices(config: AnyConfig, gpus: int) -> Iterator[Choice]:
     """Everything that is worth trying: powers of two, tp within a node, stages as even as the layers allow."""
     shape = ModelShape.read(config.model.path)
-    separate = isinstance(config, Config) and config.resources.placement == "separate"
-    of_engines = config.rollout.places if isinstance(config, Config) else 0
-    groups = 1 + (isinstance(config, Config) and config.uses_critic)
-    training = (gpus - of_engines) // groups if separate else gpus
-    engine_tps = _engine_tps(config, gpus, separate)
+    separate = config.resources.placement == "separate"
+    training = (gpus - config.engine_places) // len(config.trained_roles) if separate else gpus
+    engine_tps = _engine_tps(config, gpus, separate=separate)
     for tp, pp, cp in product(_powers(GPUS_PER_NODE), _powers(64), _powers(LARGEST_CP)):
         if training % (tp * pp * cp) or pp > shape.layers:
             continue
@@ -128,11 +128,12 @@ def choices(config: Config | SupervisedConfig, gpus: int) -> Iterator[Choice]:
                 yield Choice(layout, recompute, engine_tp)
 
 
-def _engine_tps(config: Config | SupervisedConfig, gpus: int, separate: bool) -> list[int]:
-    if isinstance(config, SupervisedConfig):
+def _engine_tps(config: AnyConfig, gpus: int, *, separate: bool) -> list[int]:
+    sampling = config.sampling
+    if sampling is None:
         return [1]
-    if separate or config.rollout.engine != "sglang" or config.rollout.engine_args:
-        return [config.rollout.tp]  # which engine_args go with
+    if separate or capabilities_of(sampling).in_process or sampling.engine_args:
+        return [sampling.tp]  # which engine_args go with
     return [tp for tp in _powers(2 * GPUS_PER_NODE) if gpus % tp == 0]
 
 
@@ -156,40 +157,28 @@ def _with_stages(shape: ModelShape, sizes: dict[str, int]) -> Layout:
     return Layout(**whole, first_stage_layers=ends // 2, last_stage_layers=ends - ends // 2)
 
 
-def _least_bytes(config: Config | SupervisedConfig, layout: Layout) -> float:
+def _least_bytes(config: AnyConfig, layout: Layout) -> float:
     """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
     held = max(stage.dense + stage.expert for stage in stage_parameters(ModelShape.read(config.model.path), layout))
     return held * (ITEMSIZE[config.model.dtype] + GRADIENT_BYTES)
 
 
-def _with(config: Config | SupervisedConfig, choice: Choice, gpus: int) -> Any:
+def _with(config: AnyConfig, choice: Choice, gpus: int) -> AnyConfig:
     """`config` as it would be with a choice; checked as any config is."""
     tree = config.model_dump()
     layout = {name: value for name, value in vars(choice.layout).items() if value is not None}
     tree["model"]["recompute"] = choice.recompute
-    tree["policy"]["layout"] = layout
-    if isinstance(config, SupervisedConfig):
-        tried: Any = parse_supervised_config(tree)
-    else:
-        tree["critic"]["layout"] = layout
-        for role in ("reference", "reward_model"):
-            if tree[role]["layout"] is not None:
-                tree[role]["layout"] = layout
-        if config.resources.placement == "colocated" and config.rollout.engine == "sglang":
-            tree["rollout"] |= {"tp": choice.engine_tp, "engines": max(1, gpus // choice.engine_tp)}
-        tried = parse_config(tree)
+    for role in config.layouts:
+        tree[role]["layout"] = layout
+    sampling = config.sampling
+    if config.resources.placement == "colocated" and sampling is not None and not capabilities_of(sampling).in_process:
+        tree["rollout"] |= {"tp": choice.engine_tp, "engines": max(1, gpus // choice.engine_tp)}
+    tried = parse_any(tree)
     check_models(tried)
     return tried
 
 
-def _kind(sentence: str) -> str:
-    """What an error is about, without its numbers: up to the first `is N`."""
-    field, _, rest = sentence.partition(" is ")
-    reason = rest.partition("but ")[2].partition(";")[0].split("(")[0].strip()
-    return f"{field}: {''.join(c if not c.isdigit() else '#' for c in reason)}" if reason else sentence.split(";")[0]
-
-
-def _over(plan: Plan) -> str:
+def _over(plan: CapacityPlan) -> str:
     if plan.run.gpus > plan.available:
         return "takes more GPUs than there are"
     owner, part = max(plan.memory.worst.parts, key=lambda key: plan.memory.worst.parts[key])

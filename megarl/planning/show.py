@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from megarl.planning.memory import MOMENTARY, STATIC
-from megarl.planning.plan import Plan
+from megarl.planning.plan import CapacityPlan
 from megarl.planning.search import Found
 
 PARTS = (*STATIC, "KV cache", *MOMENTARY, "working", "staging", "contexts")
@@ -16,7 +16,7 @@ SHOWN = 10
 """Choices of a search that are shown."""
 
 
-def plan_tables(plan: Plan, model: str) -> list[Table | str]:
+def plan_tables(plan: CapacityPlan, model: str) -> list[Table | str]:
     """What the run is, the fullest GPU by owner and part, and the phases of a step."""
     return [_facts(plan, model), "", *_memory(plan), "", *_times(plan)]
 
@@ -33,7 +33,7 @@ def found_tables(found: Found) -> list[Table | str]:
     return [title, fitting, "", refused]
 
 
-def as_json(plan: Plan, found: Found | None) -> str:
+def as_json(plan: CapacityPlan, found: Found | None) -> str:
     """The same in full."""
     worst, times = plan.memory.worst, plan.times
     tree: dict[str, Any] = {
@@ -68,7 +68,7 @@ def as_json(plan: Plan, found: Found | None) -> str:
     return json.dumps(tree, indent=2)
 
 
-def _facts(plan: Plan, model: str) -> Table:
+def _facts(plan: CapacityPlan, model: str) -> Table:
     run, memory, lengths = plan.run, plan.memory, plan.lengths
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("model", model)
@@ -84,15 +84,14 @@ def _facts(plan: Plan, model: str) -> Table:
         table.add_row("engines", f"{target.engines:,} of {target.ranks} ranks, {cache}")
     place = "on the same GPUs" if run.colocated else "each on GPUs of its own"
     table.add_row("GPUs", f"{run.gpus:,} of {plan.available:,} {plan.gpu.name}, {place}")
-    if run.batch is not None:
-        for label, value in run.batch.rows():
-            table.add_row(label, value)
+    for label, value in run.config.batch_rows():
+        table.add_row(label, value)
     responses = f"responses of {lengths.response:,.0f}, at most {lengths.longest:,}"
     table.add_row("lengths", f"prompts of {lengths.prompt:,.0f} tokens on average, {responses}")
     return table
 
 
-def _memory(plan: Plan) -> list[Table | str]:
+def _memory(plan: CapacityPlan) -> list[Table | str]:
     worst, memory = plan.memory.worst, plan.memory
     owners = list(dict.fromkeys(owner for owner, _ in worst.parts))
     table = Table("GB of the fullest GPU", box=None, pad_edge=False)
@@ -112,7 +111,7 @@ def _memory(plan: Plan) -> list[Table | str]:
     return [table, stated]
 
 
-def _times(plan: Plan) -> list[Table | str]:
+def _times(plan: CapacityPlan) -> list[Table | str]:
     times = plan.times
     table = Table("phase", box=None, pad_edge=False)
     for column in ("seconds", "share"):

@@ -11,16 +11,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from megarl.config import Config, Layout, SupervisedConfig
+from megarl.config import Layout
 from megarl.config.layout import divisors
-from megarl.data.plan import FlopsModel
+from megarl.models.flops import FlopsModel
 from megarl.planning.calibration import Calibration
 from megarl.planning.generation import generation_seconds
-from megarl.planning.gpus import GPUS_PER_NODE, Gpu
+from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import GRADIENT_BYTES, MemoryPlan, precision_of
 from megarl.planning.parameters import stage_parameters
-from megarl.planning.roles import Engines, Role, RunShape
+from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.reshard.cost import cost_of
 
 LEAST_RANKS = 256
@@ -68,43 +68,36 @@ class TimePlan:
 
 
 def plan_times(
-    run: RunShape, gpu: Gpu, memory: MemoryPlan, lengths: Lengths, calibration: Calibration, *, sync: bool = True
+    run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths: Lengths, calibration: Calibration, *, sync: bool = True
 ) -> TimePlan:
     """The phases of one step of a run, without the update of the engines unless `sync`."""
     config = run.config
     roles = {role.name: role for role in run.roles}
-    if isinstance(config, SupervisedConfig):
-        rows = float(config.data.rows_per_step)
-        passes = {name: _pass(run, roles[name], gpu, lengths, rows, calibration) for name in roles}
-        phases = [PhaseTime("update", _update(run, roles["policy"], gpu, passes["policy"], rows, 1, calibration))]
-        if "reference" in roles:
-            phases.insert(0, PhaseTime("log_probs", passes["reference"]))
-        return TimePlan(_scaled(phases, calibration), True, rows * (lengths.prompt + lengths.response))
-    assert run.batch is not None
-    samples, updates = float(run.batch.sequences_per_step), run.batch.optimizer_steps_per_step
-    passes = {name: _pass(run, role, gpu, lengths, samples, calibration) for name, role in roles.items()}
+    sampling, sequences = config.sampling, float(config.sequences_per_step)
+    passes = {name: _pass(run, role, gpu, lengths, sequences, calibration) for name, role in roles.items()}
     phases = []
     if run.engines is not None:
         if sync:
             phases.append(PhaseTime("sync", _sync(run, gpu, calibration)))
         phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths, calibration)))
-    scored = passes.get("reward_model", {})
-    phases.append(PhaseTime("reward", _added({"rewards": samples * calibration.reward_s_per_sample}, scored)))
+    if sampling is not None:
+        of_functions = {"rewards": sequences * calibration.reward_s_per_sample}
+        phases.append(PhaseTime("reward", _added(of_functions, passes.get("reward_model", {}))))
     answering = [name for name in ("policy", "reference", "critic") if name in roles]
-    if not _needs_old_log_probs(config):
+    if not config.needs_old_log_probs:
         answering.remove("policy")
-    phases.append(PhaseTime("log_probs", _added(*(passes[name] for name in answering))))
-    of_roles = [
-        _update(run, roles[name], gpu, passes[name], samples * config.algorithm.epochs, updates, calibration)
-        for name in ("critic", "policy")
-        if name in roles
-    ]
+    if answering or sampling is not None:
+        phases.append(PhaseTime("log_probs", _added(*(passes[name] for name in answering))))
+    seen, updates = sequences * config.epochs, config.optimizer_steps_per_step
+    trained = [roles[name] for name in ("critic", "policy") if name in roles]
+    of_roles = [_update(run, role, gpu, passes[role.name], seen, updates, calibration) for role in trained]
     # Roles on GPUs of their own update at the same time.
     longest = max(of_roles, key=lambda parts: sum(parts.values()))
     phases.append(PhaseTime("update", _added(*of_roles) if run.colocated else longest))
-    phases.append(PhaseTime("other", {"driver": calibration.other_s}))
-    tokens = samples * (lengths.prompt + lengths.response)
-    return TimePlan(_scaled(phases, calibration), config.rollout.schedule.mode == "sync", tokens)
+    if sampling is not None:
+        phases.append(PhaseTime("other", {"driver": calibration.other_s}))
+    takes_turns = sampling is None or sampling.schedule.mode == "sync"
+    return TimePlan(_scaled(phases, calibration), takes_turns, sequences * (lengths.prompt + lengths.response))
 
 
 def _scaled(phases: list[PhaseTime], calibration: Calibration) -> tuple[PhaseTime, ...]:
@@ -114,24 +107,17 @@ def _scaled(phases: list[PhaseTime], calibration: Calibration) -> tuple[PhaseTim
     )
 
 
-def _needs_old_log_probs(config: Config) -> bool:
-    """As `trainers/experience.py` has it."""
-    algorithm = config.algorithm
-    in_reward = algorithm.kl.coef > 0 and algorithm.kl.where == "reward"
-    return algorithm.epochs * algorithm.mini_batches > 1 or in_reward or algorithm.correction.mode != "none"
-
-
 def _added(*several: Mapping[str, float]) -> dict[str, float]:
     return {part: sum(one.get(part, 0.0) for one in several) for part in dict.fromkeys(p for one in several for p in one)}
 
 
 def _pass(
-    run: RunShape, role: Role, gpu: Gpu, lengths: Lengths, sequences: float, calibration: Calibration
+    run: RunShape, role: PlannedRole, gpu: GpuSpec, lengths: Lengths, sequences: float, calibration: Calibration
 ) -> dict[str, float]:
     """Seconds of a forward pass over `sequences`."""
     layout, shape = role.layout, role.shape
     precision = precision_of(run, gpu)
-    flops = FlopsModel.from_hf_config(shape.config)
+    flops = FlopsModel.of(shape)
     prompt, response = round(lengths.prompt), max(1, round(lengths.response))
     operations = sequences * flops.cost(prompt, [response])
     if role.value_head:
@@ -148,7 +134,7 @@ def _pass(
     return spent | {"pipeline bubble": bubble * sum(spent.values())}
 
 
-def _links(role: Role, gpu: Gpu, itemsize: int, tokens: float, layers: int, efficiency: float) -> dict[str, float]:
+def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers: int, efficiency: float) -> dict[str, float]:
     """Seconds of a forward pass's messages of one rank, for `tokens` of its replica and `layers` of its stage."""
     layout, shape = role.layout, role.shape
     row = shape.hidden * itemsize
@@ -173,8 +159,8 @@ def _links(role: Role, gpu: Gpu, itemsize: int, tokens: float, layers: int, effi
 
 def _update(
     run: RunShape,
-    role: Role,
-    gpu: Gpu,
+    role: PlannedRole,
+    gpu: GpuSpec,
     one_pass: Mapping[str, float],
     sequences: float,
     updates: int,
@@ -182,7 +168,7 @@ def _update(
 ) -> dict[str, float]:
     """Forward and backward over `sequences` in `updates` optimizer steps; `one_pass` is a forward pass over a step's."""
     precision = precision_of(run, gpu)
-    of_step = run.batch.sequences_per_step if run.batch is not None else sequences
+    of_step = run.config.sequences_per_step
     epochs = sequences / of_step
     factor = (4.0 if precision.recompute == "full" else 3.0) * epochs
     held = max(stage_parameters(role.shape, role.layout, value_head=role.value_head), key=lambda stage: stage.trained)
@@ -205,7 +191,7 @@ def _update(
     }
 
 
-def _sync(run: RunShape, gpu: Gpu, calibration: Calibration) -> dict[str, float]:
+def _sync(run: RunShape, gpu: GpuSpec, calibration: Calibration) -> dict[str, float]:
     assert run.engines is not None
     engines = _repeated_part(run.engines)
     cost = cost_of(engines.plan, gpu.cluster, colocated=run.colocated)

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits again: what torch, cuBLAS, NCCL and Transformer Engine must be told (docs/reliability.md)."""
+"""Kernels that give the same bits again: what torch, cuBLAS, NCCL and Transformer Engine must be told (docs/checkpoints.md)."""
 
 from __future__ import annotations
 

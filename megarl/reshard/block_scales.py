@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
-
-from megarl.checkpoint.fp8 import BLOCK, SCALE_SUFFIX
 from megarl.errors import EngineError, LayoutError
-from megarl.models.packings import Packing, Run
+from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, Packing, RowRange
 from megarl.models.weight_map import Rule, WeightMap
 
 
@@ -34,7 +31,7 @@ class BlockScales:
         """Blocks of each tensor."""
         return tuple(tuple(map(_up, shape)) for shape in self.of.hf_shapes)
 
-    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[Run]:
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The blocks that begin in the rank's part."""
         return [(part, _up(start), _up(stop)) for part, start, stop in self.of.runs(tp_rank, tp_size, padded_vocab)]
 
@@ -45,12 +42,12 @@ class BlockScales:
         Raises:
             LayoutError: it does not end where a block does, which SGLang refuses, too.
         """
-        if start % BLOCK or (stop % BLOCK and stop != length):
+        if start % FP8_BLOCK or (stop % FP8_BLOCK and stop != length):
             raise LayoutError(
                 f"a rank of the engine would hold {start} to {stop} of '{name}', but FP8 weights are shared in whole blocks of "
-                f"{BLOCK}; use a smaller target tp"
+                f"{FP8_BLOCK}; use a smaller target tp"
             )
-        return start // BLOCK, _up(stop)
+        return start // FP8_BLOCK, _up(stop)
 
 
 def quantised_map(weight_map: WeightMap) -> WeightMap:
@@ -66,9 +63,9 @@ def quantised_map(weight_map: WeightMap) -> WeightMap:
             hf_names=tuple(name + SCALE_SUFFIX for name in rule.hf_names),
             packing=BlockScales(rule.packing),
             te_name=None,
-            dtype=torch.float32,
+            dtype="float32",
         )
-        rules += [replace(rule, dtype=torch.float8_e4m3fn), scales]
+        rules += [replace(rule, dtype="float8_e4m3fn"), scales]
     return replace(weight_map, rules=tuple(rules))
 
 
@@ -82,10 +79,10 @@ def fp8_scales(hf_config: Mapping[str, Any]) -> Literal["float", "power_of_two"]
     if not quantisation:
         return None
     method, block = quantisation.get("quant_method"), quantisation.get("weight_block_size")
-    if method != "fp8" or list(block or ()) != [BLOCK, BLOCK]:
+    if method != "fp8" or list(block or ()) != [FP8_BLOCK, FP8_BLOCK]:
         raise EngineError(
             f"the engine's config.json: quantization_config says {method!r} with weight_block_size {block!r}, but weights can "
-            f"only be sent to a model that is not quantised, or 'fp8' with [{BLOCK}, {BLOCK}]"
+            f"only be sent to a model that is not quantised, or 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]"
         )
     return "power_of_two" if quantisation.get("scale_fmt") == "ue8m0" else "float"
 
@@ -97,4 +94,4 @@ def is_quantised(megatron_name: str) -> bool:
 
 
 def _up(size: int) -> int:
-    return -(-size // BLOCK)
+    return -(-size // FP8_BLOCK)

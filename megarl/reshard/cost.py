@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.config.yaml_tree import describe_value, read_yaml
-from megarl.errors import ConfigError, nearest
-from megarl.reshard.plan import TOGETHER, ReshardPlan
+from megarl.config.yaml_tree import read_yaml
+from megarl.errors import ConfigError, describe_value, nearest
+from megarl.reshard.plan import RANKS_PER_LOAD, ReshardPlan
 from megarl.reshard.targets import EVERY_RANK
 from megarl.reshard.tensors import Ints
 
@@ -26,7 +26,7 @@ _BATCH = 2**20
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterRates:
     """GPUs and their links, in GB (10^9 bytes) per second, of one GPU in one direction. The defaults are nodes of 8 H100.
 
     `copy_gb_per_s` is of copies on a GPU: packing a bucket, and what an engine on the same GPU takes over. Where
@@ -41,7 +41,7 @@ class Cluster:
     host_gb_per_s: float | None = None
 
     @classmethod
-    def read(cls, path: str | Path) -> Cluster:
+    def read(cls, path: str | Path) -> ClusterRates:
         """The cluster that a YAML file describes; what it leaves out is as the defaults.
 
         Raises:
@@ -58,7 +58,7 @@ class Cluster:
                 continue
             if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value < float("inf"):
                 kind = "whole number" if name == "gpus_per_node" else "number"
-                raise ConfigError(f"{path}: {name} is {describe_value(value)}, but it must be a {kind} above 0")
+                raise ConfigError(f"{path}: {name} is {describe_value(value)}; it must be a {kind} above 0")
         return cls(**tree)
 
 
@@ -100,7 +100,7 @@ class Cost:
         return self.bound.seconds
 
 
-def cost_of(plan: ReshardPlan, cluster: Cluster, *, colocated: bool) -> Cost:
+def cost_of(plan: ReshardPlan, cluster: ClusterRates, *, colocated: bool) -> Cost:
     """The cost of an update where GPU i is training rank i's, and the engines' ranks follow each other on the same GPUs
     (`colocated`; from the first on again, should there be more of them) or on nodes of their own.
     """
@@ -122,7 +122,7 @@ def cost_of(plan: ReshardPlan, cluster: Cluster, *, colocated: bool) -> Cost:
     return Cost(
         links=tuple(links),
         redundancy=float(received.sum() / plan.own_bytes),
-        peak_staging_bytes=STAGED_LOADS * min(ranks, TOGETHER) * int(plan.bucket_nbytes.max()),
+        peak_staging_bytes=STAGED_LOADS * min(ranks, RANKS_PER_LOAD) * int(plan.bucket_nbytes.max()),
         sent=(int(of_ranks.min()), int(of_ranks.max())),
         received=(int(received.min()), int(received.max())),
     )

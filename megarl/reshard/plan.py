@@ -15,26 +15,26 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from megarl.checkpoint.naming import padded_vocab
 from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
+from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
 from megarl.reshard.block_scales import quantised_map
 from megarl.reshard.slices import Slices, engine_slices
 from megarl.reshard.sources import Sources
-from megarl.reshard.targets import EVERY_RANK, Target, check_target
+from megarl.reshard.targets import EVERY_RANK, EngineTarget, check_target
 from megarl.reshard.template import Transfers, engine_transfers
 from megarl.reshard.tensors import Ints, TensorTable
 
 BUCKET_BYTES = 64 * 2**20
 """Bytes for one rank of an engine that are sent at once, at most."""
 LOAD_BYTES = 128 * 2**20
-"""What a training rank of a run stages at once, at most: a bucket for each of up to `TOGETHER` ranks of an engine.
+"""What a training rank of a run stages at once, at most: a bucket for each of up to `RANKS_PER_LOAD` ranks of an engine.
 
 For every load SGLang looks at all modules of the model, about 10 ms for 30 layers, so smaller ones cost more.
 """
-TOGETHER = 16
+RANKS_PER_LOAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class TransferBucket:
     """Transfers `start:stop` of the template, staged once by `rank` and sent to one rank of `engines`, in this order.
 
     `number` is the same for all replicas of `source`; an engine takes every number once. `engine_rank` may be `EVERY_RANK`.
@@ -83,7 +83,7 @@ class ReshardPlan:
 
     weight_map: WeightMap = field(repr=False)
     layout: Layout
-    target: Target
+    target: EngineTarget
     padded_vocab: int
     bucket_bytes: int
     tensors: TensorTable = field(repr=False)
@@ -94,11 +94,11 @@ class ReshardPlan:
     @property
     def load_bytes(self) -> int:
         """What a training rank stages at once, at most."""
-        return self.bucket_bytes * min(self.target.ranks, TOGETHER)
+        return self.bucket_bytes * min(self.target.ranks, RANKS_PER_LOAD)
 
     # what is moved ------------------------------------------------------------------------------------------------
 
-    def contents(self, bucket: Bucket) -> list[Transfer]:
+    def contents(self, bucket: TransferBucket) -> list[Transfer]:
         """The copies in a bucket, in the order of tensors."""
         return self._transfers(slice(bucket.start, bucket.stop))
 
@@ -154,7 +154,7 @@ class ReshardPlan:
 
     # who moves it -------------------------------------------------------------------------------------------------
 
-    def sends(self, rank: int) -> Iterator[Bucket]:
+    def sends(self, rank: int) -> Iterator[TransferBucket]:
         """The buckets that a training rank stages, in order, each with the engines that it sends it to.
 
         The stages begin at different ranks of different engines, so that no link waits for another: sent one after another, to
@@ -170,7 +170,7 @@ class ReshardPlan:
                 turn = (stage + slot * self.layout.pp) % len(to)
                 yield self._bucket(first + number, rank, (*to[turn:], *to[:turn]))
 
-    def receives(self, engine: int, engine_rank: int) -> Iterator[Bucket]:
+    def receives(self, engine: int, engine_rank: int) -> Iterator[TransferBucket]:
         """The buckets with something for a rank of an engine, each once, with the training rank that sends it."""
         has = np.flatnonzero(_is_for(self.bucket_engine_rank, engine_rank))
         for bucket, rank in zip(has.tolist(), self.sender(np.array(engine), has).tolist(), strict=True):
@@ -199,10 +199,10 @@ class ReshardPlan:
         it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
         """
         replicas = self.sources.replicas[self.bucket_source[bucket]]
-        place = self._place(engine, replicas) + self._middle[bucket]
+        place = self._engine_position(engine, replicas) + self._middle[bucket]
         return (place * replicas / self.target.engines).astype(np.int64)
 
-    def _place(self, engine: Ints, replicas: Ints) -> Ints:
+    def _engine_position(self, engine: Ints, replicas: Ints) -> Ints:
         """Where engines stand on the line: those of one residue together, so that replica e % replicas serves engine e."""
         of_each, left = self.target.engines // replicas, self.target.engines % replicas
         residue = engine % replicas
@@ -213,7 +213,8 @@ class ReshardPlan:
         """The engines as they stand on the line, by the number of replicas that a source has."""
         engines = np.arange(self.target.engines)
         return {
-            replicas: np.argsort(self._place(engines, np.array(replicas))) for replicas in set(self.sources.replicas.tolist())
+            replicas: np.argsort(self._engine_position(engines, np.array(replicas)))
+            for replicas in set(self.sources.replicas.tolist())
         }
 
     @cached_property
@@ -246,25 +247,25 @@ class ReshardPlan:
         """The bytes of each bucket."""
         return np.add.reduceat(self.transfers.nbytes, self.bucket_starts[:-1])
 
-    def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> Bucket:
+    def _bucket(self, number: int, rank: int, engines: tuple[int, ...]) -> TransferBucket:
         columns = (self.bucket_starts, self.bucket_starts[1:], self.bucket_nbytes)
         place = (int(self.bucket_source[number]), rank, engines, int(self.bucket_engine_rank[number]))
-        return Bucket(number, *place, *(int(column[number]) for column in columns))
+        return TransferBucket(number, *place, *(int(column[number]) for column in columns))
 
 
 def _is_for(ranks: Ints, engine_rank: int) -> npt.NDArray[np.bool_]:
     return (ranks == engine_rank) | (ranks == EVERY_RANK)
 
 
-def bucket_of_load(load_bytes: int, target: Target) -> int:
+def bucket_of_load(load_bytes: int, target: EngineTarget) -> int:
     """`bucket_bytes` of a plan of which loads of `load_bytes` are made."""
-    return load_bytes // min(target.ranks, TOGETHER)
+    return load_bytes // min(target.ranks, RANKS_PER_LOAD)
 
 
 def plan_reshard(
     hf_config: HFConfig,
     layout: Layout,
-    target: Target,
+    target: EngineTarget,
     *,
     itemsize: int = 2,
     bucket_bytes: int = BUCKET_BYTES,
@@ -289,7 +290,7 @@ def plan_reshard(
 def plan_of_map(
     weight_map: WeightMap,
     layout: Layout,
-    target: Target,
+    target: EngineTarget,
     padded_vocab: int,
     itemsize: int,
     bucket_bytes: int = BUCKET_BYTES,

@@ -1,7 +1,7 @@
 """FP8 export with a scale per block of 128 x 128, computed where the weights lie: on each rank's shard, block by block.
 
 Only the blocks' largest magnitudes are exchanged, one float for 16,384 weights, since a block may reach over several shards.
-Values and scales are bit for bit those of quantising the whole tensor (`checkpoint/fp8.py`).
+Values and scales are bit for bit those of quantising the whole tensor (`models/fp8_blocks.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.fp8 import BLOCK, LARGEST, SCALE_SUFFIX
+from megarl.models.fp8_blocks import LARGEST
+from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
 from megarl.models.weight_map import BoundRule
 from megarl.reshard.block_scales import BlockScales, is_quantised
 
@@ -23,7 +24,7 @@ Exchange = Callable[[Tensor], None]
 
 
 @dataclass(frozen=True)
-class Box:
+class MatrixBox:
     """Rows `row:+rows` and columns `col:+cols` of a whole matrix."""
 
     row: int
@@ -34,7 +35,7 @@ class Box:
     @property
     def blocks(self) -> tuple[slice, slice]:
         """The blocks that it has a part of."""
-        return slice(self.row // BLOCK, _up(self.row + self.rows)), slice(self.col // BLOCK, _up(self.col + self.cols))
+        return slice(self.row // FP8_BLOCK, _up(self.row + self.rows)), slice(self.col // FP8_BLOCK, _up(self.col + self.cols))
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Fp8Quantiser:
         return {rule.megatron_name + SCALE_SUFFIX: torch.cat(parts, dim=axis)}
 
 
-def raise_to_largest(largest: Tensor, part: Tensor, box: Box) -> None:
+def raise_to_largest(largest: Tensor, part: Tensor, box: MatrixBox) -> None:
     """Raise float32 `largest`, an entry per block of a whole matrix, to the magnitudes in `part`, which lies at `box` of it."""
     if part.numel():
         of_box = largest[box.blocks]
@@ -85,13 +86,13 @@ def scales_of(largest: Tensor, kind: Scales) -> Tensor:
     return scales
 
 
-def quantise_part(part: Tensor, box: Box, scales: Tensor) -> Tensor:
+def quantise_part(part: Tensor, box: MatrixBox, scales: Tensor) -> Tensor:
     """`part`, which lies at `box` of a matrix with these `scales`, as float8_e4m3fn of the same shape."""
     if not part.numel():
         return part.to(torch.float8_e4m3fn)
     values = (_as_blocks(part, box) / scales[box.blocks][:, None, :, None]).clamp(-LARGEST, LARGEST)
-    top, left = box.row % BLOCK, box.col % BLOCK
-    flat = values.view(values.shape[0] * BLOCK, values.shape[2] * BLOCK)
+    top, left = box.row % FP8_BLOCK, box.col % FP8_BLOCK
+    flat = values.view(values.shape[0] * FP8_BLOCK, values.shape[2] * FP8_BLOCK)
     return flat[top : top + box.rows, left : left + box.cols].to(torch.float8_e4m3fn)
 
 
@@ -100,7 +101,7 @@ def quantise_shard(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One rank's shard of a linear layer's weight in float8, and the scales of the whole Hugging Face tensors it is a part of.
 
-    Collective over the ranks that hold the parameter. `rule.hf_from_shards` makes the whole tensors of the float8 shards.
+    Collective over the ranks that hold the parameter. `hf_from_shards` makes the whole tensors of the float8 shards.
     Scales are float32 `[ceil(rows / 128), ceil(cols / 128)]` under the name that FP8 checkpoints give them.
     """
     found = list(_parts(rule, shard, tp_rank, tp_size))
@@ -117,24 +118,24 @@ def quantise_shard(
     return torch.cat(quantised, dim=rule.tp_axis or 0), {name + SCALE_SUFFIX: values for name, values in scales.items()}
 
 
-def _parts(rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int) -> Iterator[tuple[str, Box, Tensor]]:
+def _parts(rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int) -> Iterator[tuple[str, MatrixBox, Tensor]]:
     """The parts of a shard, in order along the axis that is split: of which tensor, where in it, and the values."""
     axis, offset, shapes = rule.tp_axis or 0, 0, rule.hf_shapes
     for piece in rule.pieces(tp_rank, tp_size):
         assert piece.hf_name is not None, "linear layers are not padded"
         length = piece.stop - piece.start
         rows, cols = shapes[piece.hf_name]
-        box = Box(piece.start, 0, length, cols) if axis == 0 else Box(0, piece.start, rows, length)
+        box = MatrixBox(piece.start, 0, length, cols) if axis == 0 else MatrixBox(0, piece.start, rows, length)
         yield piece.hf_name, box, shard.narrow(axis, offset, length)
         offset += length
 
 
-def _as_blocks(part: Tensor, box: Box) -> Tensor:
+def _as_blocks(part: Tensor, box: MatrixBox) -> Tensor:
     """`part` in float32 as `[blocks, 128, blocks, 128]`, with zeros where its first and last blocks reach beyond it."""
-    top, left = box.row % BLOCK, box.col % BLOCK
-    padded = torch.nn.functional.pad(part.float(), (left, -(left + box.cols) % BLOCK, top, -(top + box.rows) % BLOCK))
-    return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    top, left = box.row % FP8_BLOCK, box.col % FP8_BLOCK
+    padded = torch.nn.functional.pad(part.float(), (left, -(left + box.cols) % FP8_BLOCK, top, -(top + box.rows) % FP8_BLOCK))
+    return padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
 
 
 def _up(size: int) -> int:
-    return -(-size // BLOCK)
+    return -(-size // FP8_BLOCK)

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.yaml_tree import describe_value
-from megarl.errors import ConfigError, LayoutError
+from megarl.config.engine_kinds import capabilities_of
+from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
 from megarl.reshard.block_scales import fp8_scales
 from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 
 if TYPE_CHECKING:
+    from megarl.config.rollout import RolloutConfig
     from megarl.config.schema import Config
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
@@ -32,9 +33,9 @@ def plan_of_run(config: Config) -> ReshardPlan:
         LayoutError: the policy's layout or the engines cannot hold the model.
         ModelError: the model's config.json cannot be read.
     """
-    hf_config, engine_model = load_hf_config(config.model.path), config.rollout.engine_args.get("model_path")
+    hf_config, engine_model = load_hf_config(config.model.path), config.rollout.servers.model_path
     fp8 = engine_model is not None and fp8_scales(load_hf_config(str(engine_model))) is not None
-    to = target_of_run(config)
+    to = target_of_run(config.rollout)
     return plan_reshard(
         hf_config,
         config.policy.layout,
@@ -45,21 +46,21 @@ def plan_of_run(config: Config) -> ReshardPlan:
     )
 
 
-def target_of_run(config: Config) -> Target:
+def target_of_run(rollout: RolloutConfig) -> EngineTarget:
     """The engines of a run. `rollout.tp` counts all ranks of one; `engine_args` may set `ep_size` and `attn_dp_size`.
 
     Raises:
         ConfigError, LayoutError: as `plan_of_run`.
     """
-    rollout = config.rollout
-    if rollout.engine == "replay":
-        raise ConfigError("rollout.engine is 'replay', which takes no weights; it may be 'sglang' or 'embedded'")
-    if rollout.sync == "disk":
-        raise ConfigError("rollout.sync is 'disk', by which weights travel as a folder, without a reshard plan")
+    weights = capabilities_of(rollout).weights
+    if weights == "nothing":
+        raise ConfigError(f"rollout.engine is '{rollout.engine}', which takes no weights; it must be 'sglang' or 'embedded'")
+    if weights == "folder":
+        raise ConfigError("rollout.weight_transport is 'folder', by which weights travel as a folder, without a reshard plan")
     return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines, whole="experts")
 
 
-def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> Target:
+def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> EngineTarget:
     """One SGLang engine of `ranks` ranks, started with these arguments beside `tp_size`.
 
     Raises:
@@ -76,12 +77,12 @@ def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> Target:
             )
     ep, dp = (_size(arguments, name) for name in ("ep_size", "attn_dp_size"))
     if ranks % dp:
-        raise LayoutError(f"rollout.engine_args.attn_dp_size is {dp}, but it must divide rollout.tp={ranks}")
-    return Target(tp=ranks // dp, ep=ep, dp=dp)
+        raise LayoutError(f"rollout.engine_args.attn_dp_size is {dp}; it must divide rollout.tp={ranks}")
+    return EngineTarget(tp=ranks // dp, ep=ep, dp=dp)
 
 
 def _size(arguments: dict[str, Any], name: str) -> int:
     size = arguments.get(name, 1)
     if type(size) is not int or size < 1:
-        raise ConfigError(f"rollout.engine_args.{name} is {describe_value(size)}, but it must be a whole number above 0")
+        raise ConfigError(f"rollout.engine_args.{name} is {describe_value(size)}; it must be a whole number above 0")
     return size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 from megarl.reshard.tensors import Ints, TensorTable
 
 
@@ -28,7 +28,7 @@ class Slices:
         return len(self.tensor)
 
 
-def engine_slices(tensors: TensorTable, target: Target, num_experts: int) -> Slices:
+def engine_slices(tensors: TensorTable, target: EngineTarget, num_experts: int) -> Slices:
     """What each rank of an engine is sent, sorted by tensor and rank; without the vocabulary's padding."""
     found = []
     for number, rule in enumerate(tensors.rules):

@@ -16,15 +16,13 @@ from megarl.config.layout import closest, divisors
 from megarl.errors import LayoutError
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import GateUp, GroupedQKV, Vocabulary
-from megarl.models.registry import architecture_for
+from megarl.models.registry import architecture_for, architectures
 from megarl.models.weight_map import Rule
 from megarl.reshard.block_scales import BlockScales
 from megarl.reshard.tensors import Ints
 
 VOCAB_PADDING = 64
 """SGLang pads the vocabulary to a multiple of this, or of this times the ranks that share it."""
-DP_ATTENTION = ("qwen3", "qwen3_moe", "deepseek_v3")
-"""Families whose attention SGLang can replicate inside an engine."""
 
 EVERY_RANK = -1
 """In place of a rank of an engine: what is taken whole is sent to all of them alike."""
@@ -33,7 +31,7 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Target:
+class EngineTarget:
     """The engines that take the weights: `engines` of `tp * dp` ranks each, all alike.
 
     `tp` ranks share the attention heads and the embedding; with `dp` > 1 (SGLang's DP attention) there are so many replicas of
@@ -58,8 +56,8 @@ class Target:
                 raise LayoutError(f"target {name} is {size}, but it is at least 1")
         if self.ranks % self.ep:
             raise LayoutError(
-                f"target ep is {self.ep}, but it must divide the engine's {self.ranks} ranks (tp*dp = {self.tp}*{self.dp}); "
-                f"ep may be {closest(divisors(self.ranks), self.ep)}"
+                f"target ep is {self.ep}; it must divide the engine's {self.ranks} ranks (tp*dp = {self.tp}*{self.dp}); "
+                f"it must be {closest(divisors(self.ranks), self.ep)}"
             )
 
     @property
@@ -124,14 +122,14 @@ def _is_attention(rule: Rule) -> bool:
 def _shares(rule: Rule, part: int, length: int, size: int) -> list[Interval]:
     packing = rule.packing
     if isinstance(packing, Vocabulary):
-        return [(min(start, length), min(stop, length)) for start, stop in _even(padded_vocab(length, size), size)]
+        return [(min(start, length), min(stop, length)) for start, stop in _even(engine_padded_vocab(length, size), size)]
     if isinstance(packing, GroupedQKV) and part > 0:  # fewer KV heads than ranks: neighbours hold the same head
         distinct = _even(length, min(size, packing.num_groups))
         return [distinct[rank * len(distinct) // size] for rank in range(size)]
     return _even(length, size)
 
 
-def padded_vocab(vocab_size: int, size: int) -> int:
+def engine_padded_vocab(vocab_size: int, size: int) -> int:
     """Rows of SGLang's embedding, shared by `size` ranks."""
     unit = VOCAB_PADDING
     if -(-vocab_size // unit) * unit % size:
@@ -139,7 +137,7 @@ def padded_vocab(vocab_size: int, size: int) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def check_target(hf_config: HFConfig, target: Target) -> None:
+def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
     """Refuse engines that SGLang cannot start for this model, naming the nearest that it can.
 
     Raises:
@@ -157,22 +155,23 @@ def check_target(hf_config: HFConfig, target: Target) -> None:
     def attention_fits(tp: int) -> bool:
         return heads % tp == 0 and all(found % tp == 0 or tp % found == 0 for found in groups)
 
-    def fits(tried: Target) -> bool:
+    def fits(tried: EngineTarget) -> bool:
         return (
             attention_fits(tried.tp)
             and all(width % tried.ranks == 0 for width in widths)
             and all(width % tried.expert_tp == 0 for width in of_experts)
         )
 
-    if target.dp > 1 and architecture.name not in DP_ATTENTION:
+    replicated = [family.name for family in architectures() if family.sglang.replicates_attention]
+    if target.dp > 1 and not architecture.sglang.replicates_attention:
         raise LayoutError(
-            f"target dp is {target.dp}, but SGLang replicates attention inside an engine only for {', '.join(DP_ATTENTION)}, "
-            f"not for '{architecture.name}'; dp may be 1"
+            f"target dp is {target.dp}, but SGLang replicates attention inside an engine only for {', '.join(replicated)}, "
+            f"not for '{architecture.name}'; dp must be 1"
         )
     if target.ep > 1 and (weight_map.num_experts or 1) % target.ep:
         what = f"{weight_map.num_experts} experts" if weight_map.num_experts else "no experts"
         fit = [ep for ep in divisors(weight_map.num_experts or 1) if target.ranks % ep == 0]
-        raise LayoutError(f"target ep is {target.ep}, but the model has {what}; ep may be {closest(fit, target.ep)}")
+        raise LayoutError(f"target ep is {target.ep}, but the model has {what}; ep must be {closest(fit, target.ep)}")
     if not fits(target):
         shared = [f"{heads} attention heads", *(f"{found} KV heads" for found in groups)]
         shared += [f"a feed-forward width of {width}" for width in sorted(widths)]
@@ -180,7 +179,7 @@ def check_target(hf_config: HFConfig, target: Target) -> None:
         fit = [tp for tp in divisors(heads) if tp * target.dp % target.ep == 0 and fits(replace(target, tp=tp))]
         raise LayoutError(
             f"target tp is {target.tp} in engines of {target.ranks} ranks, but the model has {', '.join(shared)}; "
-            + (f"tp may be {closest(fit, target.tp)}" if fit else "dp and ep may be 1")
+            + (f"it must be {closest(fit, target.tp)}" if fit else "dp and ep must be 1")
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from megarl.errors import LayoutError
 from megarl.models.weight_map import Rule
 from megarl.reshard.sources import Sources, shard_runs
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 from megarl.reshard.tensors import Ints, TensorTable
 
 
@@ -43,7 +43,9 @@ class Transfers:
         return len(self.tensor)
 
 
-def engine_transfers(tensors: TensorTable, sources: Sources, target: Target, padded_vocab: int, bucket_bytes: int) -> Transfers:
+def engine_transfers(
+    tensors: TensorTable, sources: Sources, target: EngineTarget, padded_vocab: int, bucket_bytes: int
+) -> Transfers:
     """All transfers of one engine, sorted by source, rank of the engine, tensor and row; none larger than `bucket_bytes`.
 
     `padded_vocab` is the vocabulary as the training ranks hold it.
@@ -67,7 +69,7 @@ def engine_transfers(tensors: TensorTable, sources: Sources, target: Target, pad
     return Transfers(**{name: column[order] for name, column in columns.items()})
 
 
-def _boxes(rule: Rule, part: int, runs: Iterable[tuple[int, int, int, int, int]], target: Target) -> dict[str, Ints]:
+def _boxes(rule: Rule, part: int, runs: Iterable[tuple[int, int, int, int, int]], target: EngineTarget) -> dict[str, Ints]:
     """The transfers of one tensor, with `slot` in place of the source and `member` for the rank, from the first holder on."""
     axis = rule.packing.tp_axis
     rows, cols = (*rule.packing.hf_shapes[part], 1)[:2]
@@ -96,7 +98,7 @@ def _cut(boxes: dict[str, Ints], rule: Rule, part: int, itemsize: int, bucket_by
     if row_bytes.max(initial=0) > bucket_bytes:
         raise LayoutError(
             f"bucket_bytes is {bucket_bytes}, but one row of '{rule.hf_names[part]}' has {row_bytes.max()} bytes; "
-            f"it may be {row_bytes.max()} or more"
+            f"it must be at least {row_bytes.max()}"
         )
     step = bucket_bytes // np.maximum(row_bytes, 1)
     pieces = -(-boxes["rows"] // step)
@@ -112,7 +114,7 @@ def _cut(boxes: dict[str, Ints], rule: Rule, part: int, itemsize: int, bucket_by
 
 
 def _for_all(
-    boxes: dict[str, Ints], of_part: Ints, rule: Rule, tensors: TensorTable, sources: Sources, target: Target
+    boxes: dict[str, Ints], of_part: Ints, rule: Rule, tensors: TensorTable, sources: Sources, target: EngineTarget
 ) -> dict[str, Ints]:
     """The boxes of one tensor for all of its kind, in every layer and of every expert."""
     per_tensor = len(boxes["slot"])

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megarl.models.weight_map import Rule, WeightMap
+from megarl.models.weight_map import ITEMSIZE, Rule, WeightMap
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,7 +45,7 @@ class TensorTable:
         columns: list[list[int]] = []
         for number, layer in _in_order(rules, weight_map.num_layers):
             rule = rules[number]
-            size = rule.dtype.itemsize if rule.dtype else itemsize
+            size = ITEMSIZE[rule.dtype] if rule.dtype else itemsize
             shapes = [(*shape, 1)[:2] for shape in rule.packing.hf_shapes]
             for expert in range(weight_map.num_experts) if rule.is_expert else (NONE,):
                 columns += [[number, part, layer, expert, *shape, size] for part, shape in enumerate(shapes)]

@@ -11,8 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from megarl.bearer import bearer
-from megarl.config.secrets import redacted
+from megarl.config.secrets import bearer, redacted
 from megarl.errors import RewardError, RewardServerError
 
 _LONGEST_WAIT_S = 30.0
@@ -35,9 +34,7 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
-            raise RewardError(
-                f"reward '{self.reward}': url is '{redacted(self.url)}', but it must start with http:// or https://"
-            )
+            raise RewardError(f"reward '{self.reward}': url is '{redacted(self.url)}'; it must start with http:// or https://")
         if self.timeout_s <= 0 or self.retries < 0 or self.backoff_s < 0:
             raise RewardError(
                 f"reward '{self.reward}': timeout_s is {self.timeout_s}, retries {self.retries} and backoff_s "

@@ -16,8 +16,8 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.bearer import bearer
-from megarl.config.schema import DataConfig
+from megarl.config.secrets import bearer
+from megarl.config.sections import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
@@ -59,7 +59,7 @@ def read_token(token_file: str | None) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise RewardError(f"{where} cannot be read: {error}") from None
     if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        raise RewardError(f"the token in {where} may be {SHORTEST_TOKEN} printable ASCII characters or more")
+        raise RewardError(f"the token in {where} must be at least {SHORTEST_TOKEN} printable ASCII characters")
     return token
 
 

@@ -9,25 +9,27 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megarl.config.schema import DataConfig
 from megarl.config.secrets import without_secrets
+from megarl.config.sections import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
-from megarl.rewards.code_tests import CodeTests
-from megarl.rewards.environment_reward import EnvironmentReward
-from megarl.rewards.exact_number import ExactNumber
-from megarl.rewards.format_regex import FormatRegex
-from megarl.rewards.http_reward import HttpReward
-from megarl.rewards.json_object import JsonObject
-from megarl.rewards.llm_judge import LlmJudge
-from megarl.rewards.math_verifier import MathVerify
-from megarl.rewards.multiple_choice import MultipleChoice
-from megarl.rewards.reasoning_gym_task import ReasoningGymTask
+from megarl.rewards.builtin.code_tests import CodeTests
+from megarl.rewards.builtin.environment import EnvironmentReward
+from megarl.rewards.builtin.exact_number import ExactNumber
+from megarl.rewards.builtin.exact_text import ExactText
+from megarl.rewards.builtin.format_regex import FormatRegex
+from megarl.rewards.builtin.fuzzy_text import FuzzyText
+from megarl.rewards.builtin.http import HttpReward
+from megarl.rewards.builtin.json_object import JsonObject
+from megarl.rewards.builtin.llm_judge import LlmJudge
+from megarl.rewards.builtin.math_verify import MathVerify
+from megarl.rewards.builtin.multiple_choice import MultipleChoice
+from megarl.rewards.builtin.reasoning_gym import ReasoningGymTask
 from megarl.rewards.scorer import Scorer, Verdict
-from megarl.rewards.text_match import ExactText, FuzzyText
 from megarl.rewards.user_reward import UserReward
+from megarl.system.user_code import FORMS
 
-BUILT_IN: dict[str, Any] = {
+BUILT_IN: dict[str, type[Any]] = {
     "math_verify": MathVerify,
     "exact_number": ExactNumber,
     "reasoning_gym": ReasoningGymTask,
@@ -41,6 +43,11 @@ BUILT_IN: dict[str, Any] = {
     "llm_judge": LlmJudge,
     "environment": EnvironmentReward,
 }
+"""Each is made with the key of the gold answer in a row, `ReasoningGymTask` with the sources of rows instead."""
+
+
+_MARGIN_S = 5.0
+"""What a scorer is told to be done before the deadline, so that slow answers get 0 and do not end the run."""
 
 
 class RewardSetting(Protocol):
@@ -70,16 +77,18 @@ def build_rewards(configs: Sequence[RewardSetting], data: DataConfig) -> RewardS
 
 def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:
     if config.name in BUILT_IN:
+        scorer = BUILT_IN[config.name]
+        sources = {"train": data.train} | ({"eval": data.eval} if data.eval is not None else {})
+        read = sources if scorer is ReasoningGymTask else data.answer_key
         try:
-            return BUILT_IN[config.name](data, **config.args)
+            return scorer(read, **config.args)
         except TypeError as error:
             raise RewardError(
                 f"reward '{config.name}' does not take the arguments {without_secrets(config.args)}: {error}"
             ) from None
     if ":" not in config.name:
         raise RewardError(
-            f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it may be {', '.join(BUILT_IN)}, "
-            "'package.module:function' or 'path/to/file.py:function'"
+            f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, {FORMS}"
         )
     return UserReward(config.name, config.args)
 
@@ -110,7 +119,8 @@ class RewardSources:
 
         Args:
             samples: finished samples.
-            deadline_s: seconds for all sources together.
+            deadline_s: seconds for all sources together. Verifiers stop a little before: what they have not judged by then
+                counts as not judged.
 
         Raises:
             RewardError: a source failed, gave no finite numbers, or the deadline passed while it worked.
@@ -142,7 +152,7 @@ def _within(scorer: Scorer, samples: list[Sample], until: float, label: str, dea
 
     def work() -> None:
         try:
-            outcome.put((scorer(samples, until), None))
+            outcome.put((scorer(samples, until - min(_MARGIN_S, deadline_s / 10)), None))
         except BaseException as error:  # noqa: BLE001 - raised again by the caller's thread
             outcome.put((None, error))
 

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
-from megarl.data.user_function import describe, load_user_function
 from megarl.errors import RewardError
+from megarl.system.user_code import describe, load_user_function, why_not_called
 
 
 class UserReward:
@@ -30,12 +30,8 @@ class UserReward:
         self.args = {key: value for key, value in args.items() if key != "single"}
         self.function = load_user_function(name, RewardError)
         self.single = bool(args["single"]) if "single" in args else _first_parameter(self.function) == "sample"
-        try:
-            inspect.signature(self.function).bind(None, **self.args)
-        except TypeError as error:
-            raise RewardError(f"reward function '{name}' does not take the arguments {self.args}: {error}") from None
-        except ValueError:  # built in C, without a signature
-            pass
+        if (why := why_not_called(self.function, None, **self.args)) is not None:
+            raise RewardError(f"reward function '{name}' does not take the arguments {self.args}: {why}")
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
         """One finite reward per sample."""
@@ -47,7 +43,7 @@ class UserReward:
             answer = answer.tolist()
         if not isinstance(answer, list | tuple):
             raise RewardError(
-                f"reward function '{self.name}' returned {_show(answer)}, but it must return a list of {len(samples)} numbers"
+                f"reward function '{self.name}' returned {_show(answer)}; it must return a list of {len(samples)} numbers"
             )
         if len(answer) != len(samples):
             raise RewardError(f"reward function '{self.name}' returned {len(answer)} rewards for {len(samples)} samples")

@@ -1,9 +1,9 @@
-"""Rollout engines behind one protocol: SGLang servers, generation in this process, and replay of recorded responses.
+"""Rollout engines behind one class: SGLang servers, generation in one process, replay of recorded responses, or the user's own.
 
-The only room that knows SGLang. `build_engine` makes an engine by name; importing this module does not load SGLang.
+Importing this module does not load SGLang.
 """
 
-from megarl.rollout.build import build_engine
-from megarl.rollout.engine import Bucket, Engine, Generation, Progress, SamplingParams
+from megarl.config.engine_kinds import EngineCapabilities
+from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams
 
-__all__ = ["Bucket", "Engine", "Generation", "Progress", "SamplingParams", "build_engine"]
+__all__ = ["Engine", "EngineCapabilities", "EnginePlace", "Generation", "SamplingParams"]

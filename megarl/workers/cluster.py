@@ -78,7 +78,9 @@ class Cluster:
         ray_address: str | None,
         log_folder: str,
         start_deadline_s: float,
+        architecture: str | None = None,
     ) -> None:
+        """`architecture`: the import path of the user's own, which every process of the run must know."""
         self.requests = list(requests)
         self.platform = megarl.platform.detect()
         self.places = assign_places(requests, engines, engine_tp, colocated=colocated)
@@ -86,6 +88,7 @@ class Cluster:
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s
+        self.architecture = architecture
         self.groups: dict[str, WorkerGroup] = {}
         self.engines: list[Any] = []
         self._placement: PlacementGroup | None = None
@@ -109,7 +112,7 @@ class Cluster:
             threads = request.threads or self._fair_threads(request.layout.world_size)
             actors = [
                 RankActor.options(**self._where(bundle, threads)).remote(
-                    self.log_folder, request.name, rank, request.layout, threads
+                    self.log_folder, request.name, rank, request.layout, threads, self.architecture
                 )
                 for rank, bundle in enumerate(self.places.ranks[request.name])
             ]
@@ -118,10 +121,10 @@ class Cluster:
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
 
-    def start_engines(self, kind: str, model_path: str, options: Sequence[dict[str, Any]], threads: int) -> list[Any]:
-        """Create one engine actor per entry of `options`; they start their servers when asked."""
+    def start_engines(self, path: str, model_path: str, options: Sequence[dict[str, Any]], threads: int) -> list[Any]:
+        """Create one actor per entry of `options` for engines of the class at `path`; they start their engines when asked."""
         self.engines = [
-            EngineActor.options(**self._where(bundle, threads)).remote(kind, model_path, option)
+            EngineActor.options(**self._where(bundle, threads)).remote(path, model_path, option, self.architecture)
             for bundle, option in zip(self.places.engines, options, strict=True)
         ]
         return self.engines

@@ -1,4 +1,4 @@
-"""One rollout engine as a Ray actor: the engine's own protocol, callable by the driver and by the training ranks."""
+"""One rollout engine as a Ray actor, callable by the driver and by the training ranks through `engine_calls`."""
 
 from __future__ import annotations
 
@@ -7,56 +7,64 @@ from typing import Any
 
 import ray
 
-from megarl.errors import EngineError
-from megarl.models.registry import load_hf_config
-from megarl.rollout.build import build_engine
-from megarl.rollout.same_model import ModelFacts
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_senders import Endpoint
-from megarl.workers.fate import end_with_parent
+from megarl.errors import EngineError, MegarlError
+from megarl.models.registry import use_architecture
+from megarl.rollout.engines.protocol import Engine
+from megarl.rollout.engines.registry import load_engine
+from megarl.system.process_exit import end_with_parent
+from megarl.system.user_code import describe
+from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weight_sync.sglang_senders import ServerEndpoint
 
 
 @ray.remote(max_concurrency=1000, max_restarts=-1)
 class EngineActor:
-    """Holds an engine; every protocol method is forwarded by name, so errors reach the caller as the engine raised them.
+    """Holds an engine; its methods are forwarded by name, so errors reach the caller as the engine raised them.
 
     If this process dies, Ray makes it anew under the same handle, without an engine: `restart` gives it one.
     """
 
-    def __init__(self, kind: str, model_path: str, options: dict[str, Any]) -> None:
+    def __init__(self, path: str, model_path: str, options: dict[str, Any], architecture: str | None = None) -> None:
+        """`path` is the import path of the engine's class, `options` what its method of that name gave,
+        `architecture` that of the user's own model family."""
         end_with_parent()
-        self.kind, self.model_path, self.options = kind, model_path, options
-        self.engine: Any = None
+        use_architecture(architecture)
+        self.path, self.model_path, self.options = path, model_path, options
+        self.engine: Engine | None = None
 
-    async def start(self) -> None:
-        """Start the engine; its weights, those of the model folder, are version 0."""
-        self.engine = await build_engine(self.kind, self.model_path, self.options)
+    async def start(self, initial_version: int | None) -> None:
+        """Start the engine; `initial_version` is that of the weights in the model folder (None: others will be sent)."""
+        kind = load_engine(self.path)
+        try:
+            self.engine = await kind.start(self.model_path, initial_version=initial_version, **self.options)
+        except MegarlError:
+            raise
+        except Exception as cause:  # whatever a class of the user's own may raise
+            raise EngineError(f"{self.path} did not start: {describe(cause)}") from cause
 
     async def restart(self) -> None:
         """Start the engine anew, whatever became of it; it has no weights of a known version until a complete update."""
-        if isinstance(self.engine, SglangEngine):
-            await self.engine.restart()
-        else:
-            await self.stop()
-            self.engine = await build_engine(self.kind, self.model_path, self.options | {"initial_version": None})
+        await self.stop()
+        await self.start(None)
 
-    async def endpoint(self) -> Endpoint | None:
-        """Where senders reach the engine directly; None: through this actor."""
-        return self.engine.endpoint if isinstance(self.engine, SglangEngine) else None
+    async def endpoint(self) -> ServerEndpoint | None:
+        """Where senders reach the engine directly; None: through this actor, also where it has no engine (any more)."""
+        return self.engine.endpoint if self.engine is not None else None
 
-    async def model(self) -> ModelFacts | None:
-        """Which model the engine serves; None: it only replays."""
-        if self.kind == "replay":
-            return None
-        return ModelFacts(load_hf_config(self.model_path), self.options.get("dtype", "float32"))
+    async def model(self) -> ServedModel | None:
+        """Which model the engine serves; None: any weights are the right ones."""
+        return self._there().served_model
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `engine.method(*arguments, **keywords)`."""
-        if self.engine is None:
-            raise EngineError("the engine is gone with the process that held it; restart it and send it weights")
-        return await getattr(self.engine, method)(*arguments, **keywords)
+        return await getattr(self._there(), method)(*arguments, **keywords)
 
     async def stop(self) -> None:
         """End the engine and its processes."""
         if self.engine is not None:
             await asyncio.shield(self.engine.stop())
+
+    def _there(self) -> Engine:
+        if self.engine is None:
+            raise EngineError("the engine is gone with the process that held it; restart it and send it weights")
+        return self.engine

@@ -4,39 +4,76 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 import ray
 
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams
+
+P = ParamSpec("P")
 
 ACTOR_POLL_S = 0.5
 ANSWER_S = 15.0
 """For an engine's process to answer what needs no work."""
+GRACE_S = 5.0
+"""For the engine's own sentence about a deadline to come first."""
+
+
+def submit(
+    actor: Any, method: Callable[Concatenate[Engine, P], Awaitable[object]], *arguments: P.args, **keywords: P.kwargs
+) -> Any:
+    """Start `method` of the engine that `actor` holds; Ray's reference to what it will answer."""
+    return actor.call.remote(method.__name__, *arguments, **keywords)
 
 
 class EngineCalls:
-    """One engine actor as the rollout scheduler calls it (`rollout.engine_slot.EngineClient`)."""
+    """One engine actor as the rollout scheduler calls it (`rollout.scheduling.engine_state.EngineHandle`).
+
+    Every method but `restart` is the engine's own, waited for `deadline_s` seconds.
+
+    Raises:
+        MegarlError: what the engine raised, as it raised it.
+        WorkerError: its process is gone.
+        DeadlineError: no answer after `deadline_s` seconds.
+    """
 
     def __init__(self, actor: Any, number: int) -> None:
         self.actor, self.number = actor, number
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
-        """`engine.method(*arguments, **keywords)`. `generate` is told its deadline; others are only waited for.
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int, keys: Sequence[str], deadline_s: float
+    ) -> list[list[Generation]]:
+        """The engine is told its deadline, too, and given a moment to say itself that it has passed."""
+        reference = submit(self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s)
+        return await self._answer(reference, "generate", deadline_s + GRACE_S)
 
-        Raises:
-            MegarlError: what the engine raised, as it raised it.
-            WorkerError: its process is gone.
-            DeadlineError: no answer after `deadline_s` seconds.
-        """
-        if method == "generate":
-            keywords["deadline_s"] = deadline_s
-        return await self._answer(self.actor.call.remote(method, *arguments, **keywords), method, deadline_s + 5)
+    async def health(self, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.health), "health", deadline_s + GRACE_S)
+
+    async def begin_update(self, version: int, base: int | None, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.begin_update, version, base), "begin_update", deadline_s + GRACE_S)
+
+    async def load_update(self, folder: str, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.load_update, folder), "load_update", deadline_s + GRACE_S)
+
+    async def end_update(self, version: int, checksums: Mapping[Any, str] | None, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.end_update, version, checksums), "end_update", deadline_s + GRACE_S)
+
+    async def abandon_update(self, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.abandon_update), "abandon_update", deadline_s + GRACE_S)
+
+    async def sleep(self, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.sleep), "sleep", deadline_s + GRACE_S)
+
+    async def wake(self, *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.wake), "wake", deadline_s + GRACE_S)
 
     async def restart(self, deadline_s: float) -> None:
         """Start the engine anew, without weights: in its process or, if that is gone, in the one that Ray makes instead.
 
-        A process that is stopped, or too stuck to answer anything, is ended first. Raises as `call` does.
+        A process that is stopped, or too stuck to answer anything, is ended first. Raises as the class says.
         """
         ends_at = time.monotonic() + deadline_s
         try:

@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import ray
 
 from megarl.config.layout import Layout
 from megarl.errors import DeadlineError, MegarlError, WorkerError
-from megarl.workers.post_mortem import examine
+from megarl.workers.failure_report import examine
+from megarl.workers.rank_calls import RankCalls
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 FETCH_S = 60.0
 """For a result that is there to reach this process, however little of its call's deadline is left."""
 
 
 GLANCE_S = 0.2
-"""How long a look at a rank's standing may take."""
+"""How long a look at a rank's progress may take."""
 
 
 class RankGroup(Protocol):
-    """The ranks of one layout as the driver calls them. `arguments` is one tuple for all ranks, or one tuple per rank."""
+    """The ranks of one layout as the driver calls them: by the methods of `RankCalls`, such as `RankCalls.forward`."""
 
     name: str
     layout: Layout
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...], *, phase: str, deadline_s: float
-    ) -> list[Any]:
-        """Results of `method` in rank order."""
+    def call(self, method: Callable[[RankCalls, *Ts], T], *arguments: *Ts, phase: str, deadline_s: float) -> list[T]:
+        """Results of `method` in rank order; all ranks get the same arguments."""
         ...
 
-    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...]) -> list[Any]:
-        """Start `method` on every rank; give the answer to `wait`."""
+    def submit(self, method: Callable[[RankCalls, *Ts], object], per_rank: Sequence[tuple[*Ts]]) -> list[Any]:
+        """Start `method` on every rank with arguments of its own; give the answer to `wait`."""
         ...
 
     def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
         """Results of what was submitted, in rank order."""
         ...
 
-    def share(self, replicas: Sequence[Any]) -> list[Any]:
-        """For every rank its data-parallel replica's value, as an argument of `call` and `submit`."""
+    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
+        """For every rank its data-parallel replica's value, as an argument of `submit`."""
         ...
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true in any process that drives this group."""
         ...
 
-    def standing(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """Micro-batches that the first rank has begun in the pass under way, and all of them; (0, 0) if it does not say."""
         ...
 
@@ -58,52 +59,48 @@ class WorkerGroup:
 
     def __init__(self, name: str, layout: Layout, actors: Sequence[Any], log_folder: str) -> None:
         self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
-        self.whereabouts: list[tuple[str, int]] = []
+        self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
 
     def connect(self, *, seed: int, deadline_s: float) -> list[int]:
         """Bring up the world; returns the ranks' process ids."""
         phase = f"start of {self.name}"
-        self.whereabouts = self.call("whereabouts", (), phase=phase, deadline_s=deadline_s)
+        started = [actor.host_and_pid.remote() for actor in self.actors]
+        self.host_and_pid = self.wait(started, phase=phase, deadline_s=deadline_s)
         [address] = wait_for([self.actors[0].address.remote()], phase=phase, deadline_s=deadline_s, whose=self)
-        return self.call("connect", (address, seed, deadline_s), phase=phase, deadline_s=deadline_s)
+        return self.call(RankCalls.connect, address, seed, deadline_s, phase=phase, deadline_s=deadline_s)
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...], *, phase: str, deadline_s: float
-    ) -> list[Any]:
-        """Call `method` on every rank and wait for all of them.
-
-        `arguments` is one tuple for all ranks, or a list with one tuple per rank. Returns results in rank order.
+    def call(self, method: Callable[[RankCalls, *Ts], T], *arguments: *Ts, phase: str, deadline_s: float) -> list[T]:
+        """Call `method` on every rank with the same arguments and wait for all of them; results in rank order.
 
         Raises:
             MegarlError: a rank raised it: the user's mistake, passed on.
             WorkerError: a rank raised anything else or died; carries the rank's traceback.
             DeadlineError: a rank had not answered after `deadline_s`; names the ranks.
         """
-        return self.wait(self.submit(method, arguments), phase=phase, deadline_s=deadline_s)
+        return self.wait(self.submit(method, [arguments] * len(self.actors)), phase=phase, deadline_s=deadline_s)
 
     def wait(self, submitted: Sequence[Any], *, phase: str, deadline_s: float) -> list[Any]:
         """Results of what was submitted, in rank order; raises as `call` does."""
         return wait_for(submitted, phase=phase, deadline_s=deadline_s, whose=self)
 
-    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...]) -> list[Any]:
-        """Start `method` on every rank without waiting; give the references to `wait_for`."""
-        per_rank = [arguments] * len(self.actors) if isinstance(arguments, tuple) else arguments
-        return [getattr(actor, method).remote(*args) for actor, args in zip(self.actors, per_rank, strict=True)]
+    def submit(self, method: Callable[[RankCalls, *Ts], object], per_rank: Sequence[tuple[*Ts]]) -> list[Any]:
+        """Start `method` on every rank without waiting; give the references to `wait`."""
+        return [actor.call.remote(method.__name__, *own) for actor, own in zip(self.actors, per_rank, strict=True)]
 
-    def share(self, replicas: Sequence[Any]) -> list[Any]:
+    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
         """For every rank a reference to its data-parallel replica's value, each put once into the object store."""
         references = [ray.put(value) for value in replicas]
         return [references[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """`flag`: there is one driver."""
         return flag
 
-    def standing(self) -> tuple[int, int]:
-        """See `RankGroup.standing`; asked while the ranks are busy, by a thread that draws."""
+    def progress(self) -> tuple[int, int]:
+        """See `RankGroup.progress`; asked while the ranks are busy, by a thread that draws."""
         try:
-            return ray.get(self.actors[0].standing.remote(), timeout=GLANCE_S)
+            return ray.get(self.actors[0].progress.remote(), timeout=GLANCE_S)
         except ray.exceptions.RayError:
             return 0, 0
 
@@ -113,16 +110,16 @@ class WorkerGroup:
         Every rank's stacks and last log lines are written beside the run's logs; gives up after a few seconds.
         """
         try:
-            found = examine(self.name, self.actors, self.whereabouts, phase, self.log_folder)
+            found = examine(self.name, self.actors, self.host_and_pid, phase, self.log_folder)
         except (ray.exceptions.RayError, OSError) as error:
-            return [], f"; what its ranks do could not be found out ({error})"
+            return [], f"; could not collect the ranks' stack traces ({error})"
         silent = [f"rank {one.rank} of {self.name}" for one in found if one.state]
         states = [self._describe(one.rank, one.state) for one in found if one.state]
         where = f"the Python stacks and last log lines of its ranks are in {self.log_folder}/stacks"
         return silent, "; " + "; ".join([*states, where])
 
     def _describe(self, rank: int, state: str) -> str:
-        at = f" (process {self.whereabouts[rank][1]} on {self.whereabouts[rank][0]})" if self.whereabouts else ""
+        at = f" (process {self.host_and_pid[rank][1]} on {self.host_and_pid[rank][0]})" if self.host_and_pid else ""
         return f"rank {rank} of {self.name}{at} {state}"
 
     def kill(self) -> None:

@@ -2,27 +2,72 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megarl import platform
 from megarl.config.layout import Layout
-from megarl.workers.fate import end_with_parent, keep_last_words
-from megarl.workers.rank import Rank
+from megarl.models.registry import use_architecture
+from megarl.system.process_exit import end_with_parent, log_to_file
+
+if TYPE_CHECKING:
+    from megarl.workers.rank import Rank
 
 
-class RankProcess(Rank):
-    """`Rank` in a process of its own. Its output goes to `<log_folder>/<name>-<rank>.log`."""
+class RankProcess:
+    """The process of a `Rank`. Its output goes to `<log_folder>/<name>-<rank>.log`."""
 
-    def __init__(self, log_folder: str, name: str, rank: int, layout: Layout, threads: int) -> None:
+    def __init__(
+        self, log_folder: str, name: str, rank: int, layout: Layout, threads: int, architecture: str | None = None
+    ) -> None:
         end_with_parent()
-        keep_last_words(f"{log_folder}/{name}-{rank}.log")
-        super().__init__(name, rank, layout, threads)
+        log_to_file(f"{log_folder}/{name}-{rank}.log")
+        self.name, self.number = name, rank
+        self.rank = start_rank(name, rank, layout, threads)
+        use_architecture(architecture)
 
-    def whereabouts(self) -> tuple[str, int]:
+    def host_and_pid(self) -> tuple[str, int]:
         """(IP of this node, this process's id)."""
         return ray.util.get_node_ip_address(), os.getpid()
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 may lead the world's rendezvous."""
+        from megarl.workers.rank import free_address
+
+        return free_address()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of `RankCalls`, by its name; what it raises reaches the driver as it is."""
+        return getattr(self.rank, method)(*arguments)
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> tuple[int, int]:
+        """See `Rank.progress`; for a look while it is busy."""
+        return self.rank.progress()
+
+    @ray.method(concurrency_group="control")
+    def dump_stacks(self, folder: str) -> str:
+        """Write this process's Python stacks beside the run's files, while another method is stuck; returns the file."""
+        return write_stacks(folder, self.name, self.number)
+
+
+def start_rank(name: str, rank: int, layout: Layout, threads: int) -> Rank:
+    """The rank of this process. The platform is installed first: the modules that a rank imports import megatron."""
+    here = platform.install()
+    from megarl.workers.rank import Rank
+
+    return Rank(name, rank, layout, threads, here)
+
+
+def write_stacks(folder: str, name: str, rank: int) -> str:
+    """Write the Python stacks of all threads of this process as `<folder>/<name>-<rank>.txt`; returns the file."""
+    path = os.path.join(folder, f"{name}-{rank}.txt")
+    with open(path, "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    return path
 
 
 # Ray's decorator gives classes methods that their types do not show.

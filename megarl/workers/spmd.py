@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, TypeVarTuple
 
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, MegarlError, WorkerError
-from megarl.workers.rank import Rank
+from megarl.workers.rank_actor import start_rank
+from megarl.workers.rank_calls import RankCalls
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class SpmdGroup:
@@ -33,20 +37,20 @@ class SpmdGroup:
                 "the two must be the same number"
             )
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._worker = Rank(name, self.rank, layout, threads or max(1, cores))
+        self._worker = start_rank(name, self.rank, layout, threads or max(1, cores))
         self._worker.connect(None, seed, deadline_s)
 
-    def call(
-        self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...], *, phase: str, deadline_s: float
-    ) -> list[Any]:
+    def call(self, method: Callable[[RankCalls, *Ts], T], *arguments: *Ts, phase: str, deadline_s: float) -> list[T]:
         """Call `method` on this rank and gather every rank's result (see `WorkerGroup.call` for what is raised)."""
-        return self.wait(self.submit(method, arguments), phase=phase, deadline_s=deadline_s)
+        return self.wait(self._outcome(method.__name__, arguments), phase=phase, deadline_s=deadline_s)
 
-    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | tuple[Any, ...]) -> list[Any]:
+    def submit(self, method: Callable[[RankCalls, *Ts], object], per_rank: Sequence[tuple[*Ts]]) -> list[Any]:
         """Call `method` on this rank, at once; what it returned or raised is gathered by `wait`."""
-        own = arguments if isinstance(arguments, tuple) else arguments[self.rank]
+        return self._outcome(method.__name__, per_rank[self.rank])
+
+    def _outcome(self, method: str, arguments: Sequence[Any]) -> list[Any]:
         try:
-            return [getattr(self._worker, method)(*own), None]
+            return [getattr(self._worker, method)(*arguments), None]
         except MegarlError as error:
             return [None, error]
         except Exception:  # noqa: BLE001 - raised again on every rank by wait
@@ -63,11 +67,11 @@ class SpmdGroup:
                 raise error
         return [result for result, _ in outcomes]
 
-    def share(self, replicas: Sequence[Any]) -> list[Any]:
+    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
         """For every rank its data-parallel replica's value."""
         return [replicas[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
-    def agree(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank; every rank must ask."""
         import torch
 
@@ -75,9 +79,9 @@ class SpmdGroup:
         torch.distributed.all_gather_object(flags, flag)
         return any(flags)
 
-    def standing(self) -> tuple[int, int]:
-        """See `RankGroup.standing`; of this rank."""
-        return self._worker.standing()
+    def progress(self) -> tuple[int, int]:
+        """See `RankGroup.progress`; of this rank."""
+        return self._worker.progress()
 
     def leave(self) -> None:
         """Leave torch.distributed's world."""

@@ -1,6 +1,6 @@
 """What an episode is: an async function from a prompt to a Sample, and what it is given to sample with and to keep to.
 
-An episode asks its `Sampler` for tokens as often as it needs. It never asks for what it already has, never turns sampled
+An episode asks its `SampleTokens` for tokens as often as it needs. It never asks for what it already has, never turns sampled
 ids into text and back, and marks every token that the policy did not sample.
 """
 
@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.data.sample import Prompt, Sample
-from megarl.data.user_function import load_user_function
 from megarl.errors import EpisodeError, nearest
-from megarl.rollout.engine import Generation
+from megarl.rollout.engines.protocol import Generation
+from megarl.system.user_code import load_user_function
 
 if TYPE_CHECKING:
-    from megarl.rollout.episodes.tools import ToolBox
+    from megarl.rollout.episodes.tools.toolbox import ToolBox
     from megarl.rollout.episodes.turns import TurnTemplate
 
-Sampler = Callable[[list[int], int], Awaitable[Generation]]
+SampleTokens = Callable[[list[int], int], Awaitable[Generation]]
 """`await sample(ids, n)`: at most `n` (1 or more) tokens that follow `ids`, which are all tokens so far, prompt included.
 
 All turns of an episode, and all episodes of a group, ask the same engine under the same sampling parameters; the weights
@@ -73,7 +73,7 @@ class EpisodeContext:
 class Episode(Protocol):
     """The async function that a kind of episode is."""
 
-    async def __call__(self, prompt: Prompt, number: int, sample: Sampler, context: EpisodeContext) -> Sample:
+    async def __call__(self, prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
         """Sample number `number` of the group that `prompt` names.
 
         It may be cancelled at any await, and begun anew with the same arguments.
@@ -103,7 +103,7 @@ def load_episode(kind: str) -> Episode:
         return load_user_function(BUILT_IN[kind], EpisodeError)  # type: ignore[return-value]
     if ":" not in kind:
         raise EpisodeError(
-            f"rollout.episode.kind is '{kind}'{nearest(kind, BUILT_IN)}, but it may be {', '.join(BUILT_IN)}, "
+            f"rollout.episode.kind is '{kind}'{nearest(kind, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, "
             "'package.module:function' or 'path/to/file.py:function'"
         )
     return load_user_function(kind, EpisodeError)  # type: ignore[return-value]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.config.schema import DataConfig
-from megarl.data.user_function import load_user_function
+from megarl.config.sections import DataConfig
 from megarl.errors import EpisodeError
 from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, load_episode
-from megarl.rollout.episodes.tools import ToolBox
+from megarl.rollout.episodes.tools.toolbox import ToolBox
 from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
+from megarl.system.user_code import load_user_function
 
 
 class EpisodeSettings(Protocol):
@@ -28,12 +29,31 @@ class EpisodeSettings(Protocol):
     def tool_max_tokens(self) -> int: ...
 
 
-def open_episodes(
-    settings: EpisodeSettings, data: DataConfig, tokenizer: Any, max_new_tokens: int
-) -> tuple[Episode, EpisodeContext]:
-    """The episode's function and its context; close the context when the run ends.
+@dataclass(frozen=True)
+class Episodes:
+    """All episodes of a run: the function of one of them, and what they share. `close` when the run ends."""
 
-    The prompts of episodes with tools must have been built with `context.tool_schemas`. An episode of the user's own gets
+    function: Episode
+    context: EpisodeContext
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """The tools as the chat template's `tools=` takes them; prompts must have been built with them."""
+        return self.context.tool_schemas
+
+    def take_counts(self) -> dict[str, int]:
+        """How often what happened since the last call."""
+        return self.context.take_counts()
+
+    def close(self) -> None:
+        """End what the episodes started."""
+        self.context.close()
+
+
+def open_episodes(settings: EpisodeSettings, data: DataConfig, tokenizer: Any, max_new_tokens: int) -> Episodes:
+    """The episodes that the config's section `rollout.episode` names.
+
+    The prompts of episodes with tools must have been built with `tool_schemas`. An episode of the user's own gets
     tools if it names some, and turns if the tokenizer has a chat template.
 
     Raises:
@@ -52,7 +72,7 @@ def open_episodes(
         system_prompt=data.system_prompt,
     )
     if kind == "single":
-        return episode, context
+        return Episodes(episode, context)
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
     if kind == "environment":
@@ -67,6 +87,6 @@ def open_episodes(
     elif kind == "tools":
         raise EpisodeError("rollout.episode.tools is empty, but rollout.episode.kind = 'tools' needs at least one")
     if kind in BUILT_IN or tokenizer.chat_template:
-        told_as = "tool" if context.tools is not None else "user"
-        context.chat = TurnTemplate(tokenizer, context.tool_schemas, told_as)
-    return episode, context
+        observation_role = "tool" if context.tools is not None else "user"
+        context.chat = TurnTemplate(tokenizer, context.tool_schemas, observation_role)
+    return Episodes(episode, context)

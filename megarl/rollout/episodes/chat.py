@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from megarl.data.sample import Prompt, Sample
-from megarl.rollout.episodes.base import EpisodeContext, Sampler
-from megarl.rollout.episodes.tool_answers import ToolAnswer
-from megarl.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
+from megarl.rollout.episodes.tools.answers import ToolAnswer
+from megarl.rollout.episodes.tools.calls import ToolCall, parse_tool_calls
 from megarl.rollout.episodes.transcript import Transcript
-from megarl.rollout.episodes.turns import Message
+from megarl.rollout.episodes.turns import TextMessage
 
 
-async def chat_with_tools(prompt: Prompt, number: int, sample: Sampler, context: EpisodeContext) -> Sample:
+async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
     """Turns of the policy until one calls no tool (`stop`), or tokens or turns are spent (`length`).
 
     The calls of one turn run at the same time. What no longer fits the budget, with a token of an answer, is not told: the
@@ -33,11 +33,11 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: Sampler, context:
         ids = context.chat.between(answers, generation.response_ids[-1])
         if len(ids) >= transcript.room:
             break
-        transcript.told(ids, answers)
+        transcript.append_observation(ids, answers)
     return transcript.sample(prompt, number, "length")
 
 
-async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> Message:
+async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> TextMessage:
     """The message that answers `call`, whatever comes of it."""
     assert context.chat is not None
     assert context.tools is not None

@@ -15,17 +15,17 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
-from megarl.data.user_function import describe
 from megarl.errors import EpisodeError
-from megarl.rollout.episodes.base import EpisodeContext, Sampler
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript
-from megarl.rollout.episodes.turns import Message
+from megarl.rollout.episodes.turns import TextMessage
+from megarl.system.user_code import describe
 
 REWARD = "environment"
 """Where an episode's summed rewards are in `Sample.rewards`."""
 
 
-async def in_environment(prompt: Prompt, number: int, sample: Sampler, context: EpisodeContext) -> Sample:
+async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
     """Turns of the policy until the environment is done (`stop`), or tokens or turns are spent (`length`).
 
     A turn that was cut is no action: the environment does not see it. The rewards of all steps are summed under
@@ -52,7 +52,7 @@ async def in_environment(prompt: Prompt, number: int, sample: Sampler, context: 
             ids = context.chat.between(told, generation.response_ids[-1])
             if turn == context.max_turns or len(ids) >= transcript.room:
                 break
-            transcript.told(ids, told)
+            transcript.append_observation(ids, told)
         return transcript.sample(prompt, number, finish_reason, {REWARD: reward})
     finally:
         close = getattr(environment, "close", None)
@@ -78,12 +78,12 @@ def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Promp
     return replace(prompt, prompt_ids=ids, prompt_text=text)
 
 
-def _messages(observation: Any) -> list[Message]:
+def _messages(observation: Any) -> list[TextMessage]:
     """An observation as chat messages: text is one user message."""
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
         raise EpisodeError(
-            f"the environment observed a {type(observation).__name__}, but it may be text or a list of chat messages, each "
+            f"the environment observed a {type(observation).__name__}; it must be text or a list of chat messages, each "
             "with 'role' and 'content' as text"
         )
     return messages
@@ -93,7 +93,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
-def _cut(messages: list[Message], context: EpisodeContext) -> list[Message]:
+def _cut(messages: list[TextMessage], context: EpisodeContext) -> list[TextMessage]:
     """`messages`, none longer than `tool_max_tokens`."""
     assert context.chat is not None
     texts = [context.chat.cut(message["content"], context.tool_max_tokens) for message in messages]
@@ -103,12 +103,12 @@ def _cut(messages: list[Message], context: EpisodeContext) -> list[Message]:
 
 def _checked(answer: Any) -> tuple[Any, float, bool]:
     if not isinstance(answer, tuple) or len(answer) != 3:
-        raise EpisodeError(f"step returned a {type(answer).__name__}, but it must return (observation, reward, done)")
+        raise EpisodeError(f"step returned a {type(answer).__name__}; it must return (observation, reward, done)")
     observation, reward, done = answer
     if hasattr(reward, "item"):  # NumPy scalars and 0-d tensors
         reward = reward.item()
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise EpisodeError(f"step returned the reward {reward!r:.80}, but it must be a finite number")
+        raise EpisodeError(f"step returned the reward {reward!r:.80}; it must be a finite number")
     return observation, float(reward), bool(done)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.data.sample import Prompt, Sample
-from megarl.rollout.engine import Generation
-from megarl.rollout.episodes.base import EpisodeContext, Sampler
+from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 
 
 class Transcript:
@@ -30,7 +30,7 @@ class Transcript:
         """Tokens that may still come."""
         return self.max_new_tokens - len(self.response_ids)
 
-    def sampled(self, generation: Generation, text: str) -> None:
+    def append_turn(self, generation: Generation, text: str) -> None:
         """Take over a turn of the policy, token for token; `text` is for readers and rewards."""
         self.response_ids += generation.response_ids
         self.sampled_mask += [1] * len(generation.response_ids)
@@ -38,16 +38,16 @@ class Transcript:
         self.versions += generation.weight_versions
         self.turns.append({"role": "assistant", "content": text})
 
-    async def take_turn(self, sample: Sampler, context: EpisodeContext) -> tuple[Generation, str]:
+    async def take_turn(self, sample: SampleTokens, context: EpisodeContext) -> tuple[Generation, str]:
         """Let the policy take a turn of a conversation, take it over, and return it with its text."""
         assert context.chat is not None
         generation = await sample(self.ids, self.room)
         context.counts["turns"] += 1
-        text = context.chat.said(generation)
-        self.sampled(generation, text)
+        text = context.chat.turn_text(generation)
+        self.append_turn(generation, text)
         return generation, text
 
-    def told(self, ids: list[int], turns: list[dict[str, str]]) -> None:
+    def append_observation(self, ids: list[int], turns: list[dict[str, str]]) -> None:
         """Take over what the policy is told: masked, log-prob 0, under the version of the token before."""
         self.response_ids += ids
         self.sampled_mask += [0] * len(ids)

@@ -13,9 +13,9 @@ import jinja2
 
 from megarl.data.chat import special_tokens
 from megarl.errors import EpisodeError
-from megarl.rollout.engine import Generation
+from megarl.rollout.engines.protocol import Generation
 
-Message = dict[str, str]
+TextMessage = dict[str, str]
 
 _TURN, _TOLD = "\ue000the turn\ue001", "megarl-told"
 """Stand for what the policy said and was told; nothing that a template writes by itself."""
@@ -27,8 +27,8 @@ CHARACTERS_PER_TOKEN = 32
 class TurnTemplate:
     """The tokenizer's chat template, from the end of one turn of the policy to where its next one begins."""
 
-    def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], told_as: str) -> None:
-        """`schemas`: the tools, as the template's `tools=` takes them; `told_as`: the role of what the policy is told.
+    def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], observation_role: str) -> None:
+        """`schemas`: the tools, as the template's `tools=` takes them; `observation_role`: the role of what the policy is told.
 
         Raises:
             EpisodeError: there is no template, or it does not write such messages.
@@ -36,7 +36,7 @@ class TurnTemplate:
         if not tokenizer.chat_template:
             raise EpisodeError(
                 "rollout.episode.kind needs a chat template for turns that follow one another, but the model's tokenizer has "
-                "none; it may be 'single'"
+                "none; it must be 'single'"
             )
         self.tokenizer, self._schemas = tokenizer, list(schemas)
         added = tokenizer.added_tokens_decoder
@@ -44,24 +44,24 @@ class TurnTemplate:
         self._special_texts = sorted((token for token in special_tokens(tokenizer) if len(token) > 1), key=len, reverse=True)
         end = self._ids(self._after_turn([], ask=False))
         self._ends_turns = bool(end) and end[0] in self._special_ids
-        if _TOLD not in self._after_turn([{"role": told_as, "name": "tool", "content": _TOLD}], ask=True):
+        if _TOLD not in self._after_turn([{"role": observation_role, "name": "tool", "content": _TOLD}], ask=True):
             raise EpisodeError(
-                f"the tokenizer's chat template leaves out messages of role '{told_as}', which rollout.episode.kind needs; "
-                "use a model whose template writes them"
+                f"the tokenizer's chat template leaves out messages of role '{observation_role}', which "
+                "rollout.episode.kind needs; use a model whose template writes them"
             )
 
-    def opening(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+    def opening(self, messages: Sequence[TextMessage]) -> tuple[str, list[int]]:
         """A conversation up to where the policy's first turn begins: its text and ids."""
         text = self._render(messages, ask=True)
         return text, self._ids(text)
 
-    def said(self, generation: Generation) -> str:
+    def turn_text(self, generation: Generation) -> str:
         """The text of a sampled turn without the token that ended it."""
         ids = generation.response_ids
         ended = generation.finish_reason == "stop" and ids and ids[-1] in self._special_ids
         return str(self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False))
 
-    def between(self, messages: Sequence[Message], last_sampled: int) -> list[int]:
+    def between(self, messages: Sequence[TextMessage], last_sampled: int) -> list[int]:
         """The ids that follow a turn whose last token is `last_sampled`, up to where the next turn begins.
 
         The token that ends a turn is there once: the sampled one, or else the template's. Special tokens spelled out in
@@ -90,14 +90,14 @@ class TurnTemplate:
             head = head[: encoded["offset_mapping"][max_tokens][0]] if fast else self.tokenizer.decode(ids[:max_tokens])
         return f"{head}\n[cut: {len(head)} of {whole} characters]", True
 
-    def _after_turn(self, messages: Sequence[Message], *, ask: bool) -> str:
+    def _after_turn(self, messages: Sequence[TextMessage], *, ask: bool) -> str:
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
         _, turn, after = self._render(conversation, ask=ask).partition(_TURN)
         if not turn:
             raise EpisodeError("the tokenizer's chat template does not write what an assistant said word for word")
         return after
 
-    def _render(self, conversation: Sequence[Message], *, ask: bool) -> str:
+    def _render(self, conversation: Sequence[TextMessage], *, ask: bool) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(

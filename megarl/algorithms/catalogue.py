@@ -1,0 +1,105 @@
+"""What every advantage estimator and policy loss needs of a run: the one place that says so. Importable without torch.
+
+The config, its checks and the training loop read these tables and compare no names; `tests/algorithms/test_catalogue.py`
+holds the tables against the registered functions. A user's own function says what it needs by the decorator `needs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorNeeds:
+    """What a run must give to an advantage estimator. A need that is false is not computed for it."""
+
+    group: bool = False
+    """It compares the responses of one prompt, so `rollout.samples_per_prompt` must be at least 2."""
+    values: bool = False
+    """It reads the critic's `values`, and answers `returns`, which the critic is trained on."""
+    greedy: bool = False
+    """It reads `greedy_scores`, the reward of a greedy response to every prompt."""
+    step_rewards: bool = False
+    """It reads `step_rewards` and `step_ends`, which a process reward model gives."""
+    token_penalty: bool = True
+    """It has a place for `token_penalty`, so the KL penalty may be in the reward."""
+
+
+SETTINGS = ("clip_low", "clip_high", "dual_clip", "kl_coef")
+"""The constants of the policy losses, as `LossSettings` names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossNeeds:
+    """What a run must give to a policy loss besides log-probs, old log-probs, advantages, `response` and `settings`."""
+
+    settings: tuple[str, ...] = SETTINGS
+    """The constants that it reads; of a user's own loss nobody knows, so all."""
+    rollout_log_probs: bool = False
+    """It takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
+    reference_log_probs: bool = False
+    """It takes `reference_log_probs` float `[N]`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The further arguments that it takes, which are columns of the batch."""
+        return tuple(name for name in ("rollout_log_probs", "reference_log_probs") if getattr(self, name))
+
+
+_WHOLE_RESPONSES = EstimatorNeeds(group=True, token_penalty=False)
+
+ESTIMATORS: dict[str, EstimatorNeeds] = {
+    "gae": EstimatorNeeds(values=True),
+    "reinforce": EstimatorNeeds(),
+    "reinforce_moving_baseline": EstimatorNeeds(),
+    "reinforce_plus_plus": EstimatorNeeds(),
+    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True),
+    "grpo": _WHOLE_RESPONSES,
+    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, token_penalty=False),
+    "dr_grpo": _WHOLE_RESPONSES,
+    "rloo": _WHOLE_RESPONSES,
+    "remax": EstimatorNeeds(greedy=True),
+    "opo": _WHOLE_RESPONSES,
+    "gpg": _WHOLE_RESPONSES,
+}
+"""Advantage estimators by name."""
+
+POLICY_LOSSES: dict[str, LossNeeds] = {
+    "clip": LossNeeds(settings=("clip_low", "clip_high")),
+    "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip")),
+    "gspo": LossNeeds(settings=("clip_low", "clip_high")),
+    "cispo": LossNeeds(settings=("clip_low", "clip_high")),
+    "reinforce": LossNeeds(settings=()),
+    "kl_penalty": LossNeeds(settings=("kl_coef",)),
+}
+"""Policy losses by name."""
+
+
+def needs(
+    *,
+    group: bool = False,
+    values: bool = False,
+    greedy: bool = False,
+    step_rewards: bool = False,
+    token_penalty: bool = True,
+    rollout_log_probs: bool = False,
+    reference_log_probs: bool = False,
+) -> Callable[[F], F]:
+    """Decorator by which a user's own function says what it needs: see `EstimatorNeeds` and `LossNeeds`.
+
+    The last two are for a policy loss, the others for an advantage estimator. A function without the decorator needs nothing.
+    """
+
+    def mark(function: F) -> F:
+        marked: Any = function
+        marked.estimator_needs = EstimatorNeeds(
+            group=group, values=values, greedy=greedy, step_rewards=step_rewards, token_penalty=token_penalty
+        )
+        marked.loss_needs = LossNeeds(rollout_log_probs=rollout_log_probs, reference_log_probs=reference_log_probs)
+        return function
+
+    return mark

@@ -1,0 +1,209 @@
+"""How megatron-core names and splits a model's parameters in a distributed checkpoint, from the weight map alone.
+
+A key's tensor is what one tensor-parallel rank alone would hold. Layers of one kind share a key, stacked along a leading
+axis; where layers differ (dense ones among layers with experts) each has a key of its own. Experts are stacked along an axis
+after that. A gated MLP's first layer is stored in halves, all of gate before all of up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from megarl.config.layout import Layout
+from megarl.models.architecture import HFConfig
+from megarl.models.packings import GateUp, Vocabulary
+from megarl.models.registry import architecture_for
+from megarl.models.weight_map import BoundRule, Rule, WeightMap
+
+_LAYER = re.compile(r"^decoder\.layers\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.local_experts\.\d+\.")
+
+# megatron-core's local layer spec renames its norms in checkpoints, with experts and latent attention too.
+_LOCAL_SPEC_RENAMES = (
+    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
+    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
+)
+_WITHOUT_EXTRA_STATE = ("word_embeddings", "output_layer", "router")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter is in a checkpoint: index `prefix` of the leading axes, of `prefix_sizes`, of the tensors `keys`.
+
+    The first key is the one under Transformer Engine; the others are what megatron-core's local spec says instead.
+    """
+
+    keys: tuple[str, ...]
+    prefix: tuple[int, ...]
+    prefix_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelNames:
+    """The weight map of a model and what else decides the names; made by `model_names`."""
+
+    weight_map: WeightMap
+    vocab_size: int
+    stacks_layers: bool
+
+    def place(self, rule: BoundRule) -> Place:
+        """Where a parameter is."""
+        prefix, sizes = [], []
+        if rule.layer is not None and self.stacks_layers:
+            prefix, sizes = [rule.layer], [self.weight_map.num_layers]
+        if rule.expert is not None:
+            prefix.append(rule.expert)
+            sizes.append(self.weight_map.num_experts)
+        keys = [self._key(name, rule) for name in self._spellings(rule)]
+        return Place(tuple(dict.fromkeys(keys)), tuple(prefix), tuple(sizes))
+
+    def first_keys(self) -> Iterator[str]:
+        """The first key of every parameter, each once."""
+        yield from dict.fromkeys(self.place(rule).keys[0] for rule in self.weight_map.bound_rules())
+
+    def extra_states(self) -> list[str]:
+        """Unique names of the objects that megatron-core's linear layers, norms and attention want beside their weights.
+
+        They hold the state of delayed FP8 scaling, so None in a converted checkpoint. The modules of all specs are named;
+        who loads takes those that it has.
+        """
+        found: dict[str, None] = {}
+        for rule in self.weight_map.bound_rules():
+            place = self.place(rule)
+            index = ".".join(map(str, place.prefix or (0,)))
+            of = ".".join(map(str, place.prefix_sizes or (1,)))
+            for key in place.keys:
+                module, _, name = key.rpartition(".")
+                if name != "weight" or module.endswith(_WITHOUT_EXTRA_STATE):
+                    continue
+                found[f"{module}._extra_state/shard_{index}_{of}"] = None
+                if module.endswith("self_attention.linear_proj"):
+                    found[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{index}_{of}"] = None
+        return list(found)
+
+    def shape(self, rule: BoundRule, padded_vocab: int) -> tuple[int, ...]:
+        """Shape of the parameter as one tensor-parallel rank alone would hold it."""
+        return rule.shape(1, padded_vocab if is_vocabulary(rule) else None)
+
+    def _spellings(self, rule: BoundRule) -> tuple[str, str]:
+        """The parameter's name under Transformer Engine and under the local spec."""
+        own = rule.megatron_name
+        if rule.expert is not None:
+            return own, own
+        under_te = own
+        for of_rule in self._with_te_name.get(_LAYER.sub("decoder.layers.{layer}.", own), ()):
+            if rule.layer is None or of_rule.has_layer(rule.layer):
+                under_te = of_rule.spellings()[-1].format(layer=rule.layer)
+        local = own
+        for module, renamed in _LOCAL_SPEC_RENAMES:
+            local = local.replace(module, renamed)
+        return under_te, local
+
+    def _key(self, name: str, rule: BoundRule) -> str:
+        if rule.layer is not None and self.stacks_layers:
+            name = _LAYER.sub("decoder.layers.", name)
+        return _EXPERT.sub(".experts.experts.", name)
+
+    @cached_property
+    def _with_te_name(self) -> dict[str, list[Rule]]:
+        found: dict[str, list[Rule]] = {}
+        for rule in self.weight_map.rules:
+            if rule.te_name and not rule.is_expert:
+                found.setdefault(rule.megatron_name, []).append(rule)
+        return found
+
+
+def model_names(hf_config: HFConfig) -> ModelNames:
+    """What the parameters of a model are called.
+
+    Raises:
+        ModelError: the architecture is unknown, or the config contradicts itself.
+    """
+    architecture = architecture_for(hf_config)
+    frequency = architecture.transformer_config_kwargs(hf_config).get("moe_layer_freq", 1)
+    return ModelNames(
+        weight_map=architecture.weight_map(hf_config),
+        vocab_size=architecture.gpt_kwargs(hf_config)["vocab_size"],
+        stacks_layers=isinstance(frequency, int) and frequency <= 1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows and columns of a parameter that one rank holds, which writes them into its own file."""
+
+    rank: int
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+def is_vocabulary(rule: BoundRule) -> bool:
+    """Whether the parameter's rows are token ids, padded so that tensor parallelism divides them."""
+    return isinstance(rule.packing, Vocabulary)
+
+
+def is_linear_weight(rule: BoundRule) -> bool:
+    """Whether FP8 checkpoints quantise the parameter: a weight of a linear layer, but for router and output layer."""
+    module, _, name = rule.megatron_name.rpartition(".")
+    return name == "weight" and module.rpartition(".")[2].startswith("linear_")
+
+
+def chunks_of(rule: BoundRule, rows: int, cols: int, layout: Layout, weight_map: WeightMap, stages: list[int]) -> list[Chunk]:
+    """How the ranks of a layout hold a parameter of this size; `stages` is the pipeline rank of each layer.
+
+    Raises:
+        LayoutError: the layout does not divide the parameter.
+    """
+    pp = stages[rule.layer] if rule.layer is not None else 0 if rule.megatron_name.startswith("embedding.") else layout.pp - 1
+    first_rank = layout.rank(pp=pp)
+    size = layout.tp
+    if rule.expert is not None:
+        size = layout.etp
+        first_rank += layout.etp * (rule.expert // (weight_map.num_experts // layout.ep))
+    halves = 2 if isinstance(rule.packing, GateUp) else 1
+    if rule.tp_axis is None:
+        return [Chunk(first_rank, 0, rows, 0, cols)]
+    rule.pieces(0, size, rows if is_vocabulary(rule) else None)  # raises where it does not divide
+    if rule.tp_axis == 1:
+        return [Chunk(first_rank + rank, 0, rows, rank * cols // size, cols // size) for rank in range(size)]
+    share = rows // (size * halves)
+    return [
+        Chunk(first_rank + rank, (half * size + rank) * share, share, 0, cols) for rank in range(size) for half in range(halves)
+    ]
+
+
+def stage_of_layers(layout: Layout, num_layers: int) -> list[int]:
+    """The pipeline rank of each layer.
+
+    Raises:
+        LayoutError: the layers cannot be shared so.
+    """
+    found = [0] * num_layers
+    for stage, chunks in enumerate(layout.stage_layers(num_layers)):
+        for layer in (layer for chunk in chunks for layer in chunk):
+            found[layer] = stage
+    return found
+
+
+def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with a scalar head in place of its vocabulary, as critics and reward models have."""
+    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in hf_config.get("architectures") or ()]
+    return {**hf_config, "architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+
+
+def without_quantization(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with its values as they are after dequantisation."""
+    return {name: value for name, value in hf_config.items() if name != "quantization_config"}
+
+
+def default_dtype(hf_config: dict[str, Any]) -> torch.dtype:
+    """The dtype that config.json states; bfloat16 where it states none."""
+    return getattr(torch, str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16").removeprefix("torch."))

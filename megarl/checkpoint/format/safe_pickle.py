@@ -1,0 +1,123 @@
+"""Whether reading a checkpoint could run code: its pickles may name nothing but the plain values that checkpoints are made of.
+
+torch and megatron-core unpickle `.metadata`, `common.pt` and saved objects without asking; a checkpoint is looked at here
+before they do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import io
+import pickle
+import re
+from collections import OrderedDict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.errors import CheckpointError
+
+METADATA, COMMON = ".metadata", "common.pt"
+_DESCRIPTIONS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+_PLAIN = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "slice"): slice,
+    ("torch", "Size"): torch.Size,
+    ("pathlib", "PosixPath"): Path,
+    ("pathlib._local", "PosixPath"): Path,
+}
+# numpy's part of the random numbers' state is an array; its kinds of numbers are classes of their own
+_ARRAYS: list[Any] = [
+    np.ndarray.__reduce__(np.zeros(0))[0],
+    np.ndarray,
+    np.dtype,
+    *(type(np.dtype(code)) for code in "?bBhHiIqQefd"),
+]
+
+
+def check_pickles(folder: str | Path) -> None:
+    """Look at every pickle of the distributed checkpoints in and below `folder`, running nothing.
+
+    Raises:
+        CheckpointError: a pickle names something else than plain values, or is none; the sentence says which file and what.
+    """
+    for path in sorted(Path(folder).rglob(METADATA)):
+        metadata = read_metadata(path)
+        if (common := path.parent / COMMON).is_file():
+            _load_plain(common, common.read_bytes())
+        for index, info in metadata.storage_data.items():
+            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):  # an object, not a tensor
+                _check_object(path.parent, index.fqn, info)
+
+
+def read_metadata(path: Path) -> Any:
+    """The content of a `.metadata`, as torch's FileSystemReader reads it, but for what it may be made of.
+
+    Raises:
+        CheckpointError: it is no such file, names other things, or leads out of its folder.
+    """
+    try:
+        with path.open("rb") as file:
+            metadata = _Descriptions(file).load()
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"'{path}' leads out of its folder, to '{info.relative_path}'")
+    except _Refused as error:
+        raise CheckpointError(_would_run(path, str(error))) from None
+    except (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"'{path}' is damaged: it cannot be read ({error!r})") from None
+    return metadata
+
+
+class _Refused(pickle.UnpicklingError):
+    pass
+
+
+class _Descriptions(pickle.Unpickler):
+    """Unpickles descriptions of tensors; the classes it knows do nothing but hold values."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return _PLAIN[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
+        if module in _DESCRIPTIONS or module.startswith("megatron.core.dist_checkpointing."):
+            found = getattr(importlib.import_module(module), name, None)
+            if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        raise _Refused(f"{module}.{name}")
+
+
+def _check_object(folder: Path, key: str, info: Any) -> None:
+    path = folder / info.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+    except OSError as error:
+        raise CheckpointError(f"'{path}', which holds '{key}', cannot be read: {error.strerror}") from None
+    _load_plain(path, content)
+
+
+def _load_plain(path: Path, content: bytes) -> None:
+    try:
+        with torch.serialization.safe_globals(_ARRAYS):
+            torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
+        raise CheckpointError(_would_run(path, named[1] if named else "something else than plain values")) from None
+    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+        what = (str(error).splitlines() or [""])[0]
+        raise CheckpointError(f"'{path}' is damaged: it cannot be read ({type(error).__name__}: {what[:200]})") from None
+
+
+def _would_run(path: Path, what: str) -> str:
+    return f"'{path}' is not read, as that could run code of whoever made it: it names {what}"

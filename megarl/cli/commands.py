@@ -1,0 +1,343 @@
+"""The command line, and the only place that parses argv.
+
+What the user did wrong ends as one sentence on stderr and exit code 2; Ctrl-C as 130. Heavy imports wait until needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl import __version__
+from megarl.cli.convert import add_convert
+from megarl.cli.plan import add_plan
+from megarl.cli.report import add_report
+from megarl.cli.submit import add_doctor_cluster, add_submit, doctor_cluster
+from megarl.config.secrets import redacted
+from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
+
+USER_ERROR = 2
+STOPPED = 75
+"""EX_TEMPFAIL: to be tried again."""
+INTERRUPTED = 130
+COMMANDS = (
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "config",
+    "submit", "node", "report", "compare", "samples", "chat", "doctor",
+)  # fmt: skip
+OBJECTIVES = {
+    "sft": ("sft",),
+    "reward-model": ("reward_model", "process_reward_model"),
+    "preference": ("dpo", "cdpo", "ipo", "kto"),
+}
+"""The commands that are `train` for some objectives alone, and what `objective.name` must be."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code. Given `argv`, training is done in this process, and not begun again if it fails.
+
+    0 done, 1 doctor found a problem, 2 the user's mistake, 75 stopped by a batch system's signal and saved, 130 Ctrl-C.
+    """
+
+    def run() -> int:
+        arguments = _parse(argv)
+        arguments.is_watched = argv is None
+        # Also where the shell starts programs with SIGINT ignored, as in the background; a batch system sends SIGTERM.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        return int(arguments.run(arguments))
+
+    return reported(run)
+
+
+def reported(run: Callable[[], int]) -> int:
+    """What `run` returns, or the exit code of what it raised, which is said on stderr."""
+    try:
+        return run()
+    except MegarlError as error:
+        print(f"megarl: {redacted(str(error))}", file=sys.stderr)
+        return STOPPED if isinstance(error, RunStopped) else USER_ERROR
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        sys.stderr.close()
+        return 0
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose complaints are our sentences, with the nearest command."""
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.match(r"argument COMMAND: invalid choice: '(.+?)'", message)
+        if choice:
+            hint = nearest(choice[1], COMMANDS)
+            raise ConfigError(f"command is '{choice[1]}'; it must be {', '.join(COMMANDS)}{hint}")
+        # argparse counts the optional overrides among what is missing when CONFIG is
+        raise ConfigError(f"{message.replace(', KEY=VALUE', '')}; see '{self.prog} --help'")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse argv; overrides may also follow options (`eval CONFIG --checkpoint X run.seed=1`)."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    options = [word for word in rest if word.startswith("-") or "=" not in word]
+    if options or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(options or rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `megarl` with all its commands; docs/cli.md is made of it."""
+    parser = _Parser(
+        prog="megarl",
+        description="Reinforcement learning of large language models on megatron-core, SGLang and Ray.",
+        epilog="Config fields are overridden by key=value, such as policy.optimizer.lr=1e-6; `megarl config` lists them.",
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    _training_commands(commands)
+    _model_commands(commands)
+    _serving_and_data_commands(commands)
+    add_convert(commands, _Parser)
+    add_plan(commands, _config_arguments, _console)
+    add_report(commands, _console)
+    add_submit(commands, _Parser, _config_arguments, _console)
+    config = commands.add_parser(
+        "config",
+        help="list every config field, or show the resolved CONFIG",
+        description="Without CONFIG: every field with its default, allowed values and meaning. With CONFIG: the resolved "
+        "config and its batch arithmetic.",
+    )
+    _config_arguments(config, is_optional=True)
+    config.set_defaults(run=_config)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="check the installation and devices, with a fix for each problem",
+        description="Show what is installed, the devices, and which layer spec and optimizer will be used and why, with a fix "
+        "for each problem. Exits with code 1 if something that a run needs is missing.",
+    )
+    add_doctor_cluster(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _training_commands(commands: Any) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train as CONFIG says",
+        description="Train as CONFIG says: by reinforcement learning, or, with a section `objective`, on given responses. "
+        "Ray starts the ranks; torchrun may where there are no engines.",
+    )
+    _config_arguments(train)
+    train.set_defaults(run=_train, command="train")
+
+    for command, what in (
+        ("sft", "on demonstrations or conversations"),
+        ("reward-model", "a scalar head on pairs (outcome) or on judged steps (process)"),
+        ("preference", "on pairs by dpo, cdpo or ipo, or on labelled responses by kto"),
+    ):
+        supervised = commands.add_parser(
+            command,
+            help=f"train {what}",
+            description=f"Train {what}: `megarl train` for a CONFIG that must say so. Under torchrun every process is "
+            "one rank; otherwise Ray starts them.",
+        )
+        _config_arguments(supervised)
+        supervised.set_defaults(run=_train, command=command)
+
+
+def _model_commands(commands: Any) -> None:
+    evaluate = commands.add_parser(
+        "eval", help="evaluate a model on data.eval", description="Evaluate a model on data.eval with greedy decoding."
+    )
+    _config_arguments(evaluate)
+    evaluate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to evaluate (default: model.path)")
+    evaluate.set_defaults(run=_evaluate)
+
+    generate = commands.add_parser(
+        "generate",
+        help="sample responses to data.train, score them and write them to a file",
+        description="Sample rollout.samples_per_prompt responses per row of data.train, score them and write them to a file.",
+    )
+    _config_arguments(generate)
+    generate.add_argument("--out", metavar="FILE", required=True, help="JSONL file to write; it must not exist")
+    generate.add_argument(
+        "--as", dest="form", choices=("samples", "sft", "pairs"), default="samples",
+        help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong (default: samples)",
+    )  # fmt: skip
+    generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to sample from (default: model.path)")
+    generate.set_defaults(run=_generate)
+
+
+def _serving_and_data_commands(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve-reward",
+        help="serve the rewards of CONFIG over HTTP",
+        description="Serve the sources in `rewards` over HTTP, by the protocol of the reward `http` (and of OpenRLHF).",
+    )
+    _config_arguments(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    serve.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
+    serve.add_argument(
+        "--token-file", metavar="FILE",
+        help="file with the token that clients must send (default: MEGARL_REWARD_TOKEN; not needed on loopback)",
+    )  # fmt: skip
+    serve.set_defaults(run=_serve_reward)
+
+    data = commands.add_parser("data", help="look at data files", description="Look at data files.")
+    inspect = data.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser).add_parser(
+        "inspect",
+        help="show rows as the model sees them",
+        description="Show the first rows of FILE as the model will see them: tokens that are trained on told from the others.",
+    )
+    inspect.add_argument("file", metavar="FILE", help=".jsonl or .parquet file, or a folder of Arrow or Parquet files")
+    inspect.add_argument("--model", metavar="FOLDER", required=True, help="model folder that the tokenizer comes from")
+    inspect.add_argument("--rows", type=int, default=3, help="rows shown (default: 3)")
+    inspect.add_argument(
+        "--kind", choices=("prompts", "sft", "pairs", "kto", "steps"), help="kind of rows (default: guessed from their keys)"
+    )
+    inspect.add_argument("--prompt-key", default="prompt", help="key of the prompt (default: prompt)")
+    inspect.set_defaults(run=_inspect)
+
+
+def _config_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    nargs = "?" if is_optional else None
+    parser.add_argument("config", metavar="CONFIG", nargs=nargs, help="YAML file that describes the run")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields to override; values are YAML")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from megarl.config import load_any
+    from megarl.models.check_layouts import check_models
+    from megarl.system.torchrun import is_leader
+
+    allowed = OBJECTIVES.get(arguments.command)
+    config = load_any(arguments.config, arguments.overrides, default={} if allowed is None else {"objective": {}})
+    if allowed is not None and config.trains_by not in allowed:
+        raise ConfigError(
+            f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
+            f"{' or '.join(allowed)}; `megarl train` runs any config"
+        )
+    check_models(config)
+    if is_leader():
+        print(_aligned(config.batch_rows()), flush=True)
+    return _watch(f"megarl.trainers.{config.trainer}.loop", config, arguments)
+
+
+def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
+    """Train by module `loop` in a process that is watched over; under torchrun, which does that itself, in this one."""
+    from megarl.system.torchrun import is_torchrun
+
+    def train(config: Any) -> None:
+        importlib.import_module(loop).train(config)
+
+    if not arguments.is_watched or is_torchrun():
+        train(config)
+        return 0
+    from megarl.supervise.restarts import run_with_restarts  # loads nothing that starts threads: it forks
+
+    return run_with_restarts(config, train)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from megarl.config import load_config
+    from megarl.models.check_layouts import check_models
+
+    config = load_config(arguments.config, arguments.overrides)
+    if config.data.eval is None:
+        raise ConfigError("data.eval is null, but eval needs rows to measure on")
+    check_models(config)
+    from megarl.trainers.rl.evaluate import evaluate
+
+    print(json.dumps(evaluate(config, arguments.checkpoint), indent=2))
+    return 0
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from megarl.config import load_config
+    from megarl.models.check_layouts import check_models
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_models(config)
+    from megarl.trainers.rl.generate import generate
+
+    rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
+    print(f"{rows} rows written to {arguments.out}")
+    return 0
+
+
+def _serve_reward(arguments: argparse.Namespace) -> int:
+    from megarl.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    from megarl.rewards.server import serve_reward
+
+    serve_reward(config.rewards, config.data, arguments.host, arguments.port, arguments.token_file)
+    return 0
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from megarl.data.inspect import inspect
+    from megarl.data.supervised import SupervisedSettings
+
+    settings = SupervisedSettings(prompt_key=arguments.prompt_key)
+    inspect(arguments.file, arguments.model, settings, arguments.rows, _console(), kind=arguments.kind)
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from megarl.config import SupervisedConfig, config_fields, load_any, to_yaml
+
+    if arguments.config is None:
+        for title, found in (
+            ("train, eval, generate", config_fields()),
+            ("sft, reward-model, preference", config_fields(SupervisedConfig)),
+        ):
+            table = Table("field", "default", "values", "meaning", box=None, pad_edge=False, title=title, title_justify="left")
+            for leaf in found:
+                table.add_row(leaf.name, leaf.default, leaf.allowed_values, leaf.description)
+            _console().print(table, markup=False)
+        return 0
+    config = load_any(arguments.config, arguments.overrides)
+    print(to_yaml(config))
+    # as comments, so that the output as a whole is a config file again
+    print("\n".join(f"# {line}" for line in _aligned(config.batch_rows()).splitlines()))
+    return 0
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(what) for what, _ in rows)
+    return "\n".join(f"{what:<{width}}  {how_many}" for what, how_many in rows)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.cluster:
+        return doctor_cluster(arguments, _console())
+    from megarl.launch.doctor import examine, is_healthy, render
+
+    findings = examine()
+    _console().print(render(findings))
+    return 0 if is_healthy(findings) else 1
+
+
+def _console() -> Console:
+    """A console that does not fold tables to 80 columns when its output is a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

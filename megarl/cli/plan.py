@@ -1,0 +1,178 @@
+"""`megarl plan`: what a run will do, computed from its config before anything is started; `commands.py` adds the command."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.config import Config
+    from megarl.reshard.cost import Cost
+    from megarl.reshard.plan import ReshardPlan
+    from megarl.reshard.verify import Proof
+
+NAMED = 2
+"""Names shown of a list of tensors."""
+
+
+def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None], console: Callable[[], Console]) -> None:
+    """Add the command `plan` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
+    plan = commands.add_parser(
+        "plan",
+        help="predict whether a run fits into memory and how long a step takes; needs only config.json",
+        description="What a run of CONFIG will need, computed before anything is started: memory on every GPU, seconds by "
+        "phase and what bounds them. config.json is all that is read of the model. Exit code 2 if the run does not fit.",
+    )
+    add_config(plan)
+    plan.add_argument("--gpu", default="h100", help="kind of GPU: h100, h200, a100, b200, cpu (default: h100)")
+    plan.add_argument("--gpus", type=int, metavar="N", help="number of available GPUs (default: as many as the layouts take)")
+    plan.add_argument("--search", action="store_true", help="rank the layouts that fit, and show why others do not")
+    plan.add_argument("--calibrate", metavar="RUN", help="folder of a run whose recorded phases scale the seconds")
+    plan.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts (default: half the longest)")
+    plan.add_argument("--response-tokens", type=float, metavar="N", help="mean length of responses (default: half the longest)")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--reshard", action="store_true", help="plan, verify and estimate a weight update instead")
+    plan.add_argument(
+        "--cluster", metavar="FILE", help="with --reshard: YAML file with the cluster's rates (default: 8 H100s a node)"
+    )
+    plan.set_defaults(run=lambda arguments: _plan(arguments, console()))
+
+
+def _plan(arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.reshard:
+        return _reshard(arguments, console)
+    if arguments.cluster:
+        raise ConfigError("--cluster is for `megarl plan --reshard`; the GPUs of a plan are named by --gpu")
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise ConfigError(f"--gpus is {arguments.gpus}; it must be a whole number above 0")
+    for option in ("prompt_tokens", "response_tokens"):
+        value = getattr(arguments, option)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{option.replace('_', '-')} is {value:g}; it must be a number above 0")
+    from megarl.config import load_any
+    from megarl.models.check_layouts import check_models
+    from megarl.planning.calibration import Calibration
+    from megarl.planning.gpus import gpu_named
+    from megarl.planning.plan import lengths_of, make_plan
+    from megarl.planning.search import search, what_fits
+    from megarl.planning.show import as_json, found_tables, plan_tables
+
+    config = load_any(arguments.config, arguments.overrides)
+    gpu = gpu_named(arguments.gpu)
+    check_models(config)
+    lengths, calibration = lengths_of(config, arguments.prompt_tokens, arguments.response_tokens), Calibration()
+    if arguments.calibrate:
+        from megarl.planning.fit import calibrated
+
+        calibration = calibrated(arguments.calibrate, gpu)
+    plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
+    found = None
+    if arguments.search or not plan.fits:
+        found = search(config, gpu, plan.available, lengths, calibration)
+    if arguments.json:
+        console.print(as_json(plan, found if arguments.search else None), markup=False, highlight=False, soft_wrap=True)
+    else:
+        for part in plan_tables(plan, config.model.path):
+            console.print(part, highlight=False)
+    if arguments.search and found is not None:
+        if not arguments.json:
+            console.print()
+            for part in found_tables(found):
+                console.print(part, highlight=False)
+        return 0
+    if not plan.fits:
+        assert found is not None
+        instead = what_fits(config, found, plan)
+        raise ConfigError(f"the run does not fit: {plan.excess}; {instead}")
+    return 0
+
+
+def _reshard(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.config import load_config
+    from megarl.models.check_layouts import check_models
+    from megarl.reshard.cost import ClusterRates, cost_of
+    from megarl.reshard.run_plan import plan_of_run
+    from megarl.reshard.verify import verify
+
+    config = load_config(arguments.config, arguments.overrides)
+    check_models(config)
+    cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
+    began = time.perf_counter()
+    plan = plan_of_run(config)
+    proof = verify(plan)
+    seconds = time.perf_counter() - began
+    cost = cost_of(plan, cluster, colocated=config.resources.placement == "colocated")
+    console.print(_facts(config, plan, proof, cost, seconds))
+    console.print()
+    console.print(_links(cost))
+    return 0
+
+
+def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds: float) -> Table:
+    from rich.table import Table
+
+    from megarl.reshard.verify import stated
+
+    layout, target, bound = plan.layout, plan.target, cost.bound
+    placed = "on the trainer's GPUs" if config.resources.placement == "colocated" else "on nodes of their own"
+    is_staged = config.rollout.weight_transport == "shared_memory"
+    staging = f"{_size(cost.peak_staging_bytes)} on a sending rank" if is_staged else "none: sent from where the weights lie"
+    buckets = f"{len(plan.bucket_starts) - 1:,} buckets of at most {_size(plan.bucket_bytes)}"
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for label, value in (
+        (
+            "model",
+            f"{config.model.path}: {len(plan.tensors):,} tensors, {_size(plan.tensors.nbytes.sum())} in {config.model.dtype}",
+        ),
+        ("from", f"{layout.world_size:,} training ranks: {stated(layout)}"),
+        ("to", f"{target.engines:,} engines of {target.ranks} ranks: {stated(target)}, {placed}"),
+        ("for each engine", f"{len(plan.transfers):,} transfers in {buckets}"),
+        ("verified", f"every byte of {proof.slices:,} slices once, from a rank that has it; planned in {seconds:.2f} s"),
+        ("taken whole", _taken_whole(plan)),
+        ("redundancy", f"{cost.redundancy:.3f} bytes received for each byte held"),
+        ("a rank sends", _range(cost.sent)),
+        ("a rank receives", _range(cost.received)),
+        ("peak staging", staging),
+        ("predicted", f"{cost.seconds:.3g} s, bound by {bound.name} {bound.where} at {bound.gb_per_s:g} GB/s"),
+    ):
+        table.add_row(label, value)
+    return table
+
+
+def _links(cost: Cost) -> Table:
+    from rich.table import Table
+
+    table = Table("link", box=None, pad_edge=False)
+    for column in ("all GPUs", "busiest, out", "busiest, in", "GB/s", "seconds"):
+        table.add_column(column, justify="right")
+    for link in cost.links:
+        sizes = (_size(size) for size in (link.nbytes, link.busiest_out, link.busiest_in))
+        table.add_row(link.name, *sizes, f"{link.gb_per_s:g}", f"{link.seconds:.3g}")
+    return table
+
+
+def _taken_whole(plan: ReshardPlan) -> str:
+    names = plan.taken_whole
+    if not names:
+        return "none: every rank is sent its own slices"
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
+
+
+def _range(of_ranks: tuple[int, int]) -> str:
+    least, most = of_ranks
+    return _size(least) if least == most else f"{_size(least)} to {_size(most)}"
+
+
+def _size(nbytes: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:,.2f} {unit}"
+    return f"{nbytes:.0f} B"

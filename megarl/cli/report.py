@@ -1,0 +1,192 @@
+"""`megarl report`, `compare`, `samples` and `chat`: looking at runs and models; megarl/cli/commands.py adds the commands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import DataError, ModelError
+from megarl.system.atomic_files import write_text_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megarl.observe.run_record import RunRecord
+
+
+def add_report(commands: Any, console: Callable[[], Console]) -> None:
+    """Add the commands to the subparsers `commands`."""
+    report = commands.add_parser(
+        "report",
+        help="write an HTML report of runs: curves, timeline, samples, distributions, config",
+        description="Write one HTML file that shows the runs and needs no network. Of runs that repeat each other under other "
+        "seeds it draws the mean, and a band from the lowest to the highest.",
+    )
+    report.add_argument("runs", metavar="RUN", nargs="+", help="run folders (<run.folder>/<run.name>)")
+    report.add_argument("--out", metavar="FILE", help="HTML file to write (default: report.html in the first run's folder)")
+    report.add_argument("--trace", metavar="FILE", help="also write the first run's timeline for Perfetto or chrome://tracing")
+    report.add_argument("--png", metavar="FILE", help="also draw --metric as a PNG for a paper")
+    report.add_argument("--metric", default="reward/mean", help="metric that --png draws (default: reward/mean)")
+    report.set_defaults(run=lambda arguments: _report(arguments, console()))
+
+    compare = commands.add_parser(
+        "compare",
+        help="compare configs and results of runs",
+        description="Show the config fields in which runs differ, and the means of their metrics over the last 10 steps.",
+    )
+    compare.add_argument("runs", metavar="RUN", nargs="+", help="run folders, two or more")
+    compare.add_argument("--out", metavar="FILE", help="also write the runs' report as an HTML file")
+    compare.set_defaults(run=lambda arguments: _compare(arguments, console()))
+
+    samples = commands.add_parser(
+        "samples", help="read a run's samples in the terminal", description="Show samples of a run, the newest step's first."
+    )
+    samples.add_argument("runs", metavar="RUN", nargs=1, help="run folder")
+    samples.add_argument("--step", type=int, help="only samples of this step")
+    order = samples.add_mutually_exclusive_group()
+    order.add_argument("--best", action="store_true", help="highest reward first")
+    order.add_argument("--worst", action="store_true", help="lowest reward first")
+    samples.add_argument(
+        "--grep", metavar="TEXT", default="", help="only samples with TEXT in prompt or response; ignores case"
+    )
+    samples.add_argument("--count", type=int, default=5, help="number of samples (default: 5)")
+    samples.set_defaults(run=lambda arguments: _samples(arguments, console()))
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a model or a checkpoint",
+        description="Talk to a Hugging Face model, a checkpoint, or a run's newest checkpoint. One line is one message; /new "
+        "forgets what was said, /quit or the end of the input ends it.",
+    )
+    chat.add_argument("model", metavar="FOLDER", help="Hugging Face folder, checkpoint, or run folder")
+    chat.add_argument("--max-new-tokens", type=int, default=256, help="maximum number of tokens of an answer (default: 256)")
+    chat.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default: 0)")
+    chat.set_defaults(run=lambda arguments: _chat(arguments, console()))
+
+
+def _report(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.observe.report import build_page
+    from megarl.observe.trace import chrome_trace
+
+    runs = _read(arguments.runs)
+    if arguments.trace:
+        if not runs[0].trace:
+            raise DataError(f"--trace is given, but {runs[0].folder} has no trace.jsonl")
+        _write(console, arguments.trace, json.dumps(chrome_trace(runs[0].trace)))
+    if arguments.png:
+        from megarl.observe.plots import plot
+
+        plot(runs, arguments.metric, Path(arguments.png))
+        console.print(f"{arguments.png} written", highlight=False, markup=False)
+    out = Path(arguments.out or runs[0].folder / "report.html")
+    _write(console, out, build_page(runs, out.parent))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from megarl.observe.report import build_page
+    from megarl.observe.run_record import differences, last_mean
+
+    runs = _read(arguments.runs)
+    if len(runs) < 2:
+        raise DataError("megarl compare needs two runs or more; megarl report shows a single one")
+    names = [run.name for run in runs]
+    fields = Table("config field", *names, box=None, pad_edge=False)
+    for name, values in differences(runs).items():
+        fields.add_row(name, *("–" if value is None else json.dumps(value, ensure_ascii=False) for value in values))
+    metrics = Table("mean of the last 10 steps", box=None, pad_edge=False)
+    for name in names:
+        metrics.add_column(name, justify="right")
+    for metric in dict.fromkeys(name for run in runs for name in run.metric_names):
+        means = [last_mean(run.curve(metric)) for run in runs]
+        if any(mean is not None for mean in means):
+            metrics.add_row(metric, *("–" if mean is None else f"{mean:.4g}" for mean in means))
+    console.print(fields, markup=False)
+    console.print()
+    console.print(metrics, markup=False)
+    if arguments.out:
+        _write(console, arguments.out, build_page(runs, Path(arguments.out).parent))
+    return 0
+
+
+def _samples(arguments: argparse.Namespace, console: Console) -> int:
+    from rich.text import Text
+
+    from megarl.observe.chat import printable
+    from megarl.observe.run_record import reward_of
+
+    (run,) = _read(arguments.runs)
+    wanted, text = list(run.samples), arguments.grep.lower()
+    if arguments.step is not None:
+        steps = sorted({sample["step"] for sample in wanted})
+        wanted = [sample for sample in wanted if sample["step"] == arguments.step]
+        if not wanted and steps:
+            raise DataError(f"--step is {arguments.step}, but samples were written of steps {steps[0]} to {steps[-1]}")
+    if text:
+        wanted = [s for s in wanted if text in s["prompt_text"].lower() or text in s["response_text"].lower()]
+    if not wanted:
+        raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample")
+    if arguments.best or arguments.worst:
+        wanted.sort(key=reward_of, reverse=arguments.best)
+    else:
+        wanted.sort(key=lambda sample: -sample["step"])
+    for sample in wanted[: arguments.count]:
+        parts = ", ".join(f"{name} {value:g}" for name, value in sample["rewards"].items())
+        head = (
+            f"step {sample['step']}  {sample['sample_id']}  reward {reward_of(sample):g} ({parts})  {sample['finish_reason']}"
+        )
+        console.print(Text(head, style="bold"))
+        console.print(Text(printable(sample["prompt_text"]), style="dim"))
+        console.print(Text(printable(sample["response_text"])))
+        console.print()
+    console.print(Text(f"{min(arguments.count, len(wanted))} of {len(wanted)} samples"))
+    return 0
+
+
+def _chat(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.observe.chat import chat
+
+    with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
+        folder = _as_model(Path(arguments.model), Path(scratch) / "model")
+        chat(folder, console, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
+    return 0
+
+
+def _as_model(folder: Path, scratch: Path) -> Path:
+    """The Hugging Face folder that `folder` is or holds; for a checkpoint, or the newest of a run, one written to `scratch`."""
+    for model in (folder, folder / "model"):
+        if (model / "config.json").is_file():
+            return model
+    from megarl.checkpoint.format.dist_format import is_dist_checkpoint
+    from megarl.convert.plan import plan_hf
+    from megarl.convert.run import run_plan
+    from megarl.convert.sources import open_dist
+
+    newest = sorted((folder / "checkpoints").glob("step_*"))[-1:]
+    for weights in (folder, folder / "policy", *(checkpoint / "policy" for checkpoint in newest)):
+        if is_dist_checkpoint(weights):
+            run_plan(plan_hf("export", open_dist(weights), None), scratch)
+            return scratch
+    raise ModelError(
+        f"{folder} is no Hugging Face folder, no checkpoint and no run that has one; megarl chat takes any of these"
+    )
+
+
+def _read(folders: list[str]) -> list[RunRecord]:
+    from megarl.observe.run_record import read_run
+
+    return [read_run(folder) for folder in folders]
+
+
+def _write(console: Console, file: str | Path, text: str) -> None:
+    try:
+        write_text_atomically(file, text)
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error.strerror}") from error
+    console.print(f"{file} written", highlight=False, markup=False)

@@ -1,0 +1,268 @@
+"""`megarl submit`: a run as a batch job; and `megarl node`: what its script asks on the nodes. `commands.py` adds both.
+
+The words of the first go to a person, those of the second to the job's log and its script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megarl.launch.cluster_profile import ClusterProfile
+    from megarl.launch.job import Job
+
+BATCH_SYSTEMS = {"slurm": "Slurm", "pbs": "PBS", "lsf": "LSF"}
+AddConfig = Callable[[argparse.ArgumentParser], None]
+
+
+def add_submit(
+    commands: Any, parser_class: type[argparse.ArgumentParser], add_config: AddConfig, console: Callable[[], Console]
+) -> None:
+    """Add the groups `submit` and `node` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
+    group = commands.add_parser(
+        "submit",
+        help="run CONFIG as a batch job: Slurm, PBS, LSF, or a job of a Ray cluster",
+        description="Run CONFIG as a job of a batch system: one script, which --dry-run prints. Reinforcement learning is "
+        "started by Ray on the job's nodes, training on given responses by torchrun.",
+    )
+    systems = group.add_subparsers(metavar="SYSTEM", required=True, parser_class=parser_class)
+    for system, title in BATCH_SYSTEMS.items():
+        parser = systems.add_parser(system, help=f"a batch job of {title}", description=f"Submit CONFIG as a job of {title}.")
+        add_config(parser)
+        _job_options(parser)
+        if system == "slurm":
+            parser.add_argument(
+                "--preflight", action="store_true", help="check the cluster, its nodes and the job; submit nothing"
+            )
+        parser.set_defaults(run=lambda arguments: _submit(arguments, console()), system=system, preflight=False)
+    ray = systems.add_parser("ray", help="a job of a running Ray cluster", description="Submit CONFIG by `ray job submit`.")
+    add_config(ray)
+    ray.add_argument("--address", default="http://127.0.0.1:8265", help="the cluster's dashboard (default: %(default)s)")
+    ray.add_argument("--dry-run", action="store_true", help="print the command")
+    ray.set_defaults(run=_submit_ray)
+    _add_node(commands, parser_class, console)
+
+
+def _job_options(parser: argparse.ArgumentParser) -> None:
+    from megarl.config.reference import fields_of
+    from megarl.launch.cluster_profile import ClusterProfile, option_kind
+
+    parser.add_argument("--cluster-profile", metavar="FILE", help="YAML file with the options below, as fields")
+    parser.add_argument("--dry-run", action="store_true", help="print the script; submit and write nothing")
+    parser.add_argument("--seeds", metavar="1,2,3", help="submit a job array: one run per seed, named after the seed")
+    parser.add_argument(
+        "--after", action="append", metavar="CONDITION", default=[],
+        help="dependency on another job in the batch system's syntax, such as afterok:1234",
+    )  # fmt: skip
+    parser.add_argument(
+        "--chain", type=int, default=1, help="number of jobs to submit; each continues where the one before ended"
+    )
+    parser.add_argument("--step-seconds", type=float, help="seconds per step (default: as recorded by an earlier start)")
+    fields = parser.add_argument_group("the cluster")
+    for name, field in fields_of(ClusterProfile).items():
+        kind, option = option_kind(field.annotation), f"--{name.replace('_', '-')}"
+        told = (field.description or "").replace("\n", " ").replace("%", "%%")
+        if kind is bool:
+            fields.add_argument(option, action=argparse.BooleanOptionalAction, default=None, help=told)
+        elif kind in (tuple, dict):
+            shown = "KEY=VALUE" if kind is dict else "TEXT"
+            fields.add_argument(option, action="append", metavar=shown, help=f"{told} May be repeated.")
+        else:
+            shown = "N" if kind is int else name.upper()
+            fields.add_argument(option, type=kind, metavar=shown, help=told)
+
+
+def _profile(arguments: argparse.Namespace) -> ClusterProfile:
+    from megarl.config.reference import fields_of
+    from megarl.launch.cluster_profile import ClusterProfile, read_profile
+
+    options = {name: getattr(arguments, name) for name in fields_of(ClusterProfile)}
+    if options["env"] is not None:
+        wrong = [pair for pair in options["env"] if "=" not in pair]
+        if wrong:
+            raise ConfigError(f"--env is '{wrong[0]}'; it must be KEY=VALUE, such as NCCL_IB_HCA=mlx5")
+        options["env"] = dict(pair.split("=", 1) for pair in options["env"])
+    return read_profile(arguments.cluster_profile, options)
+
+
+def _submit(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.launch.job import plan_job
+    from megarl.launch.render import render, script_path
+    from megarl.launch.submit import submit
+
+    if arguments.chain < 1:
+        raise ConfigError(f"--chain is {arguments.chain}; it must be 1 or more jobs")
+    profile = _profile(arguments)
+    job = plan_job(
+        arguments.config, arguments.overrides, profile,
+        seeds=_seeds(arguments.seeds), after=arguments.after, step_s=arguments.step_seconds,
+    )  # fmt: skip
+    script = render(arguments.system, job, profile, cwd=Path.cwd())
+    if arguments.preflight:
+        return _preflight(job, profile, arguments.step_seconds, console)
+    if arguments.dry_run:
+        sys.stdout.write(script)
+        return 0
+    if arguments.system == "slurm":
+        from megarl.launch.preflight import check_site
+
+        check_site(job, profile, arguments.step_seconds)
+    numbers = submit(arguments.system, job, script, chain=arguments.chain)
+    console.print(f"job {', then '.join(numbers)}: {job.nodes} nodes; the script is {script_path(job, arguments.system)}")
+    return 0
+
+
+def _seeds(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    parts = text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise ConfigError(f"--seeds is '{text}'; it must be whole numbers with commas between them, such as 1,2,3")
+    return [int(part) for part in parts]
+
+
+def _preflight(job: Job, profile: ClusterProfile, step_s: float | None, console: Console) -> int:
+    from megarl.launch.cluster_table import node_table
+    from megarl.launch.doctor import render
+    from megarl.launch.preflight import ask_nodes, check_site
+
+    console.print(render(check_site(job, profile, step_s)))
+    console.print(node_table(ask_nodes(job, profile)))
+    return 0
+
+
+def _submit_ray(arguments: argparse.Namespace) -> int:
+    from megarl.launch.cluster_profile import ClusterProfile
+    from megarl.launch.job import places_needed, plan_job
+    from megarl.launch.submit import ray_job
+
+    # the cluster is there already: what it has is for Ray to say, when the run asks for its places
+    job = plan_job(arguments.config, arguments.overrides, ClusterProfile(nodes=1, gpus_per_node=0, places_per_node=2**20))
+    command = ray_job(job, arguments.address)
+    if arguments.dry_run:
+        sys.stdout.write(f"# needs {places_needed(job.config)} places\n{shlex.join(command)}\n")
+        return 0
+    return subprocess.run(command, check=False).returncode
+
+
+def _add_node(commands: Any, parser_class: type[argparse.ArgumentParser], console: Callable[[], Console]) -> None:
+    group = commands.add_parser(
+        "node",
+        help="commands that batch scripts run on the nodes of a job",
+        description="What a script of `megarl submit` asks on the nodes of its job.",
+    )
+    actions = group.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    describe = actions.add_parser("describe", help="write this node's facts into a folder that all nodes share")
+    describe.add_argument("folder", metavar="FOLDER")
+    describe.add_argument("--disk", default="/tmp", help="folder on the node's own disk (default: /tmp)")
+    describe.add_argument("--count", type=int, help="wait until the facts of this many nodes are visible")
+    describe.set_defaults(run=_describe)
+
+    agree = actions.add_parser("agree", help="compare the nodes; write the interface and ports that they use")
+    agree.add_argument("folder", metavar="FOLDER")
+    agree.add_argument("--nodes", type=int, required=True, help="nodes of the job")
+    agree.add_argument("--head", required=True, help="name of the first node")
+    agree.add_argument("--gpus", type=int, default=0, help="GPUs that every node must have")
+    agree.add_argument("--ports-from", type=int, default=0, help="job number, from which ports are chosen")
+    agree.add_argument("--interface", help="network interface (default: the fastest that all nodes have)")
+    agree.set_defaults(run=lambda arguments: _agree(arguments, console()))
+
+    wait = actions.add_parser("wait-for-ray", help="wait until all nodes have joined Ray")
+    wait.add_argument("--address", required=True, help="HOST:PORT of the head")
+    wait.add_argument("--nodes", type=int, required=True)
+    wait.add_argument("--gpus", type=int, default=0)
+    wait.add_argument("--deadline", type=float, default=600.0, help="seconds")
+    wait.set_defaults(run=_wait_for_ray)
+
+    measure = actions.add_parser("measure", help="measure the network with one process per node")
+    measure.add_argument("folder", metavar="FOLDER", help="gets <rank>.link")
+    measure.add_argument("--plan", required=True, help="JSON of what the nodes agreed on")
+    measure.set_defaults(run=_measure)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from megarl.launch.network import measure
+    from megarl.system.atomic_files import write_text_atomically
+
+    place = {"rank": int(os.environ["SLURM_PROCID"]), "world_size": int(os.environ["SLURM_NTASKS"])}
+    found = measure(json.loads(arguments.plan) | place)
+    write_text_atomically(Path(arguments.folder) / f"{place['rank']}.link", json.dumps(found))
+    return 0
+
+
+def _describe(arguments: argparse.Namespace) -> int:
+    from megarl.launch.node_facts import describe_node, read_facts, write_facts
+
+    folder = Path(arguments.folder)
+    if not folder.is_dir():
+        _not_shared(folder)
+    write_facts(folder, describe_node(folder, arguments.disk))
+    if arguments.count is not None:
+        read_facts(folder, count=arguments.count)
+    return 0
+
+
+def _not_shared(folder: Path) -> NoReturn:
+    from megarl.launch.node_facts import node_name
+
+    raise ConfigError(f"{folder} is not on {node_name()}; run.folder must be on a file system that all nodes share")
+
+
+def _agree(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.launch.agree import agree
+    from megarl.launch.cluster_table import node_table
+    from megarl.launch.node_facts import read_facts
+    from megarl.system.atomic_files import write_text_atomically
+
+    nodes = read_facts(arguments.folder, count=arguments.nodes)
+    console.print(node_table(nodes))
+    agreement = agree(
+        nodes, arguments.head, interface=arguments.interface, ports_from=arguments.ports_from, gpus=arguments.gpus
+    )
+    token = Path(arguments.folder).resolve() / "ray_token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    write_text_atomically(Path(arguments.folder) / "agreed.sh", agreement.shell(token))
+    return 0
+
+
+def _wait_for_ray(arguments: argparse.Namespace) -> int:
+    from megarl.workers.ray_nodes import wait_for_nodes
+
+    wait_for_nodes(arguments.address, arguments.nodes, arguments.gpus, arguments.deadline)
+    return 0
+
+
+def add_doctor_cluster(doctor: argparse.ArgumentParser) -> None:
+    """Add `--cluster` and what goes with it to the command `doctor`."""
+    doctor.add_argument(
+        "--cluster", action="store_true",
+        help="examine every node of the Ray cluster at RAY_ADDRESS, of the current Slurm allocation, or this node",
+    )  # fmt: skip
+    doctor.add_argument(
+        "--shared", metavar="FOLDER", default=".", help="folder that all nodes share (default: the current one)"
+    )
+
+
+def doctor_cluster(arguments: argparse.Namespace, console: Console) -> int:
+    """`megarl doctor --cluster`; exit code 1 if a node has a problem."""
+    from megarl.launch.cluster_doctor import examine_cluster
+    from megarl.launch.cluster_table import cluster_tables
+
+    report = examine_cluster(Path(arguments.shared).resolve())
+    for table in cluster_tables(report):
+        console.print(table)
+    return 1 if report.problems else 0

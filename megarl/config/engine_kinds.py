@@ -1,0 +1,104 @@
+"""What each kind of rollout engine is able to do: everything outside `rollout/engines` asks this, and never for a name.
+
+The engines themselves are in `rollout/engines`; each of their classes has its entry here as `capabilities`. Importable
+without torch, so that a config can be checked, and a run planned, where no engine could run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.config.rollout import RolloutConfig
+from megarl.errors import ConfigError
+from megarl.system.user_code import load_user_function
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine is able to do. The defaults are those of the simplest: one process that answers one call at a time."""
+
+    concurrent: bool = False
+    """Answers many requests at once; else one after the other, and so is sent many prompts in each."""
+    batch_samples: int = 64
+    """Responses that an engine which is not concurrent computes at once."""
+    weights: Literal["slices", "tensors", "folder", "nothing"] = "tensors"
+    """It is sent the slices that its ranks hold, whole tensors, or a Hugging Face folder; or none are of use to it."""
+    sleeps: bool = False
+    """Gives up its memory while a trainer on the same GPU works (`Engine.sleep`, `Engine.wake`)."""
+    in_process: bool = True
+    """Computes in the engine's own process, so that `rollout.tp` must be 1."""
+    replays: bool = False
+    """Gives back the responses in `rollout.replay_from`, step by step."""
+    reads_arguments: bool = False
+    """Reads `rollout.engine_args`."""
+    set_elsewhere: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that `rollout.engine_args` cannot have, and what sets them."""
+
+
+_SGLANG_SET_ELSEWHERE = {
+    "dtype": "model.dtype",
+    "tp_size": "rollout.tp",
+    "device": "the machine that the run is on",
+    "host": "megarl, whose servers listen on this machine alone",
+    "weight_version": "megarl, which counts the weights' versions",
+    "skip_tokenizer_init": "megarl, which sends and takes token ids",
+    "custom_weight_loader": "megarl, which sends the weights",
+    "port": "rollout.servers.port",
+    "model_path": "rollout.servers.model_path",
+}
+
+EMBEDDED = EngineCapabilities()
+REPLAY = EngineCapabilities(weights="nothing", replays=True)
+SGLANG = EngineCapabilities(
+    concurrent=True,
+    weights="slices",
+    sleeps=True,
+    in_process=False,
+    reads_arguments=True,
+    set_elsewhere=_SGLANG_SET_ELSEWHERE,
+)
+RUNNING_SGLANG = EngineCapabilities(
+    concurrent=True, weights="folder", in_process=False, reads_arguments=True, set_elsewhere=_SGLANG_SET_ELSEWHERE
+)
+"""Of SGLang servers that somebody else started."""
+NOT_YET_KNOWN = EngineCapabilities(in_process=False, reads_arguments=True)
+"""Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""
+
+
+RUNNING = "running SGLang servers"
+KINDS = {"sglang": SGLANG, RUNNING: RUNNING_SGLANG, "embedded": EMBEDDED, "replay": REPLAY}
+"""The kinds that megarl has, by what `kind_of` calls them."""
+
+
+def kind_of(rollout: RolloutConfig) -> str:
+    """The kind of engines of a run, or the import path of the user's own."""
+    return RUNNING if rollout.engine == "sglang" and rollout.weight_transport == "folder" else rollout.engine
+
+
+def is_users_own(engine: str) -> bool:
+    """Whether `rollout.engine` is the import path of a class and not the name of a kind that megarl has."""
+    return ":" in engine
+
+
+def declared_capabilities(rollout: RolloutConfig) -> EngineCapabilities:
+    """The capabilities of the engines of a run as far as they are known without importing the user's own."""
+    return NOT_YET_KNOWN if is_users_own(rollout.engine) else KINDS[kind_of(rollout)]
+
+
+def capabilities_of(rollout: RolloutConfig) -> EngineCapabilities:
+    """The capabilities of the engines of a run; imports the user's own engine.
+
+    Raises:
+        ConfigError: the engine cannot be imported, or does not say what it is able to do.
+    """
+    if not is_users_own(rollout.engine):
+        return declared_capabilities(rollout)
+    found = getattr(load_user_function(rollout.engine, ConfigError), "capabilities", None)
+    if not isinstance(found, EngineCapabilities):
+        raise ConfigError(
+            f"rollout.engine is '{rollout.engine}', which must be a class derived from megarl.rollout.Engine: it has no "
+            "EngineCapabilities as 'capabilities'"
+        )
+    return found

@@ -1,0 +1,116 @@
+"""What is asked of a config whatever kind of run it describes, so that nobody asks for its kind."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.config.layout import Layout
+from megarl.config.section import Section
+
+if TYPE_CHECKING:
+    from megarl.config.rollout import RolloutConfig
+    from megarl.config.sections import TrainedRole
+
+
+@dataclass(frozen=True)
+class ConfiguredRole:
+    """A model that a run uses, as its config has it."""
+
+    name: str
+    folder: str
+    """Its Hugging Face folder."""
+    folder_field: str
+    """The config field that names the folder."""
+    layout: Layout | None
+    """Layout of its own processes; None: it lives in the policy's processes, in their layout."""
+    trained: TrainedRole | None
+    """How it is trained; None: it only answers."""
+    value_head: bool = False
+    """It has a scalar head instead of predicting tokens."""
+
+
+class Questions(Section):
+    """The questions, which `Config` and `SupervisedConfig` both answer; no fields."""
+
+    trainer: ClassVar[str]
+    """The room in `megarl.trainers` whose loop runs it."""
+
+    @property
+    @abstractmethod
+    def roles(self) -> tuple[ConfiguredRole, ...]:
+        """The models of the run in the order in which they are placed and loaded, the policy first."""
+
+    @property
+    @abstractmethod
+    def model_folders(self) -> dict[str, str]:
+        """Every model folder that the run may read, by the field that names it."""
+
+    @property
+    @abstractmethod
+    def sampling(self) -> RolloutConfig | None:
+        """How responses are sampled; None: they are given, and nothing is rewarded."""
+
+    @property
+    @abstractmethod
+    def trains_by(self) -> str:
+        """What the run minimises, in the words of the config."""
+
+    @property
+    @abstractmethod
+    def longest_parts(self) -> tuple[int, int]:
+        """Tokens of the longest prompt and the longest response; where only their sum has a limit, half of it each."""
+
+    @property
+    @abstractmethod
+    def sequences_per_step(self) -> int:
+        """Sequences that a step trains on; a pair counts as one."""
+
+    @property
+    @abstractmethod
+    def epochs(self) -> int:
+        """Passes over the sequences of a step."""
+
+    @property
+    @abstractmethod
+    def optimizer_steps_per_step(self) -> int:
+        """Optimizer steps of the policy in one step of the run, all passes together."""
+
+    @property
+    @abstractmethod
+    def needs_old_log_probs(self) -> bool:
+        """Whether a step begins with a pass of the policy over its sequences."""
+
+    @abstractmethod
+    def batch_rows(self) -> list[tuple[str, str]]:
+        """(what, how many) of one training step, as it is printed before the run starts."""
+
+    @property
+    def needs_ray(self) -> bool:
+        """Whether Ray must start its processes; if not, torchrun may."""
+        return True
+
+    def metric_prefix(self, role: str) -> str:
+        """What the names of the metrics of updates of `role` begin with."""
+        return role
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence."""
+        return sum(self.longest_parts)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each group of processes, by the role that names the group, in the order in which they are placed."""
+        return {role.name: role.layout for role in self.roles if role.layout is not None}
+
+    @property
+    def engine_places(self) -> int:
+        """Devices that engines take of this run's."""
+        return self.sampling.places if self.sampling is not None else 0
+
+    @property
+    def trained_roles(self) -> tuple[str, ...]:
+        """Names of the roles that are trained."""
+        return tuple(role.name for role in self.roles if role.trained is not None)

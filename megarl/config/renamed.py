@@ -1,0 +1,86 @@
+"""Config fields and values that had other names in earlier versions: an old name is refused with the new one.
+
+The table is the only place that knows the old names; entries of a list stand as `[]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.errors import ConfigError
+
+_SOURCES = ("data.train", "data.eval", "ptx.data", "data.train.parts[]", "data.eval.parts[]", "ptx.data.parts[]")
+
+RENAMED: dict[str, str] = {
+    "algorithm.kl.where": "algorithm.kl.apply_to",
+    "algorithm.lam": "algorithm.gae_lambda",
+    "algorithm.penalty_coef": "algorithm.old_policy_kl_coef",
+    "algorithm.correction": "algorithm.rollout_correction",
+    "algorithm.truncated": "algorithm.truncated_responses",
+    "critic.clip_range": "critic.value_clip",
+    "policy.share_prompts": "policy.share_prefix",
+    "reward_model.process": "reward_model.per_step",
+    "rollout.sync": "rollout.weight_transport",
+    "rollout.resample_rounds": "rollout.dynamic_sampling_rounds",
+    "rollout.schedule.staleness": "rollout.schedule.max_staleness",
+    "rollout.engine_args.urls": "rollout.servers.urls",
+    "rollout.engine_args.port": "rollout.servers.port",
+    "rollout.engine_args.model_path": "rollout.servers.model_path",
+    "run.restarts": "run.max_restarts",
+    "trackers.to": "trackers.backends",
+} | {f"{source}.fields": f"{source}.columns" for source in _SOURCES}
+"""Old field -> new field."""
+
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "rollout.weight_transport": {"tensors": "shared_memory", "disk": "folder"},
+    "rollout.schedule.mode": {"one_step": "one_step_off_policy"},
+}
+"""New field -> old value -> new value."""
+
+_GUARD = re.compile(r"(?P<action>\S+) if (?P<metric>\S+) (?P<side>above|below) (?P<bound>\S+)(?: for (?P<steps>\d+) steps?)?")
+
+
+def check_renamed(tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the config `tree`, as the user wrote it, has a field or value under an old name."""
+    for name, value in _fields(tree, ""):
+        pattern = re.sub(r"\[\d+\]", "[]", name)
+        new = RENAMED.get(pattern)
+        new_value = RENAMED_VALUES.get(new or pattern, {}).get(value) if isinstance(value, str) else None
+        if new is not None:
+            # the entries' numbers in the old name belong into the new one
+            place = name.rpartition(".")[0] + "." + new.rpartition(".")[2] if "[]" in new else new
+            now = f"; its value '{value}' is now '{new_value}'" if new_value else ""
+            raise ConfigError(f"{name} was renamed: write {place} instead{now}")
+        if new_value:
+            raise ConfigError(f"{name} is '{value}', which was renamed: write '{new_value}' instead")
+        if pattern == "run.guards[]" and isinstance(value, str):
+            raise ConfigError(f"{name} is '{value}'; it must be a section such as {_as_section(value)}")
+
+
+def new_names(old: str) -> list[str]:
+    """The fields that were once called `old`, in any section."""
+    return [new for name, new in RENAMED.items() if name.rpartition(".")[2] == old and "[]" not in new]
+
+
+def _fields(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every section, list and value in `tree` under its dotted name, outer ones first."""
+    if isinstance(tree, Mapping):
+        inner = [(f"{name}.{key}" if name else str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, list | tuple):
+        inner = [(f"{name}[{number}]", value) for number, value in enumerate(tree)]
+    else:
+        return
+    for place, value in inner:
+        yield place, value
+        yield from _fields(value, place)
+
+
+def _as_section(text: str) -> str:
+    """A guard that was written as a sentence, as the section that it is now."""
+    old = _GUARD.fullmatch(" ".join(text.split()))
+    if old is None:
+        return "{metric: kl/reference, above: 0.5, action: stop, for_steps: 3}"
+    steps = f", for_steps: {old['steps']}" if old["steps"] else ""
+    return f"{{metric: {old['metric']}, {old['side']}: {old['bound']}, action: {old['action']}{steps}}}"

@@ -1,0 +1,125 @@
+"""How responses are sampled: the section `rollout` of a run (the lines `megarl config` prints, as in `schema.py`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megarl.config.section import ClassPath, Count, Positive, Seconds, Section
+
+
+class ScheduleConfig(Section):
+    """When generation and training run: in turns, or at the same time (docs/rollouts.md)."""
+
+    mode: Literal["sync", "one_step_off_policy", "async"] = "sync"
+    """`sync`: generate, then train. `one_step_off_policy`: generate the next step's responses while training on this step's.
+    `async`: generate continuously; weights are updated in flight."""
+    max_staleness: Positive = 1
+    """`async` only: maximum number of weight updates between the start of a response and its training step."""
+    over_sample: Count = 0
+    """Extra prompt groups started per step. The first `prompts_per_step` to finish are trained on; the rest are kept for
+    the next step."""
+
+
+class EpisodeConfig(Section):
+    """How a response is produced: one turn, or several with tools or an environment (docs/episodes.md)."""
+
+    kind: str = "single"
+    """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. Or your own as
+    `package.module:function`."""
+    tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tools as a list of `package.module:function`; for an environment, its class."""
+    max_turns: Positive = 8
+    """Maximum number of turns of the policy."""
+    tool_timeout_s: Seconds = 10.0
+    """Time limit in seconds for one tool call or one step of an environment."""
+    tool_max_tokens: Positive = 1024
+    """Maximum number of tokens of one tool or environment answer. Longer answers are cut, with a note in the text."""
+
+
+class RolloutDeadlines(Section):
+    """How long the driver waits for a running engine."""
+
+    generate_s: Seconds = 1800.0
+    """Time limit in seconds for the responses of a step."""
+    update_s: Seconds = 300.0
+    """Time limit in seconds for a weight update and its check."""
+
+
+class ServersConfig(Section):
+    """SGLang servers: those that megarl starts, or those at `urls` that already run."""
+
+    urls: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """URLs of running SGLang servers, one per engine; needs `weight_transport: folder`. Empty: megarl starts the servers."""
+    port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = None
+    """Port of the first server that megarl starts; the next servers take the next ports. null: free ports."""
+    model_path: str | None = None
+    """Hugging Face folder that servers start from, e.g. an FP8 version of the model. null: `model.path`."""
+
+
+class RolloutConfig(Section):
+    """How responses are sampled."""
+
+    engine: Literal["sglang", "embedded", "replay"] | ClassPath = "sglang"
+    """`sglang`: SGLang servers. `embedded`: generation inside megarl, for tests on a CPU. `replay`: recorded responses. Or an
+    engine class of your own, as `package.module:Class` or `path/to/file.py:Class`."""
+    prompts_per_step: Positive = 8
+    """Number of prompts per training step."""
+    dynamic_sampling_rounds: Count = 0
+    """DAPO's dynamic sampling: how many times to draw replacement prompts for groups whose responses all got the same
+    reward. 0: off."""
+    samples_per_prompt: Positive = 8
+    """Number of responses per prompt (the group size G)."""
+    max_new_tokens: Positive = 256
+    """Maximum length of a response in tokens."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature. The trainer computes log-probs at the same temperature."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling: sample from the smallest set of tokens with this total probability. 1: off."""
+    top_k: Count = 0
+    """Sample from the k likeliest tokens. 0: off."""
+    greedy: bool = False
+    """Always take the likeliest token instead of sampling."""
+    ignore_eos: bool = False
+    """Ignore end tokens, so that every response has `max_new_tokens` tokens (for speed measurements)."""
+    engines: Positive = 1
+    """Number of rollout engines."""
+    tp: Positive = 1
+    """Tensor-parallel ranks of each engine."""
+    weight_transport: Literal["shared_memory", "process_group", "folder"] = "shared_memory"
+    """How weights reach the engines: `shared_memory` (same machine), `process_group` (NCCL or Gloo), or `folder` (Hugging Face
+    files, for `servers.urls`)."""
+    delta_every: Count = 0
+    """Send only changed weights, and all weights every this many updates. 0: all weights at every update."""
+    verify_every: Positive = 1
+    """Compare checksums of all weights in the engine with those sent, at the first and at every this many updates."""
+    replay_from: str | None = None
+    """File `samples.jsonl` of the run whose responses `engine: replay` returns."""
+    threads: Positive | None = None
+    """CPU threads per engine. null: all cores if generation and training take turns, else half of them."""
+    servers: ServersConfig = ServersConfig()
+    """SGLang servers: ports, model folder, or the URLs of servers that already run."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of SGLang's servers by their Python names, e.g. `mem_fraction_static: 0.8`."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """When generation and training run."""
+    episode: EpisodeConfig = EpisodeConfig()
+    """How a response is produced."""
+    deadlines: RolloutDeadlines = RolloutDeadlines()
+    """How long the driver waits for a running engine."""
+
+    @property
+    def places(self) -> int:
+        """Devices that the engines take of this run's; none if they are servers that run already."""
+        return 0 if self.weight_transport == "folder" else self.engines * self.tp
+
+    @property
+    def groups_per_engine(self) -> int:
+        """Groups of a step that an engine gets if all get as many."""
+        return -(-(self.prompts_per_step + self.schedule.over_sample) // self.engines)
+
+    @property
+    def other_weights(self) -> str | None:
+        """The field by which the engines start with other weights than the policy's, and are sent these first."""
+        return next((f"rollout.servers.{name}" for name in ("model_path", "urls") if getattr(self.servers, name)), None)

@@ -1,0 +1,384 @@
+"""The sections of the config: one class each, every field with its meaning under it.
+
+Pure values, importable without torch; what two kinds of config share stands here once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from megarl.algorithms.catalogue import EstimatorNeeds, LossNeeds
+from megarl.algorithms.user_algorithms import estimator_needs, loss_needs
+from megarl.config.guard_rules import GuardConfig
+from megarl.config.layout_section import LayoutConfig
+from megarl.config.presets import (
+    AdvantageName,
+    AggregationName,
+    Fp8Format,
+    Fp8RecipeName,
+    KlEstimator,
+    PolicyLossName,
+    PresetName,
+    fill_preset,
+)
+from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section, UserFunction
+
+HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
+"""`limit` and `seed` of `data.eval` where it does not say: procedural rows keep clear of the training rows."""
+
+
+class RunConfig(Section):
+    """How long the run is, where it writes, and when it saves and evaluates."""
+
+    name: str = "run"
+    """Name of the run. Its files go to `<run.folder>/<run.name>/`."""
+    folder: str = "runs"
+    """Folder that holds all runs."""
+    seed: Count = 0
+    """Seed of the data order, of new weights and of sampling."""
+    steps: Positive = 100
+    """Number of training steps. One step generates responses, scores them and updates the policy."""
+    resume: str = "never"
+    """`never`: start a new run. `auto`: continue from the newest checkpoint if there is one. A folder: continue from that
+    checkpoint."""
+    save_every: Count = 0
+    """Save a checkpoint every this many steps. 0: only at the end."""
+    keep_checkpoints: Count = 2
+    """Number of newest checkpoints that stay on disk. 0: all."""
+    keep_best: str | None = None
+    """Also keep the checkpoint with the best value of this evaluation metric, e.g. `accuracy`. null: off."""
+    max_restarts: Count = 2
+    """How many times a run that lost a process is restarted from its newest checkpoint."""
+    guards: Annotated[tuple[GuardConfig, ...], Field(strict=False)] = ()
+    """Limits of metrics, and whether to skip the update, roll back or stop when a metric is beyond its limit."""
+    eval_every: Count = 0
+    """Evaluate on `data.eval` with greedy decoding every this many steps. 0: only before and after training."""
+    deterministic: bool = False
+    """Use kernels that give bit-identical results in repeated runs; slower on GPUs (docs/checkpoints.md)."""
+    log_samples: Count = 8
+    """Number of samples written to `samples.jsonl` in every step."""
+    export: bool = False
+    """At the end, write the trained model as a Hugging Face folder to `<run.folder>/<run.name>/model/`."""
+
+
+class ModelConfig(Section):
+    """The model that the policy starts from, and how it is computed."""
+
+    path: str
+    """Hugging Face folder of the model to train."""
+    architecture: ClassPath | None = None
+    """Model family of your own: an `Architecture` as `package.module:NAME` or `path/to/file.py:NAME`. null: the families that
+    megarl has."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations. Reductions and optimizer state are in float32."""
+    layer_spec: Literal["auto", "transformer_engine", "local", "reference"] = "auto"
+    """Megatron layer implementation. `auto`: transformer_engine if there is a GPU and it can be imported, else reference."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: recompute nothing, only core attention (`selective`) or whole layers (`full`) in the
+    backward pass."""
+    fp8: Fp8Format = "none"
+    """Matrix products in FP8 with Transformer Engine. `hybrid`: gradients in E5M2, the rest in E4M3. `e4m3`: all in E4M3."""
+    fp8_recipe: Fp8RecipeName = "tensorwise"
+    """FP8 scaling: `tensorwise` and `delayed` use one scale per tensor (`delayed`: from past maxima), `blockwise` one per
+    128 values, `mxfp8` one per 32."""
+    fp8_param: bool = False
+    """Store the weights of FP8 products only in FP8. The optimizer's copy stays in float32."""
+    fp8_bf16_layers: Annotated[tuple[Count, Count], Field(strict=False)] = (0, 0)
+    """Number of layers at the start and at the end of the model that stay in BF16."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with a learning-rate schedule."""
+
+    lr: NonNegative = 1e-6
+    """Peak learning rate."""
+    min_lr: NonNegative = 0.0
+    """Learning rate at the end of the cosine or linear schedule."""
+    warmup_steps: Count = 0
+    """Number of steps of linear warm-up from 0 to `lr`."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up."""
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam's epsilon, added to the denominator."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    clip_grad: NonNegative = 1.0
+    """Maximum of the global gradient norm; larger gradients are clipped. 0: no clipping."""
+    offload_fraction: Fraction = 0.0
+    """Fraction of the optimizer state that lives in CPU memory; the CPU computes that part of the step."""
+
+
+class TrainedRole(Section):
+    """Fields that the policy and the critic share."""
+
+    layout: LayoutConfig = LayoutConfig()
+    """Parallel layout of this role."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer of this role."""
+    threads_per_rank: Positive | None = None
+    """CPU threads per rank. null: the machine's cores divided by its ranks."""
+    max_tokens_per_micro_batch: Positive = 8192
+    """Maximum number of tokens packed into one micro-batch of one data-parallel rank."""
+    logit_chunk_tokens: Positive | None = None
+    """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 64
+    MiB."""
+
+
+class PolicyConfig(TrainedRole):
+    """The model being trained."""
+
+    share_prefix: bool = False
+    """Compute the prompt of a group once per micro-batch instead of once per response."""
+
+
+class CriticConfig(TrainedRole):
+    """The value model. Used only if the advantage estimator needs values, as `gae` does."""
+
+    warmup_steps: Count = 0
+    """Number of steps at the start in which only the critic is trained."""
+    value_clip: NonNegative = 0.2
+    """How far a value may move from the old value before the loss clips it. 0: no clipping."""
+    init_from: str | None = None
+    """Hugging Face folder whose layers the critic starts from. null: `model.path`."""
+
+
+class ReferenceConfig(Section):
+    """The frozen model of the KL penalty. Loaded only if `algorithm.kl.coef` is above 0."""
+
+    path: str | None = None
+    """Hugging Face folder of the reference model. null: `model.path`."""
+    layout: LayoutConfig | None = None
+    """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    reset_every: Count = 0
+    """Copy the policy into the reference every this many steps (iterative GRPO). 0: never."""
+
+
+class RewardModelConfig(Section):
+    """A model with a scalar head that scores responses, in addition to or instead of `rewards`."""
+
+    path: str | None = None
+    """Hugging Face folder of the reward model. null: no reward model."""
+    layout: LayoutConfig | None = None
+    """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    weight: float = 1.0
+    """Weight of the reward model's score in the sum of all rewards."""
+    per_step: bool = False
+    """Score every step of a response (steps end with a newline), for `advantage: grpo_process`."""
+
+
+class KlConfig(Section):
+    """The KL penalty that keeps the policy near the reference, in the loss or in the reward."""
+
+    coef: NonNegative = 0.04
+    """Weight of the KL penalty. 0: no penalty, and no reference model is loaded."""
+    estimator: KlEstimator = "k3"
+    """Estimator of the KL divergence per token (docs/methods.md#kl-to-the-reference)."""
+    apply_to: Literal["loss", "reward"] = "loss"
+    """Add the penalty to the `loss`, or subtract it from the `reward` of every token."""
+    unbiased: bool = False
+    """Importance-weight the KL estimate so that it stays unbiased over several updates per step (only for the KL in the
+    loss)."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adaptive KL: move `coef` so that the mean KL of a response reaches this many nats (only for the KL in the reward).
+    null: fixed `coef`."""
+    horizon: Annotated[float, Field(gt=0)] = 10_000.0
+    """Adaptive KL: number of responses over which `coef` is adapted to `target`."""
+
+
+class CorrectionConfig(Section):
+    """Correction for the difference between the engine's and the trainer's log-probs (docs/methods.md#rollout-correction)."""
+
+    mode: Literal["none", "tis_token", "tis_sequence", "mis_token", "mis_sequence", "reject_sequence"] = "none"
+    """Truncated (`tis`) or masked (`mis`) importance sampling per token or sequence, or rejection of whole responses.
+    `none`: off."""
+    low: NonNegative = 0.5
+    """Smallest importance ratio that is kept (mis, reject)."""
+    high: Annotated[float, Field(gt=0)] = 2.0
+    """Largest importance ratio that is kept (mis, reject), or that weights are truncated to (tis)."""
+
+
+class ShapingConfig(Section):
+    """Changes to rewards before advantages, in order: penalties, normalisation, clipping (docs/methods.md#reward-shaping)."""
+
+    overlong_tokens: Count = 0
+    """DAPO's soft over-long penalty: over this many last tokens before `rollout.max_new_tokens` it grows from 0 to 1. 0:
+    off."""
+    length_penalty: NonNegative = 0.0
+    """Penalty that is subtracted from the reward for every response token."""
+    normalise: bool = False
+    """Normalise rewards by the running mean and standard deviation of all rewards so far."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """Clip rewards to [-x, x]. null: no clipping."""
+
+
+class AlgorithmConfig(Section):
+    """The algorithm. The preset `name` fills in the fields that you leave out; `megarl config CONFIG` shows the result."""
+
+    name: PresetName = "grpo"
+    """Preset that fills in the fields whose default is `by algorithm.name`."""
+    advantage: AdvantageName | UserFunction = "grpo"
+    """Advantage estimator (docs/methods.md#advantages), or your own as `package.module:function` or
+    `path/to/file.py:function`."""
+    policy_loss: PolicyLossName | UserFunction = "clip"
+    """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
+    `path/to/file.py:function`."""
+    aggregation: AggregationName = "seq_mean_token_mean"
+    """How token losses are averaged into one number (docs/methods.md#aggregation)."""
+    norm_length: Positive | None = None
+    """The constant length L of `seq_mean_token_sum_norm`. null: `rollout.max_new_tokens`."""
+    clip_low: NonNegative = 0.2
+    """Lower clipping range of the ratio (epsilon low): it is clipped at 1 - `clip_low`."""
+    clip_high: NonNegative = 0.2
+    """Upper clipping range of the ratio (epsilon high; DAPO: 0.28): it is clipped at 1 + `clip_high`."""
+    dual_clip: Annotated[float, Field(gt=1)] = 3.0
+    """The bound c of `policy_loss: dual_clip` for negative advantages."""
+    old_policy_kl_coef: NonNegative = 1.0
+    """Weight beta of the KL to the policy that sampled, in `policy_loss: kl_penalty`."""
+    epochs: Positive = 1
+    """Number of passes over the sequences of a step (PPO epochs, GRPO's mu)."""
+    mini_batches: Positive = 1
+    """Number of mini-batches that the sequences of a step are split into; each is one optimizer step."""
+    gamma: Fraction = 1.0
+    """Discount factor per token."""
+    gae_lambda: Fraction = 1.0
+    """Lambda of generalised advantage estimation (GAE)."""
+    advantage_eps: NonNegative = 1e-6
+    """Added to the standard deviation that advantages are divided by."""
+    unbiased_std: bool = True
+    """Divide the variance of advantages by n - 1 (true) or n (false)."""
+    kl: KlConfig = KlConfig()
+    """KL penalty that keeps the policy near the reference."""
+    entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus in the policy loss."""
+    shaping: ShapingConfig = ShapingConfig()
+    """Changes to rewards before the advantage."""
+    truncated_responses: Literal["keep", "mask", "bootstrap"] = "keep"
+    """Responses that hit the length limit. `keep`: train on them as usual. `mask`: exclude them from the loss. `bootstrap`
+    (GAE only): use the critic's value of the last state as the future return."""
+    rollout_correction: CorrectionConfig = CorrectionConfig()
+    """Correction for the difference between the engine's and the trainer's log-probs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_name(cls, tree: Any) -> Any:
+        return fill_preset(tree)
+
+    @property
+    def estimator_needs(self) -> EstimatorNeeds:
+        """What the advantage estimator needs; asks the user's file if it is their own."""
+        return estimator_needs(self.advantage)
+
+    @property
+    def loss_needs(self) -> LossNeeds:
+        """What the policy loss needs; asks the user's file if it is their own."""
+        return loss_needs(self.policy_loss)
+
+
+class SourceConfig(Section):
+    """A source of rows."""
+
+    source: Literal["reasoning_gym", "jsonl", "parquet", "dataset", "python", "mixture"] = "reasoning_gym"
+    """Kind of source. `dataset`: a Hugging Face datasets folder. `mixture`: several sources with weights."""
+    name: str | None = None
+    """Task name (reasoning_gym) or `package.module:function` (python)."""
+    path: str | None = None
+    """File of rows (jsonl, parquet), or folder of them (dataset)."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the task (reasoning_gym) or function (python)."""
+    limit: Positive | None = None
+    """Maximum number of rows. Generated tasks: how many to generate (null: 1000). Files: read only the first ones (null:
+    all)."""
+    seed: Count = 0
+    """Seed of generated tasks. Row i is generated from seed + i."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Renames keys of a row, as `new name: name in the row`. Other keys keep their names."""
+    parts: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
+    """The sources of a mixture. The mixture's own `limit` applies to each of them."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of this source among the parts of a mixture: rows are drawn in proportion to it."""
+
+
+class PtxConfig(Section):
+    """Supervised examples in every policy update, as in InstructGPT's PPO-ptx (docs/methods.md#supervised-mix-ptx)."""
+
+    coef: NonNegative = 0.0
+    """Weight of the examples' mean cross-entropy per token in the policy loss. 0: off."""
+    samples_per_step: Positive = 8
+    """Number of examples per pass over a step's sequences, divided among its mini-batches."""
+    data: SourceConfig | None = None
+    """Rows with the keys `data.prompt_key` and `response`; `columns` renames other keys. null: none."""
+
+
+class DataConfig(Section):
+    """Prompts for training and evaluation."""
+
+    train: SourceConfig
+    """Rows to train on."""
+    eval: SourceConfig | None = None
+    """Rows to evaluate on; generated tasks default to 200 rows from seed 1000000. null: no evaluation."""
+    prompt_key: str = "question"
+    """Key of the prompt in a row. The prompt is text or a list of chat messages."""
+    answer_key: str = "answer"
+    """Key of the correct answer in a row."""
+    system_prompt: str | None = None
+    """System message before every prompt. null: none."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Apply the tokenizer's chat template. `auto`: if the tokenizer has one. `always`: fail if it has none. `never`: plain
+    text."""
+    max_prompt_tokens: Positive = 512
+    """Maximum length of a prompt in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with longer prompts: stop with an `error`, or `drop` and count them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_held_out_rows_apart(cls, tree: Any) -> Any:
+        if isinstance(tree, dict) and isinstance(tree.get("eval"), dict):
+            return tree | {"eval": {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | tree["eval"]}
+        return tree
+
+
+class RewardConfig(Section):
+    """One source of reward. The reward of a sample is the weighted sum of all sources."""
+
+    name: str
+    """Name of a built-in reward, `package.module:function`, or `path/to/file.py:function`."""
+    weight: float = 1.0
+    """Weight of this reward in the sum."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward."""
+
+
+class WorkerDeadlines(Section):
+    """How long the driver waits for the training workers."""
+
+    start_s: Seconds = 300.0
+    """Time limit in seconds for workers to start and load the model, and for an engine to start."""
+    step_s: Seconds = 1800.0
+    """Time limit in seconds for one phase of a step on all ranks."""
+    save_s: Seconds = 600.0
+    """Time limit in seconds for writing a checkpoint."""
+
+
+class ResourcesConfig(Section):
+    """Where processes run."""
+
+    placement: Literal["colocated", "separate"] = "colocated"
+    """`colocated`: trainer and engines take turns on the same devices. `separate`: each has its own devices."""
+    ray_address: str | None = None
+    """Address of the Ray cluster. null: RAY_ADDRESS if it is set, else a local Ray that ends with the run."""
+    deadlines: WorkerDeadlines = WorkerDeadlines()
+    """How long the driver waits for the training workers."""
+
+
+class TrackersConfig(Section):
+    """Experiment trackers that get the metrics in addition to `metrics.jsonl`."""
+
+    backends: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = ()
+    """Trackers to use. They write into the run folder; WANDB_MODE=online and MLFLOW_TRACKING_URI send to a server."""
+    project: str = "megarl"
+    """Name of the wandb project or mlflow experiment."""

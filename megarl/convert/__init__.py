@@ -1,0 +1,1 @@
+"""Conversion between Hugging Face folders and megatron-core checkpoints, block by block, resumable and verified."""

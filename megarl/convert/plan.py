@@ -1,0 +1,267 @@
+"""What a conversion writes, decided before it writes anything: every file, its size, and where each tensor lies in it.
+
+Work is cut into tasks, one tensor each, that no two processes share and whose bytes depend on nothing but the source and the
+options. So any number of workers and machines may run them in any order, and again after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoint.format.dist_format import COMMON, StoredChunk, StoredKey, empty_object, write_metadata
+from megarl.checkpoint.format.naming import Chunk, chunks_of, is_linear_weight, stage_of_layers
+from megarl.checkpoint.format.torch_save_format import frame
+from megarl.config.layout import Layout
+from megarl.convert.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
+from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
+from megarl.models.check_layouts import read_shape
+from megarl.models.fp8_blocks import quantization_config
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
+from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, padded_vocab
+from megarl.models.safetensors_layout import header_and_entries
+from megarl.models.weight_tensors import kept_dtype
+
+RECORD = "megarl_conversion.json"
+"""What a converted folder says of itself: where it came from, its layout, and the checksum of every tensor written."""
+MAX_SHARD_BYTES = 5 * 2**30
+FP8 = "fp8-block"
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_ALIGNMENT = 64
+
+Fixed = tuple[str, int, bytes]
+"""(file, byte, content) of bytes that do not come from the source: headers and frames."""
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A conversion: `tasks` fill `files` (sizes by name); `fixed` are each task's own headers; `finish` writes the rest."""
+
+    kind: str
+    source: ConversionSource
+    options: dict[str, Any]
+    files: dict[str, int]
+    tasks: list[Task]
+    fixed: list[tuple[Fixed, ...]]
+    finish: Callable[[Path, Mapping[str, str]], None] = field(repr=False)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all files that hold tensors."""
+        return sum(self.files.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read: a source's own, each once."""
+        return sum(part.rows * part.source.cols * part.source.dtype.itemsize for part in self._parts() if part.source)
+
+    @property
+    def largest_tensor_bytes(self) -> int:
+        """Of the tensors that are written."""
+        return max(task.nbytes for task in self.tasks)
+
+    @property
+    def block_bytes(self) -> int:
+        """What one worker holds at most of the tensors: a block as it is stored, converted, and a box cut out of it."""
+        widest = max(task.target.cols for task in self.tasks) * 4 * (FP8_BLOCK if self.options["dtype"] == FP8 else 1)
+        return 4 * max(BLOCK_BYTES, widest)
+
+    def _parts(self) -> Iterator[Part]:
+        return (part for task in self.tasks for part in task.parts)
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in GiB, in MiB below one."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:,.2f} MiB"
+
+
+def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | None) -> ConversionPlan:
+    """Write a distributed checkpoint for `layout`, each rank's chunks one after another in a file of its own.
+
+    `dtype` is a key of `DTYPES`, or None to keep the source's.
+
+    Raises:
+        LayoutError: the layout does not divide the model.
+        ModelError, CheckpointError: the source is incomplete.
+    """
+    names = source.names
+    model = read_shape("the model", str(source.companions))
+    # sequence parallelism splits no weights, and training experts under tensor parallelism needs it
+    replace(layout, sequence_parallel=layout.tp > 1).check_model(**model.layout_sizes)
+    stages = stage_of_layers(layout, names.weight_map.num_layers)
+    padded = padded_vocab(names.vocab_size, layout.tp)
+    none = empty_object()
+    ends: dict[str, int] = {_file_of(0): len(none)}
+    laid: dict[str, _KeyLayout] = {}
+    tasks, fixed = [], []
+    for rule in names.weight_map.bound_rules():
+        shape = names.shape(rule, padded)
+        rows, cols = rows_and_cols(shape)
+        parts, stored = source.param_parts(rule, rows)
+        place = names.place(rule)
+        wanted = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
+        key = laid.setdefault(place.keys[0], _KeyLayout(wanted, (*place.prefix_sizes, *shape), place.keys))
+        extents, frames, chunk_names = [], [], []
+        for chunk in chunks_of(rule, rows, cols, layout, names.weight_map, stages):
+            offsets, sizes = _box(place.prefix, shape, chunk)
+            around = frame(key.dtype, sizes)
+            file = _file_of(chunk.rank)
+            start = ends.get(file, 0) + -ends.get(file, 0) % _ALIGNMENT
+            ends[file] = start + around.length
+            key.chunks.append(StoredChunk(offsets, sizes, file, start, around.length))
+            extents.append(Extent(file, start + len(around.prefix), chunk.row, chunk.rows, chunk.col, chunk.cols))
+            frames += [(file, start, around.prefix), (file, ends[file] - len(around.suffix), around.suffix)]
+            chunk_names.append(f"{place.keys[0]}{list(offsets)}")
+        tasks.append(Task(Matrix(place.keys[0], key.dtype, rows, cols, tuple(extents)), parts, tuple(chunk_names)))
+        fixed.append(tuple(frames))
+
+    def finish(folder: Path, checksums: Mapping[str, str]) -> None:
+        with (folder / _file_of(0)).open("r+b") as file:
+            file.write(none)
+        keys = {name: StoredKey(k.dtype, k.shape, tuple(k.chunks)) for k in laid.values() for name in k.names}
+        write_metadata(folder, keys, dict.fromkeys(names.extra_states(), (_file_of(0), 0, len(none))))
+        torch.save({}, folder / COMMON)
+        config = folder / HF_SUBFOLDER
+        config.mkdir(exist_ok=True)
+        (config / "config.json").write_text(json.dumps(source.hf_config, indent=2) + "\n")
+        copy_companions(source.companions, config)
+        _write_record(folder, kind, source, options, checksums)
+
+    options = {"layout": _stated(layout), "dtype": dtype}
+    return ConversionPlan(kind, source, options, ends, tasks, fixed, finish)
+
+
+def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_bytes: int = MAX_SHARD_BYTES) -> ConversionPlan:
+    """Write a Hugging Face folder. `dtype` is a key of `DTYPES`, `FP8`, or None to keep the source's.
+
+    Raises:
+        ModelError, CheckpointError: the source is incomplete.
+    """
+    outlined = list(_hf_outputs(source, dtype))
+    shards: list[list[_Tensor]] = [[]]
+    held = 0
+    for tensor in outlined:
+        if shards[-1] and held + tensor.nbytes > max_shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.nbytes
+    files: dict[str, int] = {}
+    tasks: list[Task] = []
+    fixed: list[tuple[Fixed, ...]] = []
+    file_of: dict[str, str] = {}
+    for number, shard in enumerate(shards):
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        header, entries = header_and_entries((name, dtype, shape) for tensor in shard for name, dtype, shape in tensor.stored())
+        files[file] = len(header) + sum(entry.nbytes for entry in entries.values())
+        for tensor in shard:
+            matrices = []
+            for name, stored_dtype, shape in tensor.stored():
+                rows, cols = rows_and_cols(shape)
+                extent = Extent(file, entries[name].offset, 0, rows, 0, cols)
+                matrices.append(Matrix(name, stored_dtype, rows, cols, (extent,)))
+                file_of[name] = file
+            target = replace(matrices[0], scales=matrices[1]) if len(matrices) > 1 else matrices[0]
+            fixed.append(((file, 0, header),) if tensor is shard[0] else ())
+            tasks.append(Task(target, tensor.parts, tuple(matrix.name for matrix in matrices)))
+
+    def finish(folder: Path, checksums: Mapping[str, str]) -> None:
+        if len(shards) > 1:
+            total = sum(task.nbytes for task in tasks)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
+            (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        config = _exported_config(source.hf_config, outlined, dtype)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        copy_companions(source.companions, folder)
+        _write_record(folder, kind, source, options, checksums)
+
+    options = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+    return ConversionPlan(kind, source, options, files, tasks, fixed, finish)
+
+
+@dataclass
+class _KeyLayout:
+    """A key while its chunks are laid out."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    chunks: list[StoredChunk] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A Hugging Face tensor to write."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    def stored(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) of what the file holds for it: itself, and its scales if it is FP8."""
+        found = [(self.name, self.dtype, self.shape)]
+        if self.dtype == torch.float8_e4m3fn:
+            found.append((self.name + SCALE_SUFFIX, torch.float32, tuple(-(-size // FP8_BLOCK) for size in self.shape)))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of that."""
+        total = 0
+        for _, dtype, shape in self.stored():
+            rows, cols = rows_and_cols(shape)
+            total += rows * cols * dtype.itemsize
+        return total
+
+
+def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor]:
+    for rule in source.names.weight_map.bound_rules():
+        for name, shape, parts, stored in source.hf_parts(rule):
+            if dtype == FP8:
+                wanted = torch.float8_e4m3fn if is_linear_weight(rule) else kept_dtype(rule) or torch.bfloat16
+            else:
+                wanted = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
+            yield _Tensor(name, wanted, shape, parts)
+
+
+def _box(prefix: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, sizes) of a chunk of a parameter of this shape in its key's tensor."""
+    rest = shape[2:]
+    own_sizes = (chunk.rows, *shape[1:]) if rest else (chunk.rows, chunk.cols)
+    offsets = (*prefix, *(chunk.row, chunk.col)[: len(shape)], *(0 for _ in rest))
+    return offsets, (*(1 for _ in prefix), *own_sizes[: len(shape)])
+
+
+def _exported_config(hf_config: dict[str, Any], tensors: Iterable[_Tensor], dtype: str | None) -> dict[str, Any]:
+    """The source's config, with the dtype that most bytes have, and what says that weights are FP8."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        shown = torch.bfloat16 if tensor.dtype == torch.float8_e4m3fn else tensor.dtype
+        sizes[shown] = sizes.get(shown, 0) + tensor.nbytes
+    config = dict(hf_config)
+    if config.get("num_nextn_predict_layers"):  # layers for multi-token prediction are left out
+        config["num_nextn_predict_layers"] = 0
+    field_name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    config[field_name] = str(max(sizes, key=lambda found: sizes[found])).removeprefix("torch.")
+    return config | {"quantization_config": quantization_config()} if dtype == FP8 else config
+
+
+def _write_record(
+    folder: Path, kind: str, source: ConversionSource, options: dict[str, Any], checksums: Mapping[str, str]
+) -> None:
+    record = {"made_by": f"megarl convert {kind}", "source": str(source.path), **options, "xxh3_64": dict(checksums)}
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _stated(layout: Layout) -> dict[str, Any]:
+    return {name: value for name, value in vars(layout).items() if value != getattr(Layout(), name)}
+
+
+def _file_of(rank: int) -> str:
+    return f"__{rank}_0.distcp"

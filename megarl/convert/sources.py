@@ -1,0 +1,335 @@
+"""The two ends that a conversion reads: a Hugging Face folder and a distributed checkpoint, each as matrices by name.
+
+Both are checked whole, by headers and metadata, before anything is written. Either may be a config alone: then its matrices
+have sizes and no place, which is all that a dry run needs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megarl.checkpoint.format.dist_format import DistFolder, StoredChunk
+from megarl.checkpoint.format.naming import (
+    ModelNames,
+    default_dtype,
+    is_linear_weight,
+    is_vocabulary,
+    model_names,
+    sequence_classifier,
+    without_quantization,
+)
+from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
+from megarl.errors import CheckpointError, ModelError
+from megarl.models.hf_folder import HFFolder
+from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
+from megarl.models.registry import load_hf_config
+from megarl.models.weight_map import BoundRule, WeightMap
+from megarl.models.weight_tensors import kept_dtype
+
+HF_SUBFOLDER = "hf"
+"""Where a distributed checkpoint keeps config.json, tokenizer and the like."""
+_OUTPUT = "output_layer.weight"
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
+
+
+@dataclass(frozen=True)
+class ConversionSource(ABC):
+    """What a conversion reads. `companions` is the folder of config.json, tokenizer and the like."""
+
+    path: Path
+    hf_config: dict[str, Any]
+    names: ModelNames
+    companions: Path
+
+    @abstractmethod
+    def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
+        """The `rows` rows of a parameter as one tensor-parallel rank would hold it, and their dtype."""
+
+    @abstractmethod
+    def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
+        """(name, shape, rows, dtype) of each Hugging Face tensor that a parameter holds."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """Every file that is read."""
+
+    @abstractmethod
+    def left_out(self) -> list[str]:
+        """Names of what is stored, but no weight of the model: it is not converted."""
+
+
+@dataclass(frozen=True)
+class HFSource(ConversionSource):
+    """A Hugging Face folder."""
+
+    matrices: dict[str, Matrix]
+
+    def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
+        """See `ConversionSource`."""
+        dtype = _value_dtype(self.matrices[rule.hf_names[0]])
+        if rule.tp_axis == 1:
+            return (Part(self.matrices[rule.hf_names[0]], 0, rows),), dtype
+        pieces = rule.pieces(0, 1, rows if is_vocabulary(rule) else None)
+        return tuple(Part(self.matrices[p.hf_name] if p.hf_name else None, p.start, p.stop - p.start) for p in pieces), dtype
+
+    def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
+        """See `ConversionSource`."""
+        for name, shape in rule.hf_shapes.items():
+            matrix = self.matrices[name]
+            yield name, shape, (Part(matrix, 0, matrix.rows),), _value_dtype(matrix)
+
+    def files(self) -> list[Path]:
+        """See `ConversionSource`."""
+        names = {extent.file for matrix in self.matrices.values() for extent in matrix.extents}
+        return [self.path / name for name in sorted(names)]
+
+    def left_out(self) -> list[str]:
+        """See `ConversionSource`."""
+        known = self.names.weight_map.hf_shapes()
+        return [name for name in self.matrices if name.removesuffix(SCALE_SUFFIX) not in known]
+
+
+@dataclass(frozen=True)
+class DistSource(ConversionSource):
+    """A distributed checkpoint; `dist` is None where only its config is known. `skipped` keys are no weights of the model."""
+
+    dist: DistFolder | None = None
+    skipped: tuple[str, ...] = ()
+
+    def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
+        """See `ConversionSource`. Vocabularies may be padded otherwise than stored."""
+        matrix = self.matrix(rule)
+        kept = min(rows, self.names.vocab_size) if is_vocabulary(rule) else rows
+        padding = (Part(None, 0, rows - kept),) if rows > kept else ()
+        return (Part(matrix, 0, kept), *padding), matrix.dtype
+
+    def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
+        """See `ConversionSource`."""
+        matrix = self.matrix(rule)
+        found: dict[str, list[tuple[int, Part]]] = {name: [] for name in rule.hf_names}
+        at = 0
+        for piece in rule.pieces(0, 1):
+            rows = matrix.rows if rule.tp_axis == 1 else piece.stop - piece.start
+            if piece.hf_name is not None:
+                found[piece.hf_name].append((piece.start, Part(matrix, at, rows)))
+            at += rows
+        for name, shape in rule.hf_shapes.items():
+            parts = sorted(found[name], key=lambda item: item[0])
+            yield name, shape, tuple(part for _, part in parts), matrix.dtype
+
+    def files(self) -> list[Path]:
+        """See `ConversionSource`."""
+        if self.dist is None:
+            return []
+        names = {chunk.file for key in self.dist.keys.values() for chunk in key.chunks}
+        return [self.path / name for name in (*sorted(names), ".metadata")]
+
+    def left_out(self) -> list[str]:
+        """See `ConversionSource`."""
+        return list(self.skipped)
+
+    def matrix(self, rule: BoundRule) -> Matrix:
+        """A parameter as one tensor-parallel rank would hold it, with the padding that is stored.
+
+        Raises:
+            CheckpointError: it is missing, incomplete or of another shape than the config implies.
+        """
+        shape = self.names.shape(rule, self.names.vocab_size)
+        if self.dist is None:
+            rows, cols = rows_and_cols(shape)
+            return Matrix(rule.megatron_name, kept_dtype(rule) or default_dtype(self.hf_config), rows, cols, ())
+        place = self.names.place(rule)
+        key = next((key for key in place.keys if key in self.dist.keys), None)
+        if key is None:
+            raise CheckpointError(
+                f"'{self.path}' has no '{place.keys[0]}', which the model's config.json implies for '{rule.megatron_name}'"
+            )
+        stored, depth = self.dist.keys[key], len(place.prefix)
+        own = stored.shape[depth:]
+        fits = own[1:] == shape[1:] and (own[0] >= shape[0] if is_vocabulary(rule) else own[:1] == shape[:1])
+        if stored.shape[:depth] != place.prefix_sizes or len(own) != len(shape) or not fits:
+            raise CheckpointError(
+                f"'{key}' in '{self.path}' has shape {list(stored.shape)}, but the model's config.json implies "
+                f"{[*place.prefix_sizes, *shape]}"
+            )
+        rows, cols = rows_and_cols(own)
+        extents = tuple(self._extents(key, place.prefix, own, stored.dtype))
+        if sum(e.rows * e.cols for e in extents) != rows * cols:
+            raise CheckpointError(f"'{key}' in '{self.path}' is incomplete or has chunks that overlap, at {list(place.prefix)}")
+        return Matrix(key + (str(list(place.prefix)) if depth else ""), stored.dtype, rows, cols, extents)
+
+    def stored_chunks(self) -> Iterator[tuple[str, Matrix]]:
+        """Every chunk of the model's keys, named by its key and offsets; a key with several names under its first."""
+        assert self.dist is not None
+        for key in self.names.first_keys():
+            for chunk in self.dist.keys[key].chunks if key in self.dist.keys else ():
+                rows, cols = rows_and_cols((prod(chunk.sizes[:-1]), *chunk.sizes[-1:]))
+                extent = Extent(chunk.file, self.dist.data_offset(key, chunk), 0, rows, 0, cols)
+                yield f"{key}{list(chunk.offsets)}", Matrix(key, self.dist.keys[key].dtype, rows, cols, (extent,))
+
+    def _extents(self, key: str, prefix: tuple[int, ...], own: tuple[int, ...], dtype: torch.dtype) -> Iterator[Extent]:
+        assert self.dist is not None
+        depth = len(prefix)
+        for chunk, number in self._chunks_at.setdefault(key, self._by_prefix(key, depth)).get(prefix, ()):
+            sizes, offsets = chunk.sizes[depth:], chunk.offsets[depth:]
+            if sizes[2:] != own[2:]:
+                raise CheckpointError(f"'{key}' in '{self.path}' is split along more than its first two axes")
+            rest = prod(sizes)
+            offset = self.dist.data_offset(key, chunk) + number * rest * dtype.itemsize
+            deeper = prod(own[2:])
+            col, cols = (offsets[1] * deeper, sizes[1] * deeper) if len(sizes) > 1 else (0, 1)
+            yield Extent(chunk.file, offset, offsets[0] if offsets else 0, sizes[0] if sizes else 1, col, cols)
+
+    def _by_prefix(self, key: str, depth: int) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
+        """A key's chunks by each index of the leading axes that they hold, with its number among those."""
+        assert self.dist is not None
+        found: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
+        for chunk in self.dist.keys[key].chunks:
+            ranges = [range(o, o + s) for o, s in zip(chunk.offsets[:depth], chunk.sizes[:depth], strict=True)]
+            for number, prefix in enumerate(product(*ranges)):
+                found.setdefault(prefix, []).append((chunk, number))
+        return found
+
+    @cached_property
+    def _chunks_at(self) -> dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]]:
+        return {}
+
+
+def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
+    """A Hugging Face folder, checked against its config; with `config_only`, what its config.json implies.
+
+    Raises:
+        ModelError: the folder is damaged or incomplete, contradicts its config, or is of an unknown architecture.
+    """
+    folder = Path(path)
+    config = load_hf_config(folder)
+    plain = without_quantization(config)
+    names = model_names(plain)
+    if config_only:
+        _check_quantization(folder, config)
+        matrices = _matrices_of_config(names.weight_map, config)
+    else:
+        matrices = _matrices_of_folder(HFFolder(folder), config, names.weight_map)
+    return HFSource(folder, plain, names, folder, matrices)
+
+
+def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, config_only: bool = False) -> DistSource:
+    """A distributed checkpoint; its model is that of `hf_config_from`, of its own hf/ folder, or of its run's config.
+
+    Raises:
+        CheckpointError: it is damaged, or nothing says which model it is.
+        ModelError: the model's config cannot be used.
+    """
+    folder = Path(path)
+    dist = None if config_only else DistFolder(folder)
+    companions = folder if config_only else _config_folder(folder, hf_config_from)
+    config = without_quantization(load_hf_config(companions))
+    if dist is not None and _OUTPUT in dist.keys and dist.keys[_OUTPUT].shape[0] == 1:
+        config = sequence_classifier(config)
+    names = model_names(config)
+    skipped: tuple[str, ...] = ()
+    if dist is not None:
+        known = {key for rule in names.weight_map.bound_rules() for key in names.place(rule).keys}
+        skipped = tuple(key for key in dist.keys if key not in known)
+        unknown = next((key for key in skipped if key.startswith(_MODEL_KEYS)), None)
+        if unknown is not None:
+            raise CheckpointError(
+                f"'{unknown}' in '{folder}' has no place in the model that '{companions / 'config.json'}' describes"
+            )
+    return DistSource(folder, config, names, companions, dist, skipped)
+
+
+def _value_dtype(matrix: Matrix) -> torch.dtype:
+    return torch.bfloat16 if matrix.scales is not None else matrix.dtype
+
+
+def _matrices_of_config(weight_map: WeightMap, config: dict[str, Any]) -> dict[str, Matrix]:
+    found = {}
+    for rule in weight_map.bound_rules():
+        for name, shape in rule.hf_shapes.items():
+            rows, cols = rows_and_cols(shape)
+            found[name] = Matrix(name, kept_dtype(rule) or default_dtype(config), rows, cols, ())
+            if config.get("quantization_config") and is_linear_weight(rule):
+                scales = Matrix(name + SCALE_SUFFIX, torch.float32, -(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK), ())
+                found[name] = replace(found[name], dtype=torch.float8_e4m3fn, scales=scales)
+    return found
+
+
+def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: WeightMap) -> dict[str, Matrix]:
+    entries = folder.entries()
+    _check_quantization(folder.path, config)
+    scales = {name for name in entries if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in entries}
+    folder.check(weight_map, ignore=scales)
+    found: dict[str, Matrix] = {}
+    for name, (file, entry) in entries.items():
+        rows, cols = rows_and_cols(entry.shape)
+        found[name] = Matrix(name, entry.dtype, rows, cols, (Extent(file, entry.offset, 0, rows, 0, cols),))
+    for name in scales:
+        weight, of_blocks = found[name.removesuffix(SCALE_SUFFIX)], found[name]
+        expected = (-(-weight.rows // FP8_BLOCK), -(-weight.cols // FP8_BLOCK))
+        if (of_blocks.rows, of_blocks.cols) != expected or of_blocks.dtype != torch.float32:
+            raise ModelError(
+                f"tensor '{name}' in '{folder.path}' is {of_blocks.dtype} {[of_blocks.rows, of_blocks.cols]}, but blocks of "
+                f"{FP8_BLOCK} x {FP8_BLOCK} need torch.float32 {list(expected)}"
+            )
+        found[weight.name] = replace(weight, scales=of_blocks)
+    for name, matrix in found.items():
+        if matrix.dtype.itemsize == 1 and matrix.scales is None:
+            raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
+    return found
+
+
+def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
+    quantization = config.get("quantization_config") or {}
+    if not quantization:
+        return
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or list(block or ()) != [FP8_BLOCK, FP8_BLOCK]:
+        raise ModelError(
+            f"config.json in '{folder}': quantization_config says {method!r} with weight_block_size {block!r}, but it may "
+            f"only be 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]"
+        )
+
+
+def _config_folder(folder: Path, named: str | Path | None) -> Path:
+    if named is not None:
+        return Path(named)
+    own = folder / HF_SUBFOLDER
+    if (own / "config.json").is_file():
+        return own
+    found = _config_folder_of_run(folder)
+    if found is None:
+        raise CheckpointError(
+            f"nothing says which model '{folder}' is: it has no {HF_SUBFOLDER}/config.json and is in no run's folder; name a "
+            "Hugging Face folder with --hf-config"
+        )
+    return found
+
+
+def _config_folder_of_run(folder: Path) -> Path | None:
+    """The model folder that a run's config names for the role whose checkpoint this is (`<run>/checkpoints/step_N/<role>`)."""
+    run = folder.resolve().parents[2] if len(folder.resolve().parents) > 2 else None
+    if run is None or not (run / "config.yaml").is_file():
+        return None
+    config = yaml.safe_load((run / "config.yaml").read_text()) or {}
+    of_role = {"reference": ("reference", "path"), "critic": ("critic", "init_from"), "reward_model": ("reward_model", "path")}
+    section, field = of_role.get(folder.resolve().name, ("model", "path"))
+    named = (config.get(section) or {}).get(field) or (config.get("model") or {}).get("path")
+    if named is None:
+        return None
+    if not (Path(named) / "config.json").is_file():
+        raise CheckpointError(
+            f"'{folder}' belongs to a run that started from '{named}' ({run / 'config.yaml'}), which is no model folder here; "
+            "name one with --hf-config"
+        )
+    return Path(named)

@@ -1,0 +1,234 @@
+"""Which data-parallel rank computes what, in which micro-batches. Pure arithmetic on lengths.
+
+A *unit* is a prompt with the responses to it; what a rank computes of it at once is a *piece*, and each piece computes
+the prompt once. Invariants of a plan, whatever the input:
+
+1. Every response of every unit is in exactly one piece; a micro-batch holds at most one piece of a unit.
+2. Every rank has the same number of micro-batches, at least one, and none is empty.
+3. A micro-batch above `max_tokens` holds a single response. The one exception: invariant 2 can ask for more micro-batches
+   than there are responses (three responses that need one each, on two ranks). Only then, that is only if one more
+   micro-batch on every rank would take more than all responses, the smallest micro-batches are joined.
+4. No rank costs more than the mean rank plus the most expensive unit.
+5. The same input gives the same plan.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+UnitPart = tuple[int, tuple[int, ...]]
+"""Unit index, and the places of its responses in ascending order."""
+Assignment = list[list[list[UnitPart]]]
+"""For each data-parallel rank its micro-batches, each a list of pieces."""
+
+_IMBALANCE = 0.05
+"""Units are split while the most expensive rank is this much above the mean and splitting helps."""
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Lengths of a unit in tokens."""
+
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+
+
+class CostModel(Protocol):
+    """What a piece costs, in any unit: `models/flops.FlopsModel` in operations."""
+
+    def cost(self, prompt_tokens: int, response_tokens: Sequence[int]) -> int:
+        """A prompt computed once with responses that each attend to it and to themselves."""
+
+
+def plan_micro_batches(
+    units: Sequence[UnitSize], *, ranks: int, max_tokens: int, flops: CostModel, whole_units: bool = False
+) -> Assignment:
+    """Share `units` among `ranks` in micro-batches of at most `max_tokens`, with the invariants at the top of this file.
+
+    With `whole_units` each unit counts as one response: it is never split, and may stand alone above `max_tokens`.
+
+    Raises:
+        ValueError: there are fewer responses than ranks, or a unit has none.
+    """
+    if whole_units:
+        joined = [UnitSize(unit.prompt_tokens, (sum(unit.response_tokens),)) for unit in units]
+        plan = plan_micro_batches(joined, ranks=ranks, max_tokens=max_tokens, flops=flops)
+        return [[[(u, tuple(range(len(units[u].response_tokens)))) for u, _ in pieces] for pieces in share] for share in plan]
+    responses = sum(len(unit.response_tokens) for unit in units)
+    if any(not unit.response_tokens for unit in units):
+        raise ValueError("a unit has no responses")
+    if responses < ranks:
+        raise ValueError(f"{responses} responses cannot be shared among {ranks} data-parallel ranks")
+    planner = _Planner(units, max_tokens, flops)
+    shares = planner.balance(planner.fitting_pieces(), ranks)
+    bins = [planner.fill(share) for share in shares]
+    target = min(max(len(share) for share in bins), responses // ranks)
+    planner.reach_count(bins, target)
+    return [[sorted(micro_batch) for micro_batch in share] for share in bins]
+
+
+class _Planner:
+    """The sizes of one planning problem, and the steps that solve it."""
+
+    def __init__(self, units: Sequence[UnitSize], max_tokens: int, flops: CostModel) -> None:
+        self.units, self.max_tokens, self.flops = units, max_tokens, flops
+        self._costs: dict[UnitPart, int] = {}
+
+    def cost(self, pieces: Sequence[UnitPart]) -> int:
+        for piece in pieces:
+            if piece not in self._costs:
+                self._costs[piece] = self.flops.cost(self.units[piece[0]].prompt_tokens, self._lengths(piece))
+        return sum(self._costs[piece] for piece in pieces)
+
+    def tokens(self, pieces: Sequence[UnitPart]) -> int:
+        return sum(self.units[piece[0]].prompt_tokens + sum(self._lengths(piece)) for piece in pieces)
+
+    def _lengths(self, piece: UnitPart) -> list[int]:
+        return [self.units[piece[0]].response_tokens[place] for place in piece[1]]
+
+    def fitting_pieces(self) -> list[UnitPart]:
+        """Whole units where they fit into a micro-batch, else as few parts of them as fit (first fit, longest first)."""
+        pieces: list[UnitPart] = []
+        for number, unit in enumerate(self.units):
+            groups: list[UnitPart] = []
+            for place in sorted(range(len(unit.response_tokens)), key=lambda at: (-unit.response_tokens[at], at)):
+                self._put((number, (place,)), groups)
+            pieces.extend(groups)
+        return pieces
+
+    def _put(self, piece: UnitPart, groups: list[UnitPart]) -> None:
+        for at, group in enumerate(groups):
+            joined = _join(group, piece)
+            if self.tokens([joined]) <= self.max_tokens:
+                groups[at] = joined
+                return
+        groups.append(piece)
+
+    def balance(self, pieces: list[UnitPart], ranks: int) -> list[list[UnitPart]]:
+        """Share pieces among ranks, splitting those of the most expensive rank while that makes it cheaper."""
+        while len(pieces) < ranks:
+            pieces = self._split_one(pieces, pieces)
+        shares = self._assign(pieces, ranks)
+        while True:
+            costs = [self.cost(share) for share in shares]
+            highest = max(costs)
+            heaviest = shares[costs.index(highest)]
+            if highest * ranks <= (1 + _IMBALANCE) * sum(costs) or all(len(piece[1]) == 1 for piece in heaviest):
+                return shares
+            pieces = self._split_one([piece for share in shares for piece in share], heaviest)
+            finer = self._assign(pieces, ranks)
+            if max(self.cost(share) for share in finer) >= highest:
+                return shares
+            shares = finer
+
+    def _split_one(self, pieces: list[UnitPart], among: Sequence[UnitPart]) -> list[UnitPart]:
+        """`pieces` with the most expensive splittable one of `among` cut in two."""
+        chosen = max((piece for piece in among if len(piece[1]) > 1), key=lambda piece: (self.cost([piece]), piece))
+        return [piece for piece in pieces if piece != chosen] + self._halves(chosen)
+
+    def _halves(self, piece: UnitPart) -> list[UnitPart]:
+        halves: list[list[int]] = [[], []]
+        lengths = self.units[piece[0]].response_tokens
+        sums = [0, 0]
+        for place in sorted(piece[1], key=lambda at: (-lengths[at], at)):
+            side = min((0, 1), key=lambda half: (sums[half], len(halves[half])))
+            halves[side].append(place)
+            sums[side] += lengths[place]
+        return [(piece[0], tuple(sorted(half))) for half in halves]
+
+    def _assign(self, pieces: Sequence[UnitPart], ranks: int) -> list[list[UnitPart]]:
+        """Longest processing time first: the next most expensive piece goes to the cheapest rank."""
+        heap = [(0, 0, rank) for rank in range(ranks)]
+        shares: list[list[UnitPart]] = [[] for _ in range(ranks)]
+        for piece in sorted(pieces, key=lambda piece: (-self.cost([piece]), piece)):
+            load, count, rank = heapq.heappop(heap)
+            shares[rank].append(piece)
+            heapq.heappush(heap, (load + self.cost([piece]), count + 1, rank))
+        return [self._rejoin(share) for share in shares]
+
+    def _rejoin(self, share: list[UnitPart]) -> list[UnitPart]:
+        """Parts of one unit that met on one rank become one piece again where that fits."""
+        by_unit: dict[int, list[UnitPart]] = {}
+        for piece in share:
+            self._put(piece, by_unit.setdefault(piece[0], []))
+        return [piece for pieces in by_unit.values() for piece in pieces]
+
+    def fill(self, share: Sequence[UnitPart]) -> list[list[UnitPart]]:
+        """Micro-batches of one rank: first fit, most tokens first."""
+        bins: list[list[UnitPart]] = []
+        for piece in sorted(share, key=lambda piece: (-self.tokens([piece]), piece)):
+            for micro_batch in bins:
+                if self.tokens(_with(micro_batch, piece)) <= self.max_tokens:
+                    micro_batch[:] = _with(micro_batch, piece)
+                    break
+            else:
+                bins.append([piece])
+        return bins
+
+    def reach_count(self, bins: list[list[list[UnitPart]]], target: int) -> None:
+        """Give every rank exactly `target` micro-batches; `target * ranks` is at most the number of responses."""
+        for share in bins:
+            while len(share) > target:
+                self._remove_one(share, bins, target)
+        for share in bins:
+            while len(share) < target:
+                if not self._divide(share):
+                    share.append([self._take_cheapest(bins)])
+
+    def _remove_one(self, share: list[list[UnitPart]], bins: list[list[list[UnitPart]]], target: int) -> None:
+        """Hand a micro-batch to a rank that has too few, else join the two that make the smallest."""
+        share.sort(key=self.tokens)
+        needy = [other for other in bins if len(other) < target]
+        if needy:
+            min(needy, key=lambda other: sum(map(self.cost, other))).append(share.pop(0))
+        else:
+            first, second = share.pop(0), share.pop(0)
+            for piece in second:
+                first = _with(first, piece)
+            share.append(first)
+
+    def _divide(self, share: list[list[UnitPart]]) -> bool:
+        """Cut the most expensive micro-batch that can be cut: between its pieces, else inside its only piece."""
+        several = [micro_batch for micro_batch in share if len(micro_batch) > 1]
+        wide = [micro_batch for micro_batch in share if len(micro_batch[0][1]) > 1]
+        if not several and not wide:
+            return False
+        micro_batch = max(several or wide, key=lambda pieces: (self.cost(pieces), pieces))
+        share.remove(micro_batch)
+        if len(micro_batch) == 1:
+            share.extend([piece] for piece in self._halves(micro_batch[0]))
+        else:
+            share.extend(self._assign(micro_batch, 2))
+        return True
+
+    def _take_cheapest(self, bins: list[list[list[UnitPart]]]) -> UnitPart:
+        """Take the cheapest response out of a micro-batch that keeps at least one; the most expensive rank gives first."""
+        for share in sorted(bins, key=lambda share: -sum(map(self.cost, share))):
+            candidates = [
+                (self.cost([(piece[0], (place,))]), piece, place, micro_batch)
+                for micro_batch in share
+                for piece in micro_batch
+                for place in piece[1]
+                if len(micro_batch) > 1 or len(piece[1]) > 1
+            ]
+            if candidates:
+                _, piece, place, micro_batch = min(candidates, key=lambda candidate: candidate[:3])
+                micro_batch.remove(piece)
+                rest = tuple(other for other in piece[1] if other != place)
+                if rest:
+                    micro_batch.append((piece[0], rest))
+                return piece[0], (place,)
+        raise AssertionError("there are at least as many responses as micro-batches")
+
+
+def _join(first: UnitPart, second: UnitPart) -> UnitPart:
+    return first[0], tuple(sorted(first[1] + second[1]))
+
+
+def _with(micro_batch: Sequence[UnitPart], piece: UnitPart) -> list[UnitPart]:
+    """`micro_batch` and `piece`, as one piece where it already holds a part of the same unit."""
+    same = [other for other in micro_batch if other[0] == piece[0]]
+    return [other for other in micro_batch if other[0] != piece[0]] + [_join(same[0], piece) if same else piece]

@@ -1,0 +1,135 @@
+"""A role (policy, reference, critic, reward model) on this rank: its model, optimizer and weights.
+
+Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()` and torch.distributed come first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.megatron.build import build_model
+from megarl.megatron.optimizer import build_optimizer
+from megarl.megatron.optimizer_state import load_moments, owned_boxes, sharded_moments, step_of
+from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
+from megarl.megatron.shards import Shards, shards_of
+from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
+from megarl.megatron.update_guard import WatchedLoss, refusal
+from megarl.megatron.weights import Quantiser, export_weights, load_weights
+from megarl.models.hf_folder import HFFolder
+from megarl.models.registry import architecture_for
+from megarl.platform.deterministic import make_deterministic
+
+
+class RankModel:
+    """One model under one layout. Without `optimizer` it only answers `forward`."""
+
+    def __init__(self, options: ModelOptions, optimizer: OptimizerOptions | None = None) -> None:
+        self.options, self.progress = options, PassProgress()
+        if options.deterministic:
+            make_deterministic()
+        folder = HFFolder(options.path)
+        self.weight_map = architecture_for(folder.config).weight_map(folder.config)
+        self.chunks = build_model(options, folder)
+        load_weights(self.chunks, options, folder, self.weight_map)
+        self.optimizer: Any = None
+        if optimizer is not None:
+            self.skip_rules = optimizer.skip_rules
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank's results speak for its data-parallel replica: last stage, first tensor and context rank."""
+        return (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_context_parallel_rank() == 0
+        )
+
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], *, position: ScorePosition = ScorePosition.NEXT
+    ) -> dict[int, Tensor]:
+        """`{response index: float32 [L, C]}` on reporting ranks (see `step.forward`), else empty."""
+        for chunk in self.chunks:
+            chunk.eval()
+        results = forward(self.chunks, self.options, micro_batches, position=position, progress=self.progress)
+        return results if self.reports else {}
+
+    def update(
+        self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
+    ) -> dict[str, float]:
+        """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
+
+        It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so.
+
+        Returns metric sums of this rank on reporting ranks; `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+        watched = WatchedLoss(loss_function)
+        totals = forward_backward(self.chunks, self.options, micro_batches, watched, position=position, progress=self.progress)
+        metrics = totals if self.reports else {}
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())
+        refused = refusal(metrics, grad_norm, loss_is_finite=watched.is_finite, rules=self.skip_rules)
+        if not refused["skipped"]:
+            self.scheduler.step(1)
+            self.optimizer.step()
+        if torch.distributed.get_rank() == 0:
+            metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
+        return metrics
+
+    def copy_weights_from(self, other: RankModel) -> None:
+        """Take over the weights of a role with the same layout and head. The optimizer, if any, is not touched."""
+        with torch.no_grad():
+            for mine, theirs in zip(self.chunks, other.chunks, strict=True):
+                for target, source in zip(mine.parameters(), theirs.parameters(), strict=True):
+                    target.copy_(source)
+
+    def export(self, quantiser: Quantiser | None = None, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
+        return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas)
+
+    def shards(self) -> Shards:
+        """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""
+        state: dict[str, Any] = self._models()
+        if self.optimizer is None:
+            return shards_of(state, [])
+        owned = owned_boxes(self.optimizer, state)
+        state |= {"moments": {"step": step_of(self.optimizer)}, "scheduler": self.scheduler.state_dict()}
+        state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
+        return shards_of(state, owned)
+
+    def load(self, folder: str) -> None:
+        """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers)."""
+        saved = dist_checkpointing.load_common_state_dict(folder)
+        is_same_layout = saved.get("layout") == asdict(self.options.layout)
+        state: dict[str, Any] = self._models()
+        if self.optimizer is not None:
+            has_masters = any(key.startswith("optimizer.param.") for key in dist_checkpointing.load_tensors_metadata(folder))
+            state["moments"] = sharded_moments(self.optimizer, dict(state), has_masters=has_masters)
+            state["scheduler"] = self.scheduler.state_dict()
+            if is_same_layout:
+                state["rng"] = sharded_rng_state()
+        state = dist_checkpointing.load(state, folder)
+        for number, chunk in enumerate(self.chunks):
+            unwrap_model(chunk).load_state_dict(state[f"model{number}"], strict=True)
+        if self.optimizer is not None:
+            load_moments(self.optimizer, self.chunks, state["moments"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            if is_same_layout:
+                restore_rng_state(state["rng"])
+            else:
+                reseed(saved.get("seed", 0), self.scheduler.num_steps)
+
+    def _models(self) -> dict[str, Any]:
+        """The sharded state of each of this rank's pipeline chunks."""
+        return {f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(self.chunks)}

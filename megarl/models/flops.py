@@ -1,0 +1,86 @@
+"""What a decoder computes: multiply-adds of its matrices, operations of a forward pass, operations of an update.
+
+Of any model that `shape.py` describes: dense, with experts, with latent attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.models.shape import ModelShape
+
+PASSES = 3
+"""A backward pass takes twice the operations of a forward pass. What is recomputed in it is not counted."""
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """Floating-point operations of one forward pass (a backward pass is twice that, so shares stay the same).
+
+    `per_token`: all layers' matrices, per token. `per_logit_row`: the output head, computed for response tokens only.
+    `per_pair`: attention scores and values of all layers, per pair of a token and one it attends to.
+    """
+
+    per_token: int
+    per_logit_row: int
+    per_pair: int
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> FlopsModel:
+        """Of a model; experts count as many as a token uses."""
+        per_token, per_pair = _attention_products(shape)
+        return cls(
+            per_token=2 * (shape.layers * per_token + _mlp_products(shape)),
+            per_logit_row=2 * shape.hidden * shape.vocab,
+            per_pair=2 * shape.layers * per_pair,
+        )
+
+    def cost(self, prompt_tokens: int, response_tokens: Sequence[int]) -> int:
+        """Operations of a prompt computed once with responses that each attend to it and to themselves."""
+        total = sum(response_tokens)
+        pairs = _pairs(prompt_tokens) + sum(prompt_tokens * r + _pairs(r) for r in response_tokens)
+        return self.per_token * (prompt_tokens + total) + self.per_logit_row * total + self.per_pair * pairs
+
+
+def update_flops(
+    flops: FlopsModel, micro_batches: Sequence[MicroBatch], *, shared_prompts: bool, position: ScorePosition, logits: bool
+) -> int:
+    """Floating-point operations of an update on `micro_batches`, whoever computes them.
+
+    Counted are the tokens that are fed (a response's last token only where scores are taken at tokens), the pairs of a token
+    and one it attends to, and, with `logits`, the output rows of scored tokens. Without `shared_prompts` each response has its
+    prompt to itself.
+    """
+    total = 0
+    for unit in (unit for micro_batch in micro_batches for unit in micro_batch):
+        fed = [len(response.token_ids) - (position is ScorePosition.NEXT) for response in unit.responses]
+        prompt = len(unit.prompt_ids)
+        own = [fed] if shared_prompts else [[length] for length in fed]
+        total += sum(flops.cost(prompt, lengths) - flops.per_logit_row * sum(lengths) for lengths in own)
+        if logits:
+            total += flops.per_logit_row * sum(int(response.mask.sum()) for response in unit.responses)
+    return PASSES * total
+
+
+def _attention_products(shape: ModelShape) -> tuple[int, int]:
+    """Multiply-adds of one layer's attention: (per token in its matrices, per pair of a token and one it attends to)."""
+    hidden, heads = shape.hidden, shape.heads
+    if shape.latent is None:
+        return hidden * shape.head_dim * 2 * (heads + shape.kv_heads), 2 * heads * shape.head_dim
+    latent, value = shape.latent, shape.value_dim
+    of_queries = latent.query * (hidden + shape.query) if latent.query else hidden * shape.query
+    of_keys_and_values = hidden * (latent.key_value + latent.rope) + latent.key_value * heads * (latent.nope + value)
+    return of_queries + of_keys_and_values + heads * value * hidden, heads * (shape.head_dim + value)
+
+
+def _mlp_products(shape: ModelShape) -> int:
+    """Multiply-adds per token of all layers' gated MLPs, and of the routers and experts that a token uses."""
+    hidden, with_experts = shape.hidden, len(shape.expert_layers)
+    of_experts = hidden * shape.experts + 3 * hidden * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
+    return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
+
+
+def _pairs(length: int) -> int:
+    return length * (length + 1) // 2

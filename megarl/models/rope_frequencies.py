@@ -1,0 +1,36 @@
+"""The frequencies of rotary embeddings, as transformers computes them.
+
+megatron-core's own scaling of Llama 3 has three of its parameters built in, so the model's rotary embedding is given the
+frequencies computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.rope import Llama3Scaling, Rope
+
+
+def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
+    """The angle per position of each pair of a head's dimensions, float32 `[head_dim / 2]`.
+
+    Raises:
+        ModelError: the rotary embedding cannot be represented, or a parameter is missing or makes no sense.
+    """
+    rope = Rope.from_hf(hf_config)
+    frequencies = 1.0 / (rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "linear":
+        return frequencies / rope.number("factor", least=1.0)
+    if rope.kind == "llama3":
+        return _llama3(frequencies, Llama3Scaling.of(rope))
+    return frequencies
+
+
+def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    share_kept = ((scaling.positions / wavelengths - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies

@@ -1,0 +1,135 @@
+"""The sizes of a model that memory and time follow from, read from its Hugging Face config."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.weight_map import WeightMap
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek): widths of the latents and of a head's parts. `query` None: no latent."""
+
+    query: int | None
+    key_value: int
+    nope: int
+    rope: int
+
+
+@dataclass(frozen=True, eq=False)
+class ModelShape:
+    """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
+
+    `expert_layers` have `experts` of width `expert_ffn`, of which a token uses `top_k`, and a shared one of `shared_ffn`.
+    """
+
+    config: dict[str, Any]
+    weight_map: WeightMap
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    ffn: int
+    vocab: int
+    head_norms: bool
+    latent: Latent | None
+    experts: int
+    top_k: int
+    expert_ffn: int
+    shared_ffn: int
+    expert_layers: frozenset[int]
+
+    @property
+    def query(self) -> int:
+        """Width of all heads' queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of all heads' keys, as they are kept: one head for a group of queries."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_width(self) -> int:
+        """Width of what all heads give together, which the output projection takes."""
+        return self.heads * self.value_dim
+
+    @property
+    def divided_ffn(self) -> int | None:
+        """What tensor parallelism must divide of the feed-forward layers outside experts: the dense layers' width and that of
+        the shared experts. None: there are neither."""
+        widths = [self.ffn] if len(self.expert_layers) < self.layers else []
+        widths += [self.shared_ffn] if self.shared_ffn else []
+        return math.gcd(*widths) if widths else None
+
+    @property
+    def layout_sizes(self) -> dict[str, Any]:
+        """What `Layout.check_model` takes."""
+        return {
+            "num_layers": self.layers,
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+            "ffn_size": self.divided_ffn,
+            "num_experts": self.experts or None,
+            "expert_ffn_size": self.expert_ffn or None,
+        }
+
+    @property
+    def cached(self) -> int:
+        """Numbers that one layer's KV cache has for a token, on all ranks together but for replicas."""
+        return self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value
+
+    @classmethod
+    def read(cls, folder: str | Path) -> ModelShape:
+        """The model of a Hugging Face folder; `config.json` is all that is read.
+
+        Raises:
+            ModelError: the config is missing, of an unknown architecture, or contradicts itself.
+        """
+        return _read(str(Path(folder).absolute()))
+
+
+@cache
+def _read(folder: str) -> ModelShape:
+    return shape_of({key: value for key, value in load_hf_config(folder).items() if key != "quantization_config"})
+
+
+def shape_of(hf_config: dict[str, Any]) -> ModelShape:
+    """The shape of a Hugging Face config, whose weights may not be quantised."""
+    architecture = architecture_for(hf_config)
+    sizes = architecture.transformer_config_kwargs(hf_config)
+    layers, heads = sizes["num_layers"], sizes["num_attention_heads"]
+    latent, head_dim = None, sizes["kv_channels"]
+    if sizes.get("multi_latent_attention"):
+        latent = Latent(sizes["q_lora_rank"], sizes["kv_lora_rank"], sizes["qk_head_dim"], sizes["qk_pos_emb_head_dim"])
+        head_dim = latent.nope + latent.rope
+    frequency = sizes.get("moe_layer_freq", 1)
+    has_experts = [bool(n) for n in frequency] if isinstance(frequency, list) else [True] * layers
+    experts = sizes.get("num_moe_experts") or 0
+    return ModelShape(
+        config=hf_config,
+        weight_map=architecture.weight_map(hf_config),
+        layers=layers,
+        hidden=sizes["hidden_size"],
+        heads=heads,
+        kv_heads=heads if latent else sizes["num_query_groups"],
+        head_dim=head_dim,
+        value_dim=sizes["v_head_dim"] if latent else head_dim,
+        ffn=sizes["ffn_hidden_size"],
+        vocab=int(architecture.gpt_kwargs(hf_config)["vocab_size"]),
+        head_norms=bool(sizes["qk_layernorm"]) and latent is None,
+        latent=latent,
+        experts=experts,
+        top_k=sizes.get("moe_router_topk") or 0,
+        expert_ffn=sizes.get("moe_ffn_hidden_size") or 0,
+        shared_ffn=sizes.get("moe_shared_expert_intermediate_size") or 0,
+        expert_layers=frozenset(n for n in range(layers) if experts and has_experts[n]),
+    )

@@ -1,0 +1,46 @@
+"""A transformers model's tensors under the names that a checkpoint on the hub gives them.
+
+transformers holds all experts of a layer in one parameter, calls every feed-forward block `mlp` and keeps DeepSeek's expert
+bias as a buffer; on the hub every expert has tensors of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megarl.models.architecture import HubNames
+from megarl.models.registry import architectures
+
+
+def hub_tensors(model: Any) -> dict[str, Tensor]:
+    """Hub name -> view, so that writing to it writes to `model`: parameters and the buffers that a checkpoint holds.
+
+    A tied output layer appears once, as the embeddings.
+    """
+    own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {
+        hub_name: view
+        for name, tensor in model.state_dict().items()
+        if name in own
+        for hub_name, view in _as_on_the_hub(name, tensor, model.config.model_type)
+    }
+
+
+def _as_on_the_hub(name: str, tensor: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
+    """A tensor's hub names and parts: fused experts `[E, 2F, H]` (gate over up) and `[E, H, F]` (down) come one by one."""
+    hub = next((family.hub for family in architectures() if family.name == model_type), HubNames())
+    name = name.replace(".mlp.", f".{hub.block}.")
+    gate, up, down = hub.expert
+    prefix, _, part = name.rpartition(".experts.")
+    if part == "gate_up_proj":
+        for expert, rows in enumerate(tensor):
+            for projection, half in zip((gate, up), rows.chunk(2), strict=True):
+                yield f"{prefix}.experts.{expert}.{projection}.weight", half
+    elif part == "down_proj":
+        for expert, rows in enumerate(tensor):
+            yield f"{prefix}.experts.{expert}.{down}.weight", rows
+    else:
+        yield name, tensor

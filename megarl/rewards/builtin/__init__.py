@@ -1,0 +1,1 @@
+"""The rewards that megarl brings, one file for each name in the config."""

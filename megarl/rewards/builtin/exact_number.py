@@ -1,0 +1,64 @@
+"""`exact_number`: 1 if the last number of the response equals the gold number exactly, else 0.
+
+Numbers are fractions, never floats: 0.1 is one tenth, 2.50 equals 5/2, and 1/3 does not equal 0.333.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rewards.scorer import Verdict, gold_answer
+
+# A sign belongs to a number unless it follows something that is subtracted from: in "5-3" the last number is 3.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)\]}.])[-+]\$?)?"
+    r"(?P<value>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"
+    r"(?P<exponent>[eE][-+]?\d{1,3}(?![\w.]))?"
+    r"(?:/(?P<divisor>\d+))?",
+    re.ASCII,
+)
+
+
+class ExactNumber:
+    """The verifier over rows whose gold answer is a number, or text that ends in `#### number`."""
+
+    def __init__(self, answer_key: str) -> None:
+        self.answer_key = answer_key
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """1.0 or 0.0, or None where the gold answer is no number."""
+        return [self._judge(sample) for sample in samples]
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        gold_answer(prompt, self.answer_key, "exact_number")
+
+    def _judge(self, sample: Sample) -> Verdict:
+        gold = gold_number(gold_answer(sample, self.answer_key, "exact_number"))
+        return None if gold is None else float(last_number(sample.response_text) == gold)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number written in `text`: thousands commas, decimals, exponents and `a/b` count; None if there is none."""
+    matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
+    return _value(matches[-1]) if matches else None
+
+
+def gold_number(gold: Any) -> Fraction | None:
+    """The number that `gold` is, or that follows its last `####`; None if that is not exactly one number."""
+    text = str(gold).rpartition("####")[2].strip().replace("\N{MINUS SIGN}", "-").removeprefix("$")
+    match = _NUMBER.fullmatch(text)
+    return _value(match) if match else None
+
+
+def _value(match: re.Match[str]) -> Fraction | None:
+    try:
+        value = Fraction(match["value"].replace(",", "") + (match["exponent"] or ""))
+        value /= int(match["divisor"] or 1)
+    except (ValueError, ZeroDivisionError):  # more digits than Python converts, or a zero below the line
+        return None
+    return -value if (match["sign"] or "").startswith("-") else value

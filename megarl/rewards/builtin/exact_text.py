@@ -1,0 +1,51 @@
+"""`exact_text`: 1 if the answer is the gold text after both are normalised, else 0.
+
+The answer is the text of the last `<answer>...</answer>`, or else the whole response. Normalised: Unicode NFKC, case folded,
+white space collapsed, and quotes and punctuation at both ends removed.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rewards.builtin.reasoning_gym import extract_answer
+from megarl.rewards.scorer import Verdict, gold_answer
+
+_AROUND = " \t\n.,;:!?\"'`*_“”‘’"
+
+
+class ExactText:
+    """The verifier over rows whose gold answer is a text, or a list of texts of which any is right."""
+
+    def __init__(self, answer_key: str, *, case_sensitive: bool = False) -> None:
+        """`case_sensitive`: do not fold case."""
+        self.answer_key, self.case_sensitive = answer_key, case_sensitive
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """1.0 or 0.0, or None where the gold answer is empty."""
+        return [self._judge(sample) for sample in samples]
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        gold_answer(prompt, self.answer_key, "exact_text")
+
+    def _judge(self, sample: Sample) -> Verdict:
+        golds = gold_texts(sample, self.answer_key, "exact_text", case_sensitive=self.case_sensitive)
+        answer = normalised(extract_answer(sample.response_text), case_sensitive=self.case_sensitive)
+        return float(answer in golds) if golds else None
+
+
+def normalised(text: str, *, case_sensitive: bool) -> str:
+    """`text` in the form that is compared."""
+    text = " ".join(unicodedata.normalize("NFKC", text).split()).strip(_AROUND)
+    return text if case_sensitive else text.casefold()
+
+
+def gold_texts(sample: Sample, answer_key: str, reward: str, *, case_sensitive: bool) -> list[str]:
+    """The normalised gold texts of a row that are not empty; a gold of null has none."""
+    gold = gold_answer(sample, answer_key, reward)
+    texts = gold if isinstance(gold, list | tuple) else [gold]
+    found = [normalised(str(text), case_sensitive=case_sensitive) for text in texts if text is not None]
+    return [text for text in found if text]

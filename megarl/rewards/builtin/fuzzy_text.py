@@ -1,0 +1,46 @@
+"""`fuzzy_text`: how alike the answer and the gold text are after both are normalised as for `exact_text`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards.builtin.exact_text import gold_texts, normalised
+from megarl.rewards.builtin.reasoning_gym import extract_answer
+from megarl.rewards.sandbox.judge_pool import ChildPool, Question
+from megarl.rewards.scorer import Verdict, gold_answer
+
+
+class FuzzyText:
+    """Graded by difflib's ratio: twice the matching characters over all characters, between 0 and 1."""
+
+    def __init__(
+        self, answer_key: str, *, threshold: float | None = None, case_sensitive: bool = False, timeout_s: float = 5.0
+    ) -> None:
+        """With a `threshold` the reward is 1 from that ratio on, else 0; without, it is the ratio itself.
+
+        `timeout_s` is given to one comparison, which may be slow for long texts; one that takes longer is not judged.
+
+        Raises:
+            RewardError: the threshold is not above 0 and at most 1.
+        """
+        if threshold is not None and not 0 < threshold <= 1:
+            raise RewardError(f"reward 'fuzzy_text': threshold is {threshold}; it must be above 0 and at most 1")
+        self.answer_key, self.threshold, self.case_sensitive = answer_key, threshold, case_sensitive
+        self._children = ChildPool("fuzzy_text", timeout_s)
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """The best ratio with any gold text, or None where there is none or comparing took too long."""
+        ratios = self._children.judge([self._question(sample) for sample in samples], until)
+        if self.threshold is None:
+            return ratios
+        return [None if ratio is None else float(ratio >= self.threshold) for ratio in ratios]
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        gold_answer(prompt, self.answer_key, "fuzzy_text")
+
+    def _question(self, sample: Sample) -> Question:
+        golds = gold_texts(sample, self.answer_key, "fuzzy_text", case_sensitive=self.case_sensitive)
+        return (golds,), normalised(extract_answer(sample.response_text), case_sensitive=self.case_sensitive)

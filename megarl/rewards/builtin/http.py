@@ -1,0 +1,106 @@
+"""`http`: rewards that a server gives, in the protocol of OpenRLHF's remote reward models (docs/methods.md#http-rewards).
+
+`POST {"query": [str], "prompts": [str], "labels": [str]}` is answered by `{"rewards": [float], ...}`, with a query being
+prompt and response. `scores` and `extra_logs` of an answer are not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards.http_post import Endpoint, post, token_headers
+from megarl.rewards.scorer import gold_answer
+
+
+class HttpReward:
+    """The client; a server that gives no reward ends as an error that names its URL and what it answered."""
+
+    def __init__(
+        self,
+        answer_key: str,
+        *,
+        url: str,
+        timeout_s: float = 60.0,
+        retries: int = 3,
+        backoff_s: float = 0.5,
+        batch_size: int = 64,
+        concurrency: int = 8,
+        labels: bool = True,
+        token_env: str | None = None,
+    ) -> None:
+        """Args:
+            answer_key: key of the gold answer in a row, which is sent as label.
+            url: the whole address that is posted to.
+            timeout_s: seconds of one try.
+            retries: further tries of a request that failed.
+            backoff_s: seconds before the first of them, doubled before each other one.
+            batch_size: samples in one request.
+            concurrency: requests at the same time.
+            labels: send gold answers; if false, labels are empty texts and rows need no answer.
+            token_env: environment variable that holds the token sent as bearer; null: none is sent.
+
+        Raises:
+            RewardError: an argument is out of range, or the variable is not set.
+        """
+        if batch_size < 1 or concurrency < 1:
+            raise RewardError(f"reward 'http': batch_size is {batch_size} and concurrency {concurrency}; both must be above 0")
+        self.answer_key, self.labels = answer_key, labels
+        self.batch_size, self.concurrency = batch_size, concurrency
+        self.endpoint = Endpoint("http", url, timeout_s, retries, backoff_s, token_headers("http", "token_env", token_env))
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
+        """One finite reward per sample.
+
+        Raises:
+            RewardError: the server did not give them, or not before `until`.
+        """
+        return asyncio.run(self._ask(samples, until))
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer, unless labels are off."""
+        if self.labels:
+            gold_answer(prompt, self.answer_key, "http")
+
+    async def _ask(self, samples: Sequence[Sample], until: float) -> list[float]:
+        batches = [samples[start : start + self.batch_size] for start in range(0, len(samples), self.batch_size)]
+        room = asyncio.Semaphore(self.concurrency)
+
+        async def ask(batch: Sequence[Sample]) -> list[float]:
+            async with room:
+                return self._rewards(await post(session, self.endpoint, self._body(batch), until), len(batch))
+
+        async with aiohttp.ClientSession() as session:
+            return [reward for rewards in await asyncio.gather(*map(ask, batches)) for reward in rewards]
+
+    def _body(self, batch: Sequence[Sample]) -> dict[str, Any]:
+        golds = [gold_answer(sample, self.answer_key, "http") if self.labels else "" for sample in batch]
+        return {
+            "query": [sample.prompt_text + sample.response_text for sample in batch],
+            "prompts": [sample.prompt_text for sample in batch],
+            "labels": [str(gold) for gold in golds],
+        }
+
+    def _rewards(self, answer: Any, count: int) -> list[float]:
+        rewards = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(rewards, list):
+            raise self.endpoint.error(f"answered {str(answer)[:200]!r}, which has no list of 'rewards'")
+        if len(rewards) != count:
+            raise self.endpoint.error(f"answered {len(rewards)} rewards for {count} samples")
+        for reward in rewards:
+            if isinstance(reward, bool) or not isinstance(reward, int | float) or not _is_finite(reward):
+                raise self.endpoint.error(f"answered the reward {str(reward)[:80]!r}; it must be a finite number")
+        return [float(reward) for reward in rewards]
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an int beyond the largest float
+        return False

@@ -1,0 +1,127 @@
+"""`json_object`: 1 if the last JSON object of the response is what was asked for, else 0.
+
+The object is the last fenced block that is one, or else the last `{...}` in the text. Schemas are checked in child processes:
+their patterns are regular expressions over text that a model wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards.sandbox.judge_pool import ChildPool
+from megarl.rewards.scorer import Verdict, gold_answer
+
+_FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
+_STARTS_TRIED = 1000
+"""Braces from the end at which an object is looked for, so that a response of braces costs no quadratic time."""
+
+
+class JsonObject:
+    """Valid JSON alone, with required keys, valid under a JSON schema, equal to the row's gold object: whatever is asked."""
+
+    def __init__(
+        self,
+        answer_key: str,
+        *,
+        required: Sequence[str] = (),
+        schema: dict[str, Any] | None = None,
+        match_answer: bool = False,
+        timeout_s: float = 5.0,
+    ) -> None:
+        """Args:
+            answer_key: key of the gold answer in a row.
+            required: keys that the object must have.
+            schema: a JSON schema.
+            match_answer: the object must equal the gold answer, an object or the JSON text of one.
+            timeout_s: for one check of the schema; one that takes longer is not judged.
+
+        Raises:
+            RewardError: the schema is none.
+        """
+        self.answer_key, self.required, self.schema, self.match_answer = answer_key, required, schema, match_answer
+        if schema is not None:
+            try:
+                jsonschema.validators.validator_for(schema).check_schema(schema)
+            except jsonschema.SchemaError as error:
+                raise RewardError(f"reward 'json_object': schema is no JSON schema: {error.message}") from None
+        self._children = ChildPool("json_schema", timeout_s)
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """1.0 or 0.0, or None where the gold answer is no JSON object or the schema took too long."""
+        verdicts: list[Verdict] = []
+        found = [last_object(sample.response_text) for sample in samples]
+        for sample, value in zip(samples, found, strict=True):
+            right = value is not None and all(key in value for key in self.required)
+            if not self.match_answer:
+                verdicts.append(float(right))
+                continue
+            gold = _gold_object(gold_answer(sample, self.answer_key, "json_object"))
+            verdicts.append(None if gold is None else float(right and _same(value, gold)))
+        if self.schema is None:
+            return verdicts
+        places = [place for place, verdict in enumerate(verdicts) if verdict == 1]
+        valid = self._children.judge([((self.schema,), json.dumps(found[place])) for place in places], until)
+        for place, verdict in zip(places, valid, strict=True):
+            verdicts[place] = verdict
+        return verdicts
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer if that is compared."""
+        if self.match_answer:
+            gold_answer(prompt, self.answer_key, "json_object")
+
+
+def last_object(text: str) -> dict[str, Any] | None:
+    """The last JSON object in `text` that no later one contains; None if there is none. NaN and Infinity are no JSON."""
+    for block in reversed(_FENCED.findall(text)):
+        value = _parsed(block.strip())
+        if isinstance(value, dict):
+            return value
+    decoder = json.JSONDecoder(parse_constant=_refuse)
+    best: dict[str, Any] | None = None
+    best_end, end = -1, len(text)
+    for _ in range(_STARTS_TRIED):
+        end = text.rfind("{", 0, end)
+        if end < 0:
+            break
+        try:
+            value, stop = decoder.raw_decode(text, end)
+        except (ValueError, RecursionError):
+            continue
+        if stop >= best_end:  # an object further left that reaches as far contains the one found before
+            best, best_end = value, stop
+    return best
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _gold_object(gold: Any) -> dict[str, Any] | None:
+    value = _parsed(gold) if isinstance(gold, str) else gold
+    return value if isinstance(value, dict) else None
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Equal as JSON: true is not 1, and 1 is 1.0."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return left is right
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)

@@ -1,0 +1,123 @@
+"""`llm_judge`: the score that a language model behind an OpenAI-compatible chat endpoint writes about a response."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards.http_post import Endpoint, post, token_headers
+from megarl.rewards.scorer import Verdict, gold_answer
+
+_TEMPLATE = (
+    "Judge how well the response answers the question.\n\nQuestion:\n{prompt}\n\nReference answer:\n{answer}\n\n"
+    "Response:\n{response}\n\nGive your reason in one sentence, then end with a line `Score: N`,\n"
+    "N from 0 (wrong) to 10 (right)."
+)
+_FIELD = re.compile(r"\{(prompt|response|answer)\}")
+
+
+class LlmJudge:
+    """The client. The score is the last one in the judge's answer, moved from [min, max] to [0, 1]."""
+
+    def __init__(
+        self,
+        answer_key: str,
+        *,
+        url: str,
+        model: str,
+        template: str = _TEMPLATE,
+        pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)",
+        min: float = 0.0,  # the names of the config file
+        max: float = 10.0,
+        max_tokens: int = 512,
+        timeout_s: float = 120.0,
+        retries: int = 3,
+        backoff_s: float = 1.0,
+        concurrency: int = 16,
+        api_key_env: str | None = None,
+    ) -> None:
+        """Args:
+            answer_key: key of the gold answer in a row.
+            url: of the API, as in `https://host/v1`; `/chat/completions` is added.
+            model: name of the judge at the endpoint.
+            template: text of the request; `{prompt}`, `{response}` and `{answer}` are filled in.
+            pattern: regular expression whose first group is the score.
+            min, max: the scores that become 0 and 1.
+            max_tokens: longest answer of the judge in tokens.
+            timeout_s, retries, backoff_s: of one request, as for `http`.
+            concurrency: requests at the same time.
+            api_key_env: environment variable that holds the key sent as bearer token; null: none is sent.
+
+        Raises:
+            RewardError: an argument is unusable, or the variable is not set.
+        """
+        try:
+            self._score = re.compile(pattern)
+        except re.error as error:
+            raise RewardError(f"reward 'llm_judge': pattern '{pattern}' is no regular expression: {error}") from None
+        if self._score.groups < 1:
+            raise RewardError(f"reward 'llm_judge': pattern '{pattern}' has no group for the score")
+        if not min < max or concurrency < 1:
+            raise RewardError(
+                f"reward 'llm_judge': min is {min}, max {max}, concurrency {concurrency}; "
+                "min must be below max, and concurrency above 0"
+            )
+        if "{response}" not in template:
+            raise RewardError("reward 'llm_judge': template has no {response}, so the judge would not see it")
+        headers = token_headers("llm_judge", "api_key_env", api_key_env)
+        address = f"{url.rstrip('/')}/chat/completions"
+        self.endpoint = Endpoint("llm_judge", address, timeout_s, retries, backoff_s, headers)
+        self.answer_key, self.model, self.template, self.max_tokens = answer_key, model, template, max_tokens
+        self.low, self.high, self.concurrency = min, max, concurrency
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """From 0 to 1, or None where the judge wrote no score between min and max.
+
+        Raises:
+            RewardError: the endpoint did not answer as it must, or not before `until`.
+        """
+        return asyncio.run(self._ask(samples, until))
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer if the template shows it."""
+        if "{answer}" in self.template:
+            gold_answer(prompt, self.answer_key, "llm_judge")
+
+    async def _ask(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        room = asyncio.Semaphore(self.concurrency)
+
+        async def ask(sample: Sample) -> Verdict:
+            async with room:
+                return self._verdict(await post(session, self.endpoint, self._body(sample), until))
+
+        async with aiohttp.ClientSession() as session:
+            return list(await asyncio.gather(*map(ask, samples)))
+
+    def _body(self, sample: Sample) -> dict[str, Any]:
+        texts = {"prompt": sample.prompt_text, "response": sample.response_text}
+        if "{answer}" in self.template:
+            texts["answer"] = str(gold_answer(sample, self.answer_key, "llm_judge"))
+        # in one pass, so that braces in a response are filled with nothing
+        content = _FIELD.sub(lambda found: texts[found[1]], self.template)
+        messages = [{"role": "user", "content": content}]
+        return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": self.max_tokens}
+
+    def _verdict(self, answer: Any) -> Verdict:
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            raise self.endpoint.error(f"answered {str(answer)[:200]!r}, which is no chat completion") from None
+        written = list(self._score.finditer(text or ""))
+        try:
+            score = float(written[-1][1]) if written else None
+        except (ValueError, TypeError):  # a pattern of the user that matches something else
+            return None
+        if score is None or not self.low <= score <= self.high:
+            return None
+        return (score - self.low) / (self.high - self.low)

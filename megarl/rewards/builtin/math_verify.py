@@ -1,0 +1,30 @@
+"""`math_verify`: 1 if math-verify finds the response's final answer equal to the gold answer, else 0.
+
+Each answer is judged in a confined process of its own that ends when it takes too long, so no response can stop a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rewards.sandbox.judge_pool import ChildPool
+from megarl.rewards.scorer import Verdict, gold_answer
+
+
+class MathVerify:
+    """The verifier over rows with a mathematical gold answer: a number, a formula, LaTeX, or text that contains one."""
+
+    def __init__(self, answer_key: str, *, timeout_s: float = 5.0) -> None:
+        """`timeout_s` is given to one answer; one that takes longer is not judged, which is counted like a failure."""
+        self.answer_key = answer_key
+        self._children = ChildPool("math_verify", timeout_s)
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """1.0 or 0.0, or None where the gold answer cannot be parsed or judging took too long."""
+        pairs = [((str(gold_answer(sample, self.answer_key, "math_verify")),), sample.response_text) for sample in samples]
+        return self._children.judge(pairs, until)
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        gold_answer(prompt, self.answer_key, "math_verify")

@@ -1,0 +1,59 @@
+"""`multiple_choice`: 1 if the last choice that the response states is the gold letter, else 0.
+
+A choice is stated by `<answer>B</answer>`, `\\boxed{B}`, "answer is B", "option B", `(B)`, or a line with the letter alone.
+A letter inside a sentence is no choice: "A train leaves" states nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import RewardError
+from megarl.rewards.scorer import Verdict, gold_answer
+
+
+class MultipleChoice:
+    """The verifier over rows whose gold answer is a letter, alone or as in `(B)`, `B.` or `B) text`."""
+
+    def __init__(self, answer_key: str, *, choices: str = "ABCDEFGHIJ") -> None:
+        """`choices`: the letters that may be stated; small ones in an answer count as their capitals.
+
+        Raises:
+            RewardError: `choices` is empty or has something else than letters.
+        """
+        if not choices.isalpha():
+            raise RewardError(f"reward 'multiple_choice': choices is '{choices}'; it must be letters such as 'ABCD'")
+        self.answer_key = answer_key
+        letter = f"(?P<{{}}>[{choices.upper()}{choices.lower()}])"
+        capital = f"(?P<{{}}>[{choices.upper()}])"
+        marks = r"[\s*_$({\[]{0,8}"
+        self._stated = re.compile(
+            rf"<answer>{marks}{letter.format('tagged')}(?!\w)"
+            rf"|\\boxed\{{{marks}(?:\\text\{{)?{marks}{letter.format('boxed')}(?!\w)"
+            rf"|\b(?i:answer|choice|option)(?:\s+(?i:is|would\s+be|should\s+be))?\s{{0,8}}:?{marks}{capital.format('said')}"
+            r"(?![\w'])(?!\s+[a-z])"
+            rf"|(?<!\w)\({capital.format('bracketed')}\)"
+            rf"|^[ \t*_]*{capital.format('alone')}[ \t*_]*(?:[.):][ \t*_]*)?$",
+            re.MULTILINE,
+        )
+        self._gold = re.compile(rf"\(?{letter.format('gold')}(?:[).:].*)?", re.DOTALL)
+
+    def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
+        """1.0 or 0.0, or None where the gold answer is none of the choices."""
+        return [self._judge(sample) for sample in samples]
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuse a row without a gold answer."""
+        gold_answer(prompt, self.answer_key, "multiple_choice")
+
+    def last_choice(self, response: str) -> str | None:
+        """The letter stated last, as a capital; None if none is stated."""
+        stated = list(self._stated.finditer(response))
+        return str(stated[-1][str(stated[-1].lastgroup)]).upper() if stated else None
+
+    def _judge(self, sample: Sample) -> Verdict:
+        gold: Any = self._gold.fullmatch(str(gold_answer(sample, self.answer_key, "multiple_choice")).strip())
+        return None if gold is None else float(self.last_choice(sample.response_text) == gold["gold"].upper())

@@ -1,0 +1,173 @@
+"""Child processes that judge answers for a verifier: as many as the cores, started when needed, killed when one hangs.
+
+The parent pickles what it asks and reads numbers from 0 to 1 back; nothing a child says is evaluated here.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pickle
+import queue
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import RewardError
+from megarl.rewards.scorer import Verdict
+
+_START_DEADLINE_S = 120.0
+_END_S = 10.0
+"""For a child that has closed its output to be gone."""
+_FORK_S = 2.0
+"""Given to a child, on top of an answer's own seconds, to notice that they are over."""
+_ANSWERS_PER_CHILD = 64
+"""Another child is started for every so many answers of one call; starting one takes about a second."""
+
+
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "HOME")
+"""Of the environment: what an interpreter may need to start. Keys and tokens are not handed on."""
+
+Question = tuple[tuple[Any, ...], str]
+"""What the row says (the arguments of a judge's first half) and the answer."""
+
+
+class ChildPool:
+    """The children of the verifier called `kind` (see `judges.py`). One call of `judge` at a time."""
+
+    def __init__(self, kind: str, timeout_s: float) -> None:
+        """`timeout_s` is given to one answer; one that takes longer is not judged."""
+        self.kind, self.timeout_s = kind, timeout_s
+        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        self._children = 0
+
+    def judge(self, questions: Sequence[Question], until: float) -> list[Verdict]:
+        """A verdict per question, in order; equal questions are judged once. None: not judged, or not in time.
+
+        Raises:
+            RewardError: the children do not start.
+        """
+        texts = [base64.b64encode(pickle.dumps(question)).decode() for question in questions]
+        different = list(dict.fromkeys(texts))
+        wanted = min(len(os.sched_getaffinity(0)), 1 + len(different) // _ANSWERS_PER_CHILD)
+        while self._children < wanted:
+            self._idle.put(_Child(self.kind))
+            self._children += 1
+
+        def judge(text: str) -> Verdict:
+            child = self._idle.get()
+            try:
+                timeout_s = min(self.timeout_s, until - time.monotonic())
+                return child.judge(text, timeout_s) if timeout_s > 0 else None
+            finally:
+                self._idle.put(child)
+
+        with ThreadPoolExecutor(wanted) as threads:
+            verdicts = dict(zip(different, threads.map(judge, different), strict=True))
+        return [verdicts[text] for text in texts]
+
+
+class _Child:
+    """One child process; started when needed, killed when it does not answer. It ends by itself when its input closes."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._process: subprocess.Popen[bytes] | None = None
+        self._was_killed = False
+        """Whether somebody else, such as a machine out of memory, killed it over the last question."""
+
+    def judge(self, question: str, timeout_s: float) -> Verdict:
+        until = time.monotonic() + timeout_s
+        answer = self._try(question, timeout_s)
+        if self._was_killed and (left_s := until - time.monotonic()) > 0:
+            answer = self._try(question, left_s)
+        return _verdict(answer)
+
+    def _try(self, question: str, timeout_s: float) -> str | None:
+        if self._process is None:
+            self._start()
+        return self._ask(json.dumps([question, timeout_s]), timeout_s + _FORK_S)  # the child ends what it judges first
+
+    def _start(self) -> None:
+        program = Path(__file__).with_name("judge_child.py")
+        self._process = subprocess.Popen(
+            # -P: this folder must not become an import path
+            [sys.executable, "-P", str(program), self.kind],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+        )
+        if self._read_line(_START_DEADLINE_S) != "ready":
+            self._kill()
+            raise RewardError(
+                f"reward '{self.kind}': its process did not start within {_START_DEADLINE_S:.0f} s; "
+                f"try `{sys.executable} -P {program} {self.kind}`, which should say 'ready'"
+            )
+
+    def _ask(self, line: str, timeout_s: float) -> str | None:
+        """The child's answer, or None after seeing off a child that died or does not answer in time."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._read_line(timeout_s)
+        except BrokenPipeError:
+            answer = ""
+        self._was_killed = answer == "" and self._exit_code() == -signal.SIGKILL
+        if not answer:
+            self._kill()
+        return answer or None
+
+    def _exit_code(self) -> int | None:
+        """Of a child that has closed its output; None if it has not ended for all that."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_END_S)
+        return None
+
+    def _read_line(self, timeout_s: float) -> str | None:
+        """A line, empty if the child is gone, None if there is none in time."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        # An answer is one short line written at once, so the first read of the pipe has all of it.
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout_s):
+                return None
+        line = os.read(self._process.stdout.fileno(), 64)
+        return line.decode().strip()
+
+    def _kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what was still to be written
+                pipe.close()
+        self._process = None
+
+
+def _environment() -> dict[str, str]:
+    """This process's variables without what a child has no use for, and one thread per child for linear algebra."""
+    kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES or name.startswith("OPENBLAS_")}
+    return kept | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _verdict(text: str | None) -> Verdict:
+    """The number from 0 to 1 that `text` is, else None."""
+    with contextlib.suppress(ValueError, TypeError):
+        verdict = float(text)  # type: ignore[arg-type]
+        if 0 <= verdict <= 1:
+            return verdict
+    return None

@@ -1,0 +1,120 @@
+"""Runs a Python program that a model wrote in a process that can do nothing but compute, and ends it on time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.errors import RewardError
+
+_START_S = 10.0
+"""Given to the interpreter to start and shut itself in, on top of the program's own seconds."""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one run may use."""
+
+    timeout_s: float = 10.0
+    """Wall-clock seconds of the program; its CPU seconds are limited to one more."""
+    memory_bytes: int = 1 << 30
+    """Address space."""
+    output_bytes: int = 1 << 20
+    """What it may print; a program that prints more is ended."""
+
+
+def run_program(code: str, stdin: str, limits: SandboxLimits, until: float) -> str | None:
+    """What `code` prints, given `stdin`; None if it fails, is ended by a limit or prints no UTF-8.
+
+    Raises:
+        RewardError: the sandbox cannot be had on this machine.
+        TimeoutError: `until` (in `time.monotonic()`) passed before the program had its time.
+    """
+    output, status = _run({"code": code, "tests": None, "token": "", "input": stdin}, limits, until)
+    if output is None or status != 0:
+        return None
+    try:
+        return output.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def run_tests(code: str, tests: Sequence[str], limits: SandboxLimits, until: float) -> int:
+    """How many of `tests` pass after `code`; 0 if it is ended before all have run. Raises as `run_program`."""
+    token = secrets.token_hex(32)
+    output, _ = _run({"code": code, "tests": list(tests), "token": token, "input": ""}, limits, until)
+    before, found, count = (output or b"").rpartition(token.encode())
+    if not found or before or not re.fullmatch(rb" \d{1,6}\n", count):
+        return 0
+    return min(int(count), len(tests))
+
+
+def _run(request: dict[str, object], limits: SandboxLimits, until: float) -> tuple[bytes | None, int]:
+    """What the process wrote after its first line (None: ended by a limit) and its exit status."""
+    request |= {"memory_bytes": limits.memory_bytes, "cpu_s": math.ceil(limits.timeout_s) + 1}
+    program = Path(__file__).with_name("program_child.py")
+    with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as empty, tempfile.TemporaryFile() as stdin:
+        stdin.write(json.dumps(request).encode())
+        stdin.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(program)],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=empty,
+            env={},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            return _supervise(process, process.stdout.fileno(), limits, until)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its own group, made by start_new_session
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+
+
+def _supervise(process: subprocess.Popen[bytes], pipe: int, limits: SandboxLimits, until: float) -> tuple[bytes | None, int]:
+    """Read until the end, a limit or `until`. The program's seconds start when the process says that it is shut in."""
+    output, ready = b"", False
+    deadline = time.monotonic() + _START_S
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while selector.select(max(min(deadline, until) - time.monotonic(), 0)):
+            chunk = os.read(pipe, 1 << 16)
+            output += chunk
+            if not ready and (b"\n" in output or not chunk):
+                first, _, output = output.partition(b"\n")
+                _must_be_ready(first)
+                ready, deadline = True, time.monotonic() + limits.timeout_s
+            if len(output) > limits.output_bytes:
+                return None, 1
+            if not chunk:
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its output and goes on
+                    return output, process.wait(max(min(deadline, until) - time.monotonic(), 0))
+                break
+    if deadline >= until:
+        raise TimeoutError
+    if not ready:
+        raise RewardError(f"the sandbox did not start within {_START_S:.0f} s")
+    return None, 1
+
+
+def _must_be_ready(line: bytes) -> None:
+    if line != b"ready":
+        reason = line.decode(errors="replace").removeprefix("missing: ") or "its process ended before it was shut in"
+        raise RewardError(f"programs of a model cannot be run safely on this machine: {reason}")

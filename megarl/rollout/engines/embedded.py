@@ -1,0 +1,325 @@
+"""Generation by the Hugging Face model inside this process: the engine for machines without SGLang, and its reference.
+
+Seeded sampling: what a sample draws depends on the engine's seed, its key and its index alone, never on its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.config.engine_kinds import EMBEDDED
+from megarl.errors import DeadlineError, EngineError
+from megarl.models.registry import load_hf_config
+from megarl.models.transformers_names import hub_tensors
+from megarl.rollout.engines.protocol import Engine, EnginePlace, FinishReason, Generation, SamplingParams, check_request
+from megarl.weight_sync.checksums import compare, digest
+from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weight_sync.staging import NamedTensors
+from megarl.weight_sync.weight_state import WeightState
+
+
+@dataclass
+class _OpenResponse:
+    """One response under way."""
+
+    prompt: list[int]
+    generator: torch.Generator
+    response: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class EmbeddedEngine(Engine):
+    """Batched generation with a KV cache, left padding and one prefill per prompt.
+
+    `max_batch_samples` responses are computed at once; the rest wait. `initial_version` declares which version the weights
+    in `model_path` are; None: none, weights must be sent first.
+    """
+
+    capabilities = EMBEDDED
+
+    @classmethod
+    def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
+        # one seed for all: a response is the same whichever engine samples it
+        return {"dtype": config.model.dtype, "seed": config.run.seed}
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        seed: int = 0,
+        dtype: str = "float32",
+        device: str = "cpu",
+        max_batch_samples: int = EMBEDDED.batch_samples,
+        initial_version: int | None = None,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            # a folder's own code is never run
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), trust_remote_code=False)
+            self._model = model.to(device).eval()
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
+        self._model.requires_grad_(False)
+        self._held = hub_tensors(self._model)
+        self._serves = ServedModel(load_hf_config(model_path), dtype)
+        self._seed, self._max_batch_samples = seed, max_batch_samples
+        self._weights = WeightState(initial_version)
+        self._sent: dict[str, str] = {}
+        self._stopped = False
+        self._calls = 0
+        self._weights_epoch = 0  # caches made in an earlier epoch are stale
+        self._wanting_turn = 0
+        self._turn = threading.Condition()  # held for each token, and for each change to the weights
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._weights.version
+
+    @property
+    def served_model(self) -> ServedModel:
+        return self._serves
+
+    # generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        check_request(prompts, n, keys, self.weight_version)
+        self._calls += 1
+        keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
+        rows = [
+            _OpenResponse(list(prompt), torch.Generator().manual_seed(_seed(self._seed, key, index)))
+            for prompt, key in zip(prompts, keys, strict=True)
+            for index in range(n)
+        ]
+        cancelled = threading.Event()
+        deadline = time.monotonic() + deadline_s
+        work = asyncio.create_task(asyncio.to_thread(self._run, rows, params, deadline, cancelled))
+        try:
+            await asyncio.shield(work)
+        except BaseException:
+            cancelled.set()
+            if not work.done():
+                await asyncio.wait([work])
+            raise
+        generations = [_finished(row) for row in rows]
+        return [generations[i : i + n] for i in range(0, len(rows), n)]
+
+    def _run(
+        self,
+        rows: list[_OpenResponse],
+        params: SamplingParams,
+        deadline: float,
+        cancelled: threading.Event,
+    ) -> None:
+        """Complete `rows`, `max_batch_samples` at a time."""
+        begun = time.monotonic()
+        for start in range(0, len(rows), self._max_batch_samples):
+            batch = _DecodeBatch(self._model, rows[start : start + self._max_batch_samples], params)
+            epoch = -1
+            while batch.rows:
+                with self._turn:
+                    self._wait_for_weights(deadline, cancelled)
+                    if cancelled.is_set():
+                        return
+                    if time.monotonic() > deadline:
+                        done = sum(row.finish_reason is not None for row in rows)
+                        limit_s = deadline - begun
+                        raise DeadlineError(
+                            f"generation was not complete after {limit_s:.3g} s: {done} of {len(rows)} responses"
+                        )
+                    if epoch != self._weights_epoch:
+                        epoch = self._weights_epoch
+                        batch.prefill()
+                    assert self.weight_version is not None  # _wait_for_weights saw to it
+                    batch.next_token(self.weight_version)
+
+    def _wait_for_weights(self, deadline: float, cancelled: threading.Event) -> None:
+        """Wait while there are no weights, and let whoever wants to change something have its turn; `_turn` is held."""
+        while self.weight_version is None or self._wanting_turn:
+            if self._stopped:
+                raise EngineError("the engine was stopped while it was generating")
+            if cancelled.is_set() or time.monotonic() > deadline:
+                return
+            self._turn.wait(timeout=max(0.001, min(1.0, deadline - time.monotonic())))
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Hold the weights and flags between two tokens of whatever is being generated, and wake who waits for them."""
+        self._wanting_turn += 1  # a lock alone is not fair: the generating thread would take it again at once
+        with self._turn:
+            self._wanting_turn -= 1
+            yield
+            self._turn.notify_all()
+
+    # weights ------------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, version: int, base: int | None = None) -> None:
+        with self._change():
+            self._weights.begin(version, base)
+            self._sent = {} if base is None else self._sent  # what is not sent again must still be as it was sent
+            self._weights_epoch += 1
+
+    async def apply_update(self, bucket: NamedTensors) -> None:
+        self._weights.receive()
+        with self._change():
+            for name, weight in bucket:
+                held = self._held.get(name)
+                if held is None:
+                    raise EngineError(f"the model has no parameter {name} of its own")
+                if held.shape != weight.shape:
+                    raise EngineError(f"{name} was sent as {list(weight.shape)}; the model's is {list(held.shape)}")
+                held.copy_(weight.detach())
+                self._sent[name] = digest(weight.detach().to(held.dtype))
+
+    async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
+        self._weights.check(version)
+        try:
+            compare(
+                {**self._sent, **(checksums or {})},
+                {name: digest(tensor) for name, tensor in self._held.items()},
+            )
+        except EngineError:
+            self._weights.fail()
+            raise
+        with self._change():
+            self._weights.confirm()
+
+    async def abandon_update(self) -> None:
+        with self._change():
+            self._weights.fail()
+
+    async def sleep(self) -> None:
+        with self._change():
+            self._weights.sleep()
+
+    async def wake(self) -> None:
+        self._weights.wake()
+
+    async def health(self) -> None:
+        if self._stopped:
+            raise EngineError("the engine was stopped")
+
+    async def stop(self) -> None:
+        with self._change():
+            self._weights.lose()
+            self._stopped = True
+
+
+class _DecodeBatch:
+    """Rows computed together. `prefill` before the first `next_token` and whenever the weights have changed."""
+
+    def __init__(self, model: Any, rows: list[_OpenResponse], params: SamplingParams) -> None:
+        self.rows = list(rows)
+        self._model, self._params = model, params
+        ends = model.generation_config.eos_token_id
+        ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
+        self._ends = set() if params.ignore_eos else ends
+        self._cache: Any = None
+        self._mask = torch.empty(0)
+        self._logits = torch.empty(0)
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Compute the caches of all rows from their tokens; equal token sequences are computed once."""
+        sequences: dict[tuple[int, ...], int] = {}
+        where = [sequences.setdefault((*row.prompt, *row.response), len(sequences)) for row in self.rows]
+        longest = max(map(len, sequences))
+        ids = torch.tensor([[0] * (longest - len(s)) + list(s) for s in sequences], device=self._model.device)
+        mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences], device=self._model.device)
+        output = self._model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        rows = torch.tensor(where, device=self._model.device)
+        self._cache = output.past_key_values
+        self._cache.batch_select_indices(rows)
+        self._mask, self._logits = mask[rows], output.logits[rows, -1]
+
+    @torch.inference_mode()
+    def next_token(self, version: int) -> None:
+        """Sample one token for every row, and compute what comes after it."""
+        tokens, log_probs = _sample(self._logits.float(), self._params, [row.generator for row in self.rows])
+        for row, token, log_prob in zip(self.rows, tokens.tolist(), log_probs.tolist(), strict=True):
+            row.response.append(token)
+            row.log_probs.append(log_prob)
+            row.versions.append(version)
+            if token in self._ends:
+                row.finish_reason = "stop"
+            elif len(row.response) == self._params.max_new_tokens:
+                row.finish_reason = "length"
+        going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
+        if going_on and len(going_on) < len(self.rows):
+            kept = torch.tensor(going_on, device=tokens.device)
+            self._cache.batch_select_indices(kept)
+            self._mask, tokens = self._mask[kept], tokens[kept]
+        self.rows = [self.rows[i] for i in going_on]
+        if self.rows:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
+            output = self._model(
+                input_ids=tokens[:, None],
+                attention_mask=self._mask,
+                position_ids=self._mask.sum(1, keepdim=True) - 1,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+            self._logits = output.logits[:, -1]
+
+
+def _sample(
+    logits: torch.Tensor, params: SamplingParams, generators: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample from float32 `logits` [B, V] with one generator per row; returns tokens [B] and their log-probs [B].
+
+    Log-probs are those of the full distribution under the temperature; top-k and then top-p only limit what is drawn.
+    """
+    if params.greedy:
+        tokens = logits.argmax(-1)
+        return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    full = (logits / params.temperature).log_softmax(-1)
+    probs = full.double().exp()
+    if params.top_k > 0 or params.top_p < 1:
+        ordered, order = probs.sort(dim=-1, descending=True)
+        if params.top_k > 0:
+            ordered[:, params.top_k :] = 0
+        # a token stays if those likelier than it do not reach top_p yet; so the likeliest always stays
+        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0
+        probs = torch.zeros_like(probs).scatter_(1, order, ordered)
+    # inverse of the cumulative distribution: one number per row, so a row's draw does not depend on its batch
+    cumulative = probs.cumsum(-1)
+    drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
+    drawn = drawn.to(logits.device) * cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return tokens, full.gather(1, tokens[:, None])[:, 0]
+
+
+def _finished(row: _OpenResponse) -> Generation:
+    assert row.finish_reason is not None, "a call returns when all of its rows have ended"
+    return Generation(row.response, row.log_probs, row.versions, row.finish_reason)
+
+
+def _seed(seed: int, key: str, index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{key}/{index}".encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,213 @@
+"""What every rollout engine is: the values that go in and come out, and the class that every engine derives from.
+
+Nothing here knows which engine it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from megarl.config import Config
+from megarl.config.engine_kinds import EngineCapabilities
+from megarl.errors import EngineError
+from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weight_sync.sglang_senders import ServerEndpoint
+from megarl.weight_sync.staging import NamedTensors
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are sampled.
+
+    `temperature` divides the logits, and log-probs are taken under it. `top_p` in (0, 1] and `top_k` (0 or less: off) limit
+    what may be sampled, not the log-probs, which are those of the full distribution. `greedy` takes the likeliest token and
+    reports log-probs at temperature 1. A response ends after the model's own end tokens, any of `stop_token_ids`, or
+    `max_new_tokens` tokens; the end token is part of the response. With `ignore_eos` only the last of these ends it.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    greedy: bool = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise EngineError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if not self.temperature > 0:
+            raise EngineError(f"temperature is {self.temperature}; it must be above 0 (greedy=True takes the likeliest token)")
+        if not 0 < self.top_p <= 1:
+            raise EngineError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled response: per token its id, its log-prob in nats and the version of the weights that sampled it."""
+
+    response_ids: list[int]
+    log_probs: list[float]
+    weight_versions: list[int]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.response_ids), len(self.log_probs), len(self.weight_versions)}
+        if len(lengths) != 1:
+            raise EngineError(f"the engine answered ids, log-probs and versions of different lengths: {sorted(lengths)}")
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """Where one of a run's engines is: its number, the CPU threads it gets, the platform, and where its logs go."""
+
+    number: int
+    threads: int
+    platform: str
+    log_folder: Path
+
+
+class Engine(ABC):
+    """A rollout engine. One weight update at a time; `generate` may run many times at once.
+
+    An engine answers only with weights of a known version: before its first update, after `wake` and after a failed
+    update, `generate` raises EngineError.
+
+    A class of the user's own, named by `rollout.engine`, says in `capabilities` what it is able to do, and gives the
+    abstract methods below. `check` and `options` are called in the driver, everything else in the engine's own process.
+    """
+
+    capabilities: ClassVar[EngineCapabilities]
+
+    # before there is one ------------------------------------------------------------------------------------------
+
+    @classmethod  # noqa: B027 - most engines serve whatever they are given
+    def check(cls, config: Config, platform: str) -> None:
+        """Raise a MegarlError, one sentence, if engines of this kind cannot serve this config; nothing runs yet."""
+
+    @classmethod
+    def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
+        """The arguments of `start` for the engine at `place`, which another process can be sent."""
+        return {}
+
+    @classmethod
+    async def start(cls, model_path: str, *, initial_version: int | None = None, **options: Any) -> Engine:
+        """An engine for the Hugging Face folder `model_path`, able to answer.
+
+        `initial_version` declares which version the weights in the folder are; None: none, weights must be sent first.
+        It is None when the engine is started again after a failure.
+
+        Raises:
+            EngineError: it did not start; nothing of it is left.
+        """
+        return cls(model_path, initial_version=initial_version, **options)  # type: ignore[call-arg]
+
+    # answers ------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int | None:
+        """Version of the weights it would sample with; None while they are of no known version."""
+
+    @abstractmethod
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        """Sample `n` responses to each prompt of token ids; the answer is `[prompt][sample]`.
+
+        `keys` names the prompts (one each); seeded and replaying engines identify a sample by (key, sample index).
+        Cancelling the call stops the engine's work on it.
+
+        Raises:
+            EngineError: the engine is not able to answer, or answered something that is no generation.
+            DeadlineError: not complete after `deadline_s` seconds; the engine's work on it has been stopped.
+        """
+
+    @abstractmethod
+    async def health(self) -> None:
+        """Return if the engine is able to answer, else raise EngineError saying why not."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the engine and everything it started; calling it twice is fine."""
+
+    # weights ------------------------------------------------------------------------------------------------------
+
+    @property
+    def served_model(self) -> ServedModel | None:
+        """Which model the engine serves, to be compared with the trainer's; None: any weights are the right ones."""
+        return None
+
+    @property
+    def endpoint(self) -> ServerEndpoint | None:
+        """Where ranks send its weights directly; None: `apply_update` is called with them."""
+        return None
+
+    @abstractmethod
+    async def begin_update(self, version: int, base: int | None = None) -> None:
+        """Stop sampling and make ready to receive the weights of `version`: all, or those that changed since `base`.
+
+        Raises:
+            EngineError: an update is open, the engine sleeps, or `base` is not the version that it has.
+        """
+
+    async def apply_update(self, bucket: NamedTensors) -> None:
+        """Take over some of the weights. The tensors may be changed as soon as this has returned."""
+        raise EngineError(f"{type(self).__name__} takes no weights as tensors")
+
+    async def load_update(self, folder: str) -> None:
+        """Read the weights from the Hugging Face folder `folder`; asked of engines whose `capabilities.weights` say so."""
+        raise EngineError(f"{type(self).__name__} takes no weights as a folder")
+
+    @abstractmethod
+    async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
+        """Verify the values now in the engine, drop what was cached under the old weights, and sample again.
+
+        `checksums` are those of other senders of this update; those of `apply_update` are known already. Where a sender took
+        none, only that everything has come is verified.
+
+        Raises:
+            EngineError: a weight is missing or differs; the engine then refuses to generate until a complete update.
+        """
+
+    @abstractmethod
+    async def abandon_update(self) -> None:
+        """Give up the open update. The weights have no known version until a complete one; sampling stays stopped."""
+
+    async def sleep(self) -> None:
+        """Free device memory. The weights have no known version from here on."""
+        raise EngineError(f"{type(self).__name__} does not give up its memory")
+
+    async def wake(self) -> None:
+        """Take device memory again; weights must be sent before `generate`."""
+        raise EngineError(f"{type(self).__name__} has not given up its memory")
+
+
+def check_request(prompts: Sequence[Sequence[int]], n: int, keys: Sequence[str] | None, version: int | None) -> int:
+    """Refuse what no engine can answer; returns the version of the weights that will sample.
+
+    Raises:
+        EngineError: no known weights, an empty prompt, `n` below 1, or not one key per prompt.
+    """
+    if version is None:
+        raise EngineError("the engine has no weights of a known version; send it weights before generating")
+    if n < 1:
+        raise EngineError(f"n is {n}; it must be at least 1")
+    empty = [i for i, prompt in enumerate(prompts) if not len(prompt)]
+    if empty:
+        raise EngineError(f"prompt {empty[0]} has no tokens")
+    if keys is not None and len(keys) != len(prompts):
+        raise EngineError(f"{len(keys)} keys for {len(prompts)} prompts; there must be one key per prompt")
+    return version

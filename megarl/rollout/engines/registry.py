@@ -1,0 +1,56 @@
+"""Which class a run's engines are: a kind that megarl has, or a class of the user's own by its import path."""
+
+from __future__ import annotations
+
+import inspect
+
+from megarl.config import Config
+from megarl.config.engine_kinds import RUNNING, capabilities_of, is_users_own, kind_of
+from megarl.config.rollout import RolloutConfig
+from megarl.config.rollout_checks import check_rollout
+from megarl.errors import ConfigError
+from megarl.rollout.engines.protocol import Engine
+from megarl.system.user_code import absolute_name, load_user_function
+
+CLASSES = {
+    "sglang": "megarl.rollout.engines.sglang.engine:SglangEngine",
+    RUNNING: "megarl.rollout.engines.sglang.external:ExternalEngine",
+    "embedded": "megarl.rollout.engines.embedded:EmbeddedEngine",
+    "replay": "megarl.rollout.engines.replay:ReplayEngine",
+}
+"""Kinds of engine as import paths, so that a run imports what it uses."""
+
+
+def engine_path(rollout: RolloutConfig) -> str:
+    """The import path of the class of a run's engines, which other processes load it by wherever they were started."""
+    if is_users_own(rollout.engine):
+        return absolute_name(rollout.engine)
+    return CLASSES[kind_of(rollout)]
+
+
+def load_engine(path: str) -> type[Engine]:
+    """The class at an import path.
+
+    Raises:
+        ConfigError: it cannot be imported, is not derived from `Engine`, or lacks one of its methods.
+    """
+    found = load_user_function(path, ConfigError)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        raise ConfigError(f"rollout.engine is '{path}', which must be a class derived from megarl.rollout.Engine")
+    if inspect.isabstract(found):
+        missing = sorted(found.__abstractmethods__)
+        raise ConfigError(f"rollout.engine is '{path}', a class without {', '.join(missing)}, which every engine must have")
+    return found
+
+
+def check_engine(config: Config, platform: str) -> type[Engine]:
+    """The class of a run's engines, after whatever can be said against it and its config before anything is started.
+
+    Raises:
+        ConfigError: the class cannot be used, or contradicts a field.
+        EngineError: engines of this kind cannot serve the model.
+    """
+    engine = load_engine(engine_path(config.rollout))
+    check_rollout(config, capabilities_of(config.rollout))
+    engine.check(config, platform)
+    return engine

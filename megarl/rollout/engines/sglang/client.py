@@ -1,0 +1,214 @@
+"""HTTP to one SGLang server: requests for responses, and the calls that pause it, name its weights and let it go on.
+
+Knows no weights and starts no server; `engine.py` and `external.py` own one client each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import aiohttp
+
+from megarl.errors import DeadlineError, EngineError
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+
+MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
+CONTROL_TIMEOUT_S = 300.0
+DYING_S = 2.0
+POLL_S = 0.05
+IDLE_S = 10.0  # how long a server has to end what was aborted
+
+
+class AskedServer(Protocol):
+    """What a client asks of the process behind its server."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def alive(self) -> bool: ...
+
+    def exit_report(self) -> str:
+        """How it ended, for error messages."""
+        ...
+
+
+class SglangClient:
+    """One server as an engine asks it. Every method raises EngineError if the server does not answer, or refuses."""
+
+    def __init__(self, server: AskedServer) -> None:
+        self.server = server
+        self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        version: int,
+        deadline_s: float,
+    ) -> list[list[Generation]]:
+        """`Engine.generate`; `version` is that of tokens for which the server names none."""
+        ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
+        async with self._session(None) as session:
+            call = _GenerateCall(session, _sampling(params), version)
+            work = asyncio.gather(*(self._group(call, list(p), group) for p, group in zip(prompts, ids, strict=True)))
+            try:
+                return await asyncio.wait_for(work, deadline_s)
+            except BaseException as error:
+                await asyncio.shield(self._abort(itertools.chain.from_iterable(ids)))
+                if isinstance(error, TimeoutError):
+                    raise DeadlineError(
+                        f"generation was not complete after {deadline_s:g} s: {call.answered} of {len(prompts) * n} "
+                        f"responses had come from {self.server.url}"
+                    ) from error
+                raise
+
+    async def _group(self, call: _GenerateCall, prompt: list[int], ids: Sequence[str]) -> list[Generation]:
+        """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
+        if len(ids) > 1:
+            warm_up = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
+            await self._post(call.session, "generate", warm_up)
+        return list(await asyncio.gather(*(self._sample(call, prompt, rid) for rid in ids)))
+
+    async def _sample(self, call: _GenerateCall, prompt: list[int], rid: str) -> Generation:
+        body = {"input_ids": prompt, "sampling_params": call.sampling, "rid": rid, "return_logprob": True}
+        generation = _generation(await self._post(call.session, "generate", body), call.version, self.server.url)
+        call.answered += 1
+        return generation
+
+    async def _abort(self, ids: Any) -> None:
+        """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with self._session(10.0) as session:
+                await asyncio.gather(*(self._post(session, "abort_request", {"rid": rid}) for rid in ids))
+
+    # control ------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Stop sampling; responses under way wait for `resume`."""
+        await self.control("pause_generation", {"mode": "retract"})
+
+    async def take_version(self, version: int) -> None:
+        """Drop what was cached under the weights until now, and have tokens carry `version`."""
+        await self.control("flush_cache", {})
+        await self.name_weights(version)
+
+    async def name_weights(self, version: int) -> None:
+        """Have tokens carry `version`."""
+        await self.control("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def resume(self) -> None:
+        """Sample again."""
+        await self.control("continue_generation", {})
+
+    async def abort_all(self) -> None:
+        """Give up all requests."""
+        await self.control("abort_request", {"abort_all": True})
+
+    async def wait_until_idle(self) -> None:
+        """Wait until the server has nothing to do; only then it flushes its cache."""
+        deadline = asyncio.get_running_loop().time() + IDLE_S
+        while True:
+            try:
+                await self.control("flush_cache", {})
+                return
+            except EngineError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(POLL_S)
+
+    async def health(self) -> None:
+        """Return if the server is able to answer."""
+        if not self.server.alive:
+            raise EngineError(self.server.exit_report())
+        async with self._session(10.0) as session:
+            await self._request(session, "GET", "health", None)
+
+    # transport ----------------------------------------------------------------------------------------------------
+
+    def _session(self, timeout_s: float | None) -> aiohttp.ClientSession:
+        """A session for one operation: the client may be used from any event loop."""
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=MAX_IN_FLIGHT),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers=self.server.headers,
+        )
+
+    async def control(self, endpoint: str, body: dict[str, Any]) -> Any:
+        """The server's answer to one POST that is not a generation."""
+        async with self._session(CONTROL_TIMEOUT_S) as session:
+            return await self._post(session, endpoint, body)
+
+    async def _post(self, session: aiohttp.ClientSession, endpoint: str, body: dict[str, Any]) -> Any:
+        return await self._request(session, "POST", endpoint, body)
+
+    async def _request(self, session: aiohttp.ClientSession, method: str, endpoint: str, body: dict[str, Any] | None) -> Any:
+        url = f"{self.server.url}/{endpoint}"
+        try:
+            async with session.request(method, url, json=body) as response:
+                if response.status != 200:
+                    raise EngineError(f"{url} answered {response.status}: {(await response.text())[:1000]}")
+                if response.content_type == "application/json":
+                    return await response.json()
+                return await response.text()
+        except aiohttp.ClientError as error:
+            why = f"; {self.server.exit_report()}" if await self._ended() else ""
+            raise EngineError(f"{url} did not answer: {error}{why}") from error
+        except TimeoutError as error:
+            raise EngineError(f"{url} did not answer in time") from error
+
+    async def _ended(self) -> bool:
+        """Whether the server's process is gone; its connections break a moment before it is."""
+        deadline = asyncio.get_running_loop().time() + DYING_S
+        while self.server.alive and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.05)
+        return not self.server.alive
+
+
+class _GenerateCall:
+    """One call of `generate`: what its requests have in common, and how many have been answered."""
+
+    def __init__(self, session: aiohttp.ClientSession, sampling: dict[str, Any], version: int) -> None:
+        self.session, self.sampling, self.version = session, sampling, version
+        self.answered = 0
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    """`params` in SGLang's names."""
+    return {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": 0.0 if params.greedy else params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else -1,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": params.ignore_eos,
+    }
+
+
+def _generation(answer: Mapping[str, Any], version: int, url: str) -> Generation:
+    """SGLang's answer to one request as a Generation; `version` is that of the tokens it names none for."""
+    try:
+        info = answer["meta_info"]
+        ids = [int(token) for token in answer["output_ids"]]
+        log_probs = [float(entry[0]) for entry in info["output_token_logprobs"]][: len(ids)]
+        versions = [version] * len(ids)
+        for start, end, name in _version_spans(info.get("weight_versions")):
+            versions[start:end] = [int(name)] * (min(end, len(ids)) - start)
+        reason = info["finish_reason"]["type"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{url}/generate ended a response with the unknown reason {reason!r}")
+    return Generation(ids, log_probs, versions, reason)
+
+
+def _version_spans(spans: Any) -> list[tuple[int, int, str]]:
+    return [(int(span["start"]), int(span["end"]), span["version"]) for span in spans or []]

@@ -1,0 +1,215 @@
+"""The engine protocol on an SGLang server: token ids in, token ids, log-probs and weight versions out.
+
+The driver owns the server through this class; the processes that hold weights send them with `sglang_senders`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.config import Config
+from megarl.config.engine_kinds import SGLANG
+from megarl.errors import EngineError
+from megarl.reshard.rank_plan import SliceKey
+from megarl.reshard.run_plan import engine_target
+from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.sglang.arguments import check_engine_args
+from megarl.rollout.engines.sglang.client import SglangClient
+from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
+from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
+from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weight_sync.sglang_loader import answer_bytes, checking, read_answer
+from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
+from megarl.weight_sync.staging import SLICED, NamedTensors, serialize, sharing_by_file
+from megarl.weight_sync.weight_state import WeightState
+
+MORE_TOKENS = 1024
+"""Room in a CPU server's cache beside that for the responses of a step."""
+FEWEST_REQUESTS = 64
+
+
+class SglangEngine(Engine):
+    """An SGLang server of this run's own and its client. Made by `await SglangEngine.start(...)`, or `open`."""
+
+    capabilities = SGLANG
+
+    @classmethod
+    def check(cls, config: Config, platform: str) -> None:
+        check_engine_args(config.rollout.engine_args)
+        check_model(config.model.path, config.rollout.tp, platform)
+
+    @classmethod
+    def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
+        """The fields of `ServerOptions`. A CPU server's cache is made for the responses that the engine gets of a step."""
+        rollout = config.rollout
+        port, served = rollout.servers.port, rollout.servers.model_path
+        requests = rollout.groups_per_engine * rollout.samples_per_prompt
+        tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
+        on_cpu = place.platform == "cpu"
+        return {
+            "log_file": place.log_folder / f"engine-{place.number}.log",
+            "device": place.platform,
+            "dtype": config.model.dtype,
+            "tp": rollout.tp,
+            "threads": place.threads,
+            "port": port + place.number if port is not None else None,
+            "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,
+            "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,
+            "extra": rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served},
+            "start_timeout_s": config.resources.deadlines.start_s,
+        }
+
+    @classmethod
+    async def start(cls, model_path: str, *, initial_version: int | None = None, **options: Any) -> SglangEngine:
+        return await cls.open(ServerOptions(model_path, **options), initial_version)
+
+    @classmethod
+    async def open(cls, options: ServerOptions, initial_version: int | None = None) -> SglangEngine:
+        """Start a server and return its engine; see `EngineLayout.of_model` and `SglangServer.start` for what is raised."""
+        target = engine_target(options.tp, options.extra)
+        model_path = options.extra.get("model_path", options.model_path)
+        layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
+        server = SglangServer(options)
+        await asyncio.to_thread(server.start)
+        try:
+            engine = cls(server, layout, initial_version)
+            if initial_version is not None:
+                await engine._client.name_weights(initial_version)
+        except BaseException:
+            await asyncio.to_thread(server.stop)
+            raise
+        return engine
+
+    def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
+        self.server = server
+        self._endpoint = ServerEndpoint(server.url, layout, server.token)
+        self._client = SglangClient(server)
+        self._weights = WeightState(initial_version)
+        self._update_open = False
+        self._sender = TensorSender(self.endpoint)
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._weights.version
+
+    @property
+    def served_model(self) -> ServedModel:
+        return self.endpoint.layout.model
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        return self._endpoint
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        version = check_request(prompts, n, keys, self.weight_version)
+        return await self._client.generate(prompts, params, n=n, version=version, deadline_s=deadline_s)
+
+    # weights ------------------------------------------------------------------------------------------------------
+
+    async def begin_update(self, version: int, base: int | None = None) -> None:
+        self._weights.begin(version, base)
+        self._sender = TensorSender(self.endpoint)
+        with failing(self._weights):
+            await self._client.pause()
+            if self._update_open:  # left by an update that failed
+                await self._client.control("end_weight_update", {})
+            await self._client.control("begin_weight_update", {})
+            self._update_open = True
+
+    async def apply_update(self, bucket: NamedTensors) -> None:
+        self._weights.receive()
+        await asyncio.to_thread(self._sender.send, bucket)
+
+    async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
+        self._weights.check(version)
+        with failing(self._weights):
+            sent: dict[SliceKey, str] = {**self._sender.checksums(), **(checksums or {})}
+            missing: dict[SliceKey, str] = dict.fromkeys(self.endpoint.layout.missing(sent), UNCHECKED)
+            held = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(sent)
+            compare(sent, held | missing)
+            await self._client.control("end_weight_update", {})
+            self._update_open = False
+            await serve(self._client, self._weights, version)
+
+    async def abandon_update(self) -> None:
+        # the server's own update stays open, and sampling paused, until the next one
+        self._weights.fail()
+
+    async def _held(self, sent: Mapping[SliceKey, str]) -> dict[SliceKey, str]:
+        """The digests of what was sent as the server's ranks read them back from their parameters.
+
+        Where no digest was taken the server is not asked.
+
+        Raises:
+            EngineError: a rank has a parameter of which something was not sent.
+        """
+        held = dict.fromkeys(sent, UNCHECKED)
+        ranks = [[box for box, value in sent.items() if value != UNCHECKED and box.engine_rank == rank] for rank in self._ranks]
+        if not any(ranks):
+            return held
+        answers = [torch.zeros(answer_bytes(len(boxes)), dtype=torch.uint8) for boxes in ranks]
+        with sharing_by_file():
+            for answer in answers:
+                answer.share_memory_()
+        payloads = [serialize(checking(*of_rank), has_cuda=False) for of_rank in zip(ranks, answers, strict=True)]
+        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
+        await self._client.control("update_weights_from_tensor", body)
+        for rank, boxes in enumerate(ranks):
+            digests, uncovered = read_answer(answers[rank])
+            if uncovered:
+                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
+            held |= zip(boxes, digests, strict=True)
+        return held
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.endpoint.layout.target.ranks)
+
+    async def sleep(self) -> None:
+        self._weights.sleep()
+        await self._client.abort_all()
+        await self._client.wait_until_idle()  # a server ends if it is asked to give up memory that it works with
+        await self._client.control("release_memory_occupation", {})
+
+    async def wake(self) -> None:
+        self._weights.wake()
+        await self._client.control("resume_memory_occupation", {})
+
+    # the process --------------------------------------------------------------------------------------------------
+
+    async def health(self) -> None:
+        await self._client.health()
+
+    async def stop(self) -> None:
+        self._weights.lose()
+        await asyncio.to_thread(self.server.stop)
+
+
+async def serve(client: SglangClient, weights: WeightState, version: int) -> None:
+    """Have the server answer under the weights of `version`, which are all there."""
+    await client.take_version(version)
+    weights.confirm()
+    await client.resume()
+
+
+@contextlib.contextmanager
+def failing(weights: WeightState) -> Iterator[None]:
+    """Whatever is raised inside leaves the engine without weights of a known version."""
+    try:
+        yield
+    except BaseException:
+        weights.lose()
+        raise

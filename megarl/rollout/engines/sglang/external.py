@@ -1,0 +1,158 @@
+"""An SGLang server that somebody else started, somewhere: asked for responses by its URL, given weights as a folder.
+
+It needs nothing of megarl's: no loader, no process group, only the folder on a file system that it can read. What it has read
+cannot be compared with what was written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.engine_kinds import RUNNING_SGLANG
+from megarl.config.secrets import bearer
+from megarl.errors import EngineError
+from megarl.models.registry import load_hf_config
+from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.sglang.client import SglangClient
+from megarl.rollout.engines.sglang.engine import failing, serve
+from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
+from megarl.weight_sync.weight_state import WeightState
+
+ASK_S = 10.0
+POLL_S = 0.5
+
+
+class ExternalServer:
+    """What an engine asks of its server, for one whose process is not ours."""
+
+    alive = True
+    """Nobody here knows; whether it answers is seen when it is asked."""
+
+    def __init__(self, url: str, token: str | None, deadline_s: float) -> None:
+        self.url, self.token, self.deadline_s = url.rstrip("/"), token or "", deadline_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request to the server must bring."""
+        return bearer(self.token or None)
+
+    def exit_report(self) -> str:
+        """What is known of its end."""
+        return f"the SGLang server at {self.url} is not this run's; look at its own log"
+
+    def start(self) -> None:
+        """Wait until it answers; raises EngineError if it does not within the deadline."""
+        ends_at = time.monotonic() + self.deadline_s
+        while True:
+            try:
+                self.ask("model_info")  # unlike `health` it is answered while an update is open
+                return
+            except EngineError:
+                if time.monotonic() > ends_at:
+                    raise
+            time.sleep(POLL_S)
+
+    def ask(self, path: str) -> Any:
+        """The answer to a GET, None if it is empty; raises EngineError."""
+        url = f"{self.url}/{path}"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, headers=self.headers), timeout=ASK_S) as answer:
+                return json.loads(answer.read() or "null")
+        except urllib.error.HTTPError as error:
+            hint = "; its --api-key goes into MEGARL_ENGINE_TOKEN" if error.code == 401 else ""
+            raise EngineError(f"rollout.servers.urls: {url} answered {error.code}{hint}") from error
+        except (OSError, ValueError) as error:
+            raise EngineError(f"rollout.servers.urls: {url} did not answer: {error}") from error
+
+
+class ExternalEngine(Engine):
+    """The engine on such a server. Made by `await ExternalEngine.start(...)`, or `at`; of its weights no version is known."""
+
+    capabilities = RUNNING_SGLANG
+
+    @classmethod
+    def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
+        return {
+            "url": config.rollout.servers.urls[place.number],
+            "token": os.environ.get("MEGARL_ENGINE_TOKEN"),
+            "dtype": config.model.dtype,
+            "deadline_s": config.resources.deadlines.start_s,
+        }
+
+    @classmethod
+    async def start(cls, model_path: str, *, initial_version: int | None = None, **options: Any) -> ExternalEngine:
+        """The server once it answers; also when it had to be started again by whoever started it."""
+        return await cls.at(trainer=ServedModel(load_hf_config(model_path), options.pop("dtype")), **options)
+
+    @classmethod
+    async def at(cls, url: str, token: str | None, trainer: ServedModel, deadline_s: float) -> ExternalEngine:
+        """The server at `url`, once it answers.
+
+        Raises:
+            EngineError: it does not answer within `deadline_s`, or serves another model than the trainer's.
+        """
+        server = ExternalServer(url, token, deadline_s)
+        await asyncio.to_thread(server.start)
+        facts = await asyncio.to_thread(server.ask, "server_info")
+        path, dtype = facts.get("model_path"), facts.get("dtype")
+        serves = ServedModel(load_hf_config(path), trainer.dtype if dtype in (None, "auto") else dtype)
+        try:
+            check_same_model(serves, trainer)
+        except EngineError as error:
+            raise EngineError(f"rollout.servers.urls: {url}: {error}") from error
+        if not facts.get("skip_tokenizer_init"):
+            raise EngineError(f"rollout.servers.urls: {url} must be started with --skip-tokenizer-init: it is sent token ids")
+        return cls(server)
+
+    def __init__(self, server: ExternalServer) -> None:
+        self.server = server
+        self._client = SglangClient(server)
+        self._weights = WeightState()
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._weights.version
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        version = check_request(prompts, n, keys, self.weight_version)
+        return await self._client.generate(prompts, params, n=n, version=version, deadline_s=deadline_s)
+
+    async def begin_update(self, version: int, base: int | None = None) -> None:
+        self._weights.begin(version, base)
+        with failing(self._weights):
+            await self._client.pause()
+
+    async def load_update(self, folder: str) -> None:
+        self._weights.receive()
+        await self._client.control("update_weights_from_disk", {"model_path": folder, "flush_cache": False})
+
+    async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
+        self._weights.check(version)
+        with failing(self._weights):
+            await serve(self._client, self._weights, version)
+
+    async def abandon_update(self) -> None:
+        self._weights.fail()
+
+    async def health(self) -> None:
+        await self._client.health()
+
+    async def stop(self) -> None:
+        """The server goes on; this engine has no weights from here on."""
+        self._weights.lose()

@@ -1,0 +1,60 @@
+"""Entry point of the SGLang server process: `python -m megarl.rollout.engines.sglang.launch <SGLang's own arguments>`.
+
+The first line of its standard input is the token that every request must bring: there, unlike among the arguments, nobody
+else on the machine reads it. The process ends with all its children as soon as that pipe closes, that is when the process
+that started it is gone, however it went. SGLang's spawned children import this module again (as `__mp_main__`), so what is done
+at import time holds in all of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from pathlib import Path
+
+from megarl.system.process_tree import end_tree
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    from megarl.rollout.engines.sglang.on_cpu import stand_ins
+
+    stand_ins.install(Path(sys.prefix) / "sglang-cpu")
+    if __name__ == "__mp_main__":  # one of SGLang's children, of which the scheduler computes attention
+        importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+
+
+def _read_token() -> str:
+    """The first line of standard input; ends the process if its parent is gone already."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            os._exit(1)
+        line += byte
+    return line.decode().strip()
+
+
+def _end_with_parent() -> None:
+    """Wait until standard input closes, then end this process and every child SGLang made."""
+    while os.read(0, 4096):
+        pass
+    end_tree(os.getpid(), spare_root=True)
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> None:
+    """Serve until killed; `arguments` are those of `sglang serve`. Children never outlive this process."""
+    token = _read_token()
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+
+    try:
+        run_server(prepare_server_args([*arguments, f"--api-key={token}"]))  # a token may begin with a dash
+    finally:
+        end_tree(os.getpid(), spare_root=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,104 @@
+"""Attention of the SGLang server on a CPU: SGLang's torch backend, with decoding batched instead of looped over requests.
+
+Imported in SGLang's scheduler alone. SGLang's own loop makes one attention call per request and layer, which takes longer
+than the arithmetic when many short responses are sampled at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+from megarl.rollout.engines.sglang.on_cpu.batched_attention import Gather, attend, gathers
+
+
+class BatchedTorchBackend(TorchNativeAttnBackend):
+    """`torch_native` of SGLang 0.5.23; only steps that add one token per request differ."""
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Prepare one forward pass over all layers."""
+        super().init_forward_metadata(forward_batch)
+        self._gathers: list[Gather] | None = None
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        scaling: float | None = None,
+        sliding_window_size: int | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        if encoder_lens is not None or sliding_window_size is not None:
+            return super()._run_sdpa_forward_decode(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens,
+                scaling=scaling,
+                sliding_window_size=sliding_window_size,
+                **others,
+            )
+        if self._gathers is None:
+            self._gathers = gathers(req_to_token, req_pool_indices, seq_lens)
+        output.copy_(attend(query, k_cache, v_cache, self._gathers, scaling))
+        return output
+
+    def _run_sdpa_forward_extend(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        extend_prefix_lens: torch.Tensor,
+        extend_seq_lens: torch.Tensor,
+        encoder_lens: torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        # samples of a prompt that is cached already begin with an extension by their last token: a decoding step
+        if others.get("causal") and bool((extend_seq_lens == 1).all()):
+            return self._run_sdpa_forward_decode(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                encoder_lens,
+                **{**others, "causal": False},
+            )
+        return super()._run_sdpa_forward_extend(
+            query,
+            output,
+            k_cache,
+            v_cache,
+            req_to_token,
+            req_pool_indices,
+            seq_lens,
+            extend_prefix_lens,
+            extend_seq_lens,
+            encoder_lens,
+            **others,
+        )
+
+
+@register_attention_backend("torch_native")
+def create(runner: Any) -> BatchedTorchBackend:
+    """Called by SGLang for `attention_backend="torch_native"` (its memory pools know the CPU path by this name)."""
+    return BatchedTorchBackend(runner)

@@ -1,0 +1,60 @@
+"""From prompts to groups of samples on one engine: single turns as one plain request, anything else as episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.data.sample import Prompt, Sample
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.episodes import Episodes
+from megarl.rollout.episodes.single import single_sample
+from megarl.rollout.scheduling.engine_state import EngineState, GenerateGroups
+
+
+def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> GenerateGroups:
+    """`n` responses to each prompt."""
+
+    async def generate_groups(engine: EngineState, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        answers = await engine.generate(
+            [prompt.prompt_ids for prompt in prompts], params, n=n, keys=[_key(p) for p in prompts], deadline_s=deadline_s
+        )
+        return [
+            [single_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
+            for prompt, group in zip(prompts, answers, strict=True)
+        ]
+
+    return generate_groups
+
+
+def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: float) -> GenerateGroups:
+    """`n` episodes for each prompt, all at once; `params` are those of every turn but for its number of tokens."""
+
+    def sampler(engine: EngineState, prompt: Prompt, number: int) -> Callable[[list[int], int], Any]:
+        async def sample(token_ids: list[int], max_new_tokens: int) -> Generation:
+            key = f"{_key(prompt)}/{number}/{len(token_ids)}"  # a seeded engine draws by it
+            turn = replace(params, max_new_tokens=max_new_tokens)
+            return (await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s))[0][0]
+
+        return sample
+
+    async def generate_groups(engine: EngineState, prompts: Sequence[Prompt]) -> list[list[Sample]]:
+        tasks = [
+            asyncio.ensure_future(kind.function(prompt, number, sampler(engine, prompt, number), kind.context))
+            for prompt in prompts
+            for number in range(n)
+        ]
+        try:
+            samples = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()  # where one failed, or nobody waits any more
+        return [list(samples[start : start + n]) for start in range(0, len(samples), n)]
+
+    return generate_groups
+
+
+def _key(prompt: Prompt) -> str:
+    return prompt.group_id or prompt.row_id

@@ -1,0 +1,454 @@
+"""Sends groups to engines and collects them: an asyncio loop in a thread of the driver.
+
+All state belongs to the loop's thread; the driver's calls wait for their turn there. Nothing here knows of Ray: an engine is
+whatever an `EngineHandle` reaches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from megarl.data.sample import Prompt, Sample, read_record
+from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
+from megarl.observe.trace import Span
+from megarl.rollout.scheduling.engine_state import EngineHandle, EngineState, GenerateGroups, PendingResult, PromptRequest
+from megarl.rollout.scheduling.staleness_manager import StalenessManager
+
+T = TypeVar("T")
+HEALTH_S = 10.0
+"""For an engine to say that it is well."""
+FAILURES = 3
+"""Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A batch: prompts in order, each one's samples, and how many versions old its start is."""
+
+    prompts: list[Prompt]
+    samples: list[list[Sample]]
+    staleness: list[int]
+
+
+class Scheduler:
+    """Keeps the engines busy with what the staleness manager lets start.
+
+    The least-loaded engine is given work first; a group's samples all come from one engine.
+
+    An engine that fails loses nothing: its groups go back to the manager, it is started anew if it is not well, and the
+    driver finds it in `without_weights`.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[EngineHandle],
+        manager: StalenessManager,
+        generate_groups: GenerateGroups,
+        *,
+        groups_per_request: int = 1,
+        groups_per_engine: int = 64,
+        restart_deadline_s: float = 300.0,
+    ) -> None:
+        """`groups_per_request`: more than 1 for an engine that computes one request after the other.
+
+        `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first.
+        """
+        self.manager, self.generate_groups = manager, generate_groups
+        self.groups_per_request, self.groups_per_engine = groups_per_request, groups_per_engine
+        self.restart_deadline_s = restart_deadline_s
+        self._prompts: dict[int, Prompt] = {}
+        self._groups: dict[int, list[Sample]] = {}
+        self._asked: deque[PromptRequest] = deque()
+        self._retried: dict[int, int] = {}  # failures by group, on engines that were well
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-scheduler", daemon=True)
+        self._thread.start()
+        self._changed, self.engines = self._in_loop(self._make(handles), 30)
+
+    async def _make(self, handles: Sequence[EngineHandle]) -> tuple[asyncio.Event, list[EngineState]]:
+        return asyncio.Event(), [EngineState(number, handle) for number, handle in enumerate(handles)]
+
+    def close(self) -> None:
+        """Stop all work and the thread."""
+        if not self._loop.is_running():
+            return
+        self._in_loop(self._stop(), 60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+
+    # the driver's side: batches -----------------------------------------------------------------------------------
+
+    def open_step(self, version: int, next_prompts: Callable[[int], list[Prompt]], due: int | None = None) -> None:
+        """The next batch is for a policy of `version`; as many prompts are drawn as there may be use for before it is taken."""
+
+        async def opened() -> int:
+            self._discard(self.manager.open_step(version, due))
+            return self.manager.room
+
+        room = self._in_loop(opened())
+        if room:
+            self.add(next_prompts(room))
+
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Queue a prompt group for each prompt."""
+
+        async def added() -> None:
+            self._prompts |= dict(zip(self.manager.add(len(prompts)), prompts, strict=True))
+            self._dispatch()
+
+        self._in_loop(added())
+
+    def wait(self, deadline_s: float, answers: Sequence[PendingResult] | None = None) -> bool:
+        """Wait until the batch that is due, or `answers`, are there (True), or engines wait for weights meanwhile (False).
+
+        Raises:
+            DeadlineError: neither, `deadline_s` seconds later.
+            MegarlError: an engine failed for good, or what the user wrote for an episode did.
+        """
+        done = self.manager.ready if answers is None else lambda: all(answer.done() for answer in answers)
+        return self._in_loop(self._until(done, deadline_s), deadline_s + 30)
+
+    def pop_batch(self) -> RolloutBatch:
+        """The batch that is due, after `wait` returned True."""
+
+        async def taken() -> RolloutBatch:
+            batch = self.manager.pop_batch()
+            prompts = [self._prompts.pop(number) for number in batch.numbers]
+            samples = [self._groups.pop(number) for number in batch.numbers]
+            self._discard(batch.dropped)
+            return RolloutBatch(prompts, samples, batch.staleness)
+
+        return self._in_loop(taken())
+
+    def stop_all(self) -> None:
+        """Put what is under way back into the queue, and have the engines stop working on it."""
+
+        async def stopped() -> None:
+            numbers = [n for engine in self.engines for r in engine.requests.values() for n in r.numbers if n is not None]
+            self.manager.requeue(numbers)
+            self._forget(numbers)
+
+        self._in_loop(stopped())
+
+    def ask(self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int) -> list[PendingResult]:
+        """Have `prompts` answered by whatever weights the engines have, before any queued group; `wait` for what it returns.
+
+        `per_request`: so many of them are as much work for an engine as `groups_per_request` groups.
+        """
+
+        async def asked() -> list[PendingResult]:
+            starts = range(0, len(prompts), per_request)
+            answers: list[PendingResult] = [self._loop.create_future() for _ in starts]
+            for start, answer in zip(starts, answers, strict=True):
+                part = list(prompts[start : start + per_request])
+                self._asked.append(PromptRequest(part, generate_groups, self.groups_per_request, answer=answer))
+            self._dispatch()
+            return answers
+
+        return self._in_loop(asked())
+
+    # the driver's side: engines and weights ------------------------------------------------------------------------
+
+    @property
+    def without_weights(self) -> list[int]:
+        """Engines that are up and wait for weights."""
+        return [engine.number for engine in self.engines if engine.version is None and engine.restarting is None]
+
+    def take_spans(self) -> list[list[Span]]:
+        """By engine, when it was answering requests since the last call."""
+
+        async def taken() -> list[list[Span]]:
+            return [engine.busy.take() for engine in self.engines]
+
+        return self._in_loop(taken())
+
+    def on_each(
+        self, engines: Iterable[int], call: Callable[[int, EngineHandle], Awaitable[T]], deadline_s: float
+    ) -> dict[int, T | Exception]:
+        """Await `call` on several engines at once; by engine its answer, or the exception that it raised."""
+
+        async def answer(number: int) -> T | Exception:
+            try:
+                return await call(number, self.engines[number].handle)
+            except Exception as error:  # noqa: BLE001 - whoever asked decides which of them end the run
+                return error
+
+        async def called() -> dict[int, T | Exception]:
+            numbers = list(engines)
+            return dict(zip(numbers, await asyncio.gather(*map(answer, numbers)), strict=True))
+
+        return self._in_loop(called(), deadline_s + 30)
+
+    def failing(self, engines: Iterable[int]) -> dict[int, Exception]:
+        """Those of the engines that are not well, and why."""
+        return failures(self.on_each(engines, lambda _, engine: engine.health(deadline_s=HEALTH_S), HEALTH_S))
+
+    def hold(self, engines: Sequence[int]) -> None:
+        """Keep new requests from these engines; what is under way there stays. `resume` or `fail` must follow."""
+
+        async def held() -> None:
+            for engine in (self.engines[number] for number in engines):
+                if engine.version is not None:
+                    engine.failures = 0  # it has kept well since the last update
+                engine.is_open.clear()
+                engine.fell_behind = False
+
+        self._in_loop(held())
+
+    def resume(self, engines: Sequence[int], version: int) -> None:
+        """These engines have the weights of `version`, unless they failed since."""
+
+        async def resumed() -> None:
+            for engine in (self.engines[number] for number in engines):
+                if not engine.fell_behind:
+                    engine.version = version
+                    engine.is_open.set()
+            self._dispatch()
+
+        self._in_loop(resumed())
+
+    def empty(self) -> None:
+        """No engine has weights that are of use: each waits for an update."""
+
+        async def emptied() -> None:
+            for engine in self.engines:
+                engine.version = None
+                engine.is_open.clear()
+
+        self._in_loop(emptied())
+
+    def fail(self, engine: int, error: Exception) -> None:
+        """This engine failed in an update."""
+
+        async def failed() -> None:
+            self._take_down(self.engines[engine], error)
+
+        self._in_loop(failed())
+
+    # checkpoints --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The manager's state, the prompts of all unconsumed groups and the samples of finished ones, JSON-able."""
+
+        async def state() -> dict[str, Any]:
+            manager = self.manager.state_dict()
+            prompts = [asdict(self._prompts[number]) for number in self.manager.unconsumed]
+            samples = [[asdict(sample) for sample in self._groups[number]] for number, *_ in manager["finished"]]
+            return {"ledger": manager, "prompts": prompts, "samples": samples}  # its name in checkpoints
+
+        return self._in_loop(state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`'s answer: what was finished is, and every other unconsumed prompt is queued."""
+
+        async def load() -> None:
+            self.manager.load_state_dict(state["ledger"])
+            finished = (number for number, *_ in state["ledger"].get("finished", []))
+            groups = ([read_record(Sample, sample) for sample in group] for group in state.get("samples", []))
+            self._groups = dict(zip(finished, groups, strict=True))
+            self._prompts = {
+                n: read_record(Prompt, prompt) for n, prompt in zip(self.manager.unconsumed, state["prompts"], strict=True)
+            }
+
+        self._in_loop(load())
+
+    # in the loop --------------------------------------------------------------------------------------------------
+
+    def _in_loop(self, work: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(deadline_s)
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineError(
+                f"the rollout event loop did not answer within {deadline_s:.0f} s; an episode of your own that does long "
+                "synchronous work blocks it: await that work, or run it in a thread"
+            ) from None
+
+    async def _until(self, done: Callable[[], bool], deadline_s: float) -> bool:
+        ends_at = self._loop.time() + deadline_s
+        while True:
+            if self._error is not None:
+                raise self._error
+            if done():
+                return True
+            if self.without_weights:
+                return False
+            self._changed.clear()
+            try:
+                async with asyncio.timeout_at(ends_at):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"phase 'generate' was not done after {deadline_s:.0f} s: {self._progress_text()}"
+                ) from None
+
+    def _progress_text(self) -> str:
+        engines = ", ".join(
+            f"engine {engine.number} {'is down' if engine.version is None else f'works on {engine.load}'}"
+            for engine in self.engines
+        )
+        manager = self.manager
+        return f"{manager.count('finished')} groups are finished, {manager.count('queued')} wait, {engines}"
+
+    def _dispatch(self) -> None:
+        """Start whatever may start now, the least-loaded engine first."""
+        while self._error is None:
+            free = [engine for engine in self.engines if engine.is_open.is_set() and engine.load < self.groups_per_engine]
+            if not any(self._start_on(engine) for engine in _in_turn(free)):
+                break
+        self._changed.set()
+
+    def _start_on(self, engine: EngineState) -> bool:
+        if self._asked:
+            request = self._asked.popleft()
+        else:
+            assert engine.version is not None, "only engines that serve are given work"
+            limit = min(self.groups_per_request, self.groups_per_engine - engine.load)
+            numbers = self.manager.start(engine.version, limit)
+            if not numbers:
+                return False
+            request = PromptRequest([self._prompts[n] for n in numbers], self.generate_groups, len(numbers), list(numbers))
+        engine.requests[self._loop.create_task(self._serve(engine, request))] = request
+        return True
+
+    async def _serve(self, engine: EngineState, request: PromptRequest) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            groups = await request.generate_groups(engine, request.prompts)
+        except (EngineError, WorkerError) as error:
+            if engine.requests.pop(task, None) is not None:  # else nobody waits for it any more
+                await self._retry(engine, request, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver must hear of it
+            self._give_up(error)
+        else:
+            if task in engine.requests:
+                engine.failures = 0
+                self._keep(request, groups)
+        finally:
+            engine.requests.pop(task, None)
+            self._dispatch()
+
+    def _keep(self, request: PromptRequest, groups: list[list[Sample]]) -> None:
+        if request.answer is not None:
+            if not request.answer.done():
+                request.answer.set_result(groups)
+            return
+        for number, group in zip(request.numbers, groups, strict=True):
+            if number is not None:
+                self._groups[number] = group
+                self.manager.finish(number)
+
+    async def _retry(self, engine: EngineState, request: PromptRequest, error: Exception) -> None:
+        """A request came to nothing: it is queued again, and its engine looked at."""
+        self._queue_again(request)
+        if engine.version is None:
+            return  # the engine is being seen to already
+        try:
+            await engine.handle.health(deadline_s=HEALTH_S)
+        except (EngineError, WorkerError, DeadlineError):
+            self._take_down(engine, error)
+            return
+        request.failures += 1
+        failures = max([request.failures, *(self._count_failure(n) for n in request.numbers if n is not None)])
+        if failures >= FAILURES:
+            self._give_up(error)
+
+    def _count_failure(self, number: int) -> int:
+        self._retried[number] = self._retried.get(number, 0) + 1
+        return self._retried[number]
+
+    def _queue_again(self, request: PromptRequest) -> None:
+        if request.answer is not None:
+            self._asked.appendleft(request)
+        else:
+            self.manager.requeue([number for number in request.numbers if number is not None])
+
+    def _take_down(self, engine: EngineState, error: Exception) -> None:
+        """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
+        engine.failures += not engine.fell_behind  # one death may be noticed by several requests and an update
+        engine.version, engine.error, engine.fell_behind = None, error, True
+        engine.is_open.clear()
+        for task, request in list(engine.requests.items()):
+            del engine.requests[task]
+            task.cancel()
+            self._queue_again(request)
+        if engine.failures > FAILURES:
+            self._give_up(EngineError(f"engine {engine.number} failed {engine.failures} times in a row, at last with: {error}"))
+        elif engine.restarting is None:
+            engine.restarting = self._loop.create_task(self._restart(engine))
+        self._dispatch()
+
+    async def _restart(self, engine: EngineState) -> None:
+        try:
+            while True:
+                try:
+                    await engine.handle.health(deadline_s=HEALTH_S)
+                    return
+                except (EngineError, WorkerError, DeadlineError):
+                    pass
+                try:
+                    await engine.handle.restart(self.restart_deadline_s)
+                    return
+                except (EngineError, WorkerError, DeadlineError) as error:
+                    engine.failures += 1
+                    if engine.failures > FAILURES:
+                        raise EngineError(
+                            f"engine {engine.number} did not restart in {engine.failures} tries: {error}"
+                        ) from error
+        except MegarlError as error:
+            self._give_up(error)
+        finally:
+            engine.restarting = None
+            self._changed.set()
+
+    def _discard(self, numbers: Sequence[int]) -> None:
+        """These groups are queued again; what there is of their responses is thrown away."""
+        for number in numbers:
+            self._groups.pop(number, None)
+        self._forget(numbers)
+        self._dispatch()
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        gone = set(numbers)
+        for engine in self.engines:
+            for task, request in list(engine.requests.items()):
+                if gone & set(request.numbers):
+                    request.numbers = [None if number in gone else number for number in request.numbers]
+                    if set(request.numbers) == {None}:
+                        del engine.requests[task]
+                        task.cancel()
+
+    def _give_up(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    async def _stop(self) -> None:
+        tasks = [
+            *(task for engine in self.engines for task in engine.requests),
+            *(s.restarting for s in self.engines if s.restarting),
+        ]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def failures(answers: Mapping[int, object]) -> dict[int, Exception]:
+    """The engines that raised something, of those that `Scheduler.on_each` asked."""
+    return {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}
+
+
+def _in_turn(free: Sequence[EngineState]) -> Iterator[EngineState]:
+    """Least-loaded first; after one for whose weights there was nothing to start, only those with newer ones."""
+    newest = -1
+    for engine in sorted(free, key=lambda engine: (engine.load, engine.number)):
+        if engine.version is not None and engine.version > newest:
+            yield engine
+            newest = engine.version

@@ -1,0 +1,227 @@
+"""Which prompt groups may be started when, and which ones train next: bounded staleness as a pure state machine.
+
+A *group* is one prompt with all of its responses, known here by its number: queued → in flight → finished → consumed. There is
+no clock, no thread and no engine here; whoever drives it says what happened and is told what may happen.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+State = Literal["queued", "in_flight", "finished"]
+
+
+@dataclass
+class _GroupState:
+    """One unconsumed group. `version` is that of the weights it was started under, `order` counts finished groups."""
+
+    state: State = "queued"
+    version: int = -1
+    order: int = -1
+    deferred: bool = False
+
+
+@dataclass(frozen=True)
+class ConsumedBatch:
+    """A batch: group `numbers` in order, each one's `staleness` in versions, and the groups that were `dropped`.
+
+    What was dropped is back in the queue: its responses, under way or finished, must be thrown away.
+    """
+
+    numbers: list[int]
+    staleness: list[int]
+    dropped: list[int]
+
+
+class StalenessManager:
+    """The prompt groups of a run, and the rule that keeps staleness η: consumed at version v means started at v − η or later.
+
+    **Admission.** A group at place p among the unconsumed ones will be consumed at version `v` if p is within what is still
+    due at v, else at `v + 1 + (p − due) // batch_size` at the latest, since one step makes at most one version. It may be
+    started under weights that are at most η older than that. Groups are consumed in the order in which they were made, so
+    a long response delays its batch and is never replaced by a shorter one.
+
+    **Over-sampling.** With `over_sample` k > 0, k more groups than are due may be started, and the first to finish make the
+    batch. The k others are passed over, which happens to a group once: its next batch waits for it. Of these, the ones
+    that would exceed η in the next batch go back into the queue.
+
+    So the bound holds whatever happens, and without over-sampling no group is ever thrown away for its age.
+    """
+
+    def __init__(self, batch_size: int, staleness: int, over_sample: int = 0) -> None:
+        """`over_sample` may be at most `batch_size`, or a batch could not hold all groups that were passed over."""
+        if batch_size < 1 or staleness < 0 or not 0 <= over_sample <= batch_size:
+            raise ValueError(
+                f"batch_size is {batch_size}, staleness {staleness} and over_sample {over_sample}; they must be at least 1, "
+                "at least 0 and from 0 to batch_size"
+            )
+        self.batch_size, self.staleness, self.over_sample = batch_size, staleness, over_sample
+        self.version = 0
+        self.due = 0
+        self.requeued = 0
+        """Times that a started group went back into the queue, for any reason."""
+        self.aborted = 0
+        """Those of them in which it would have become too old."""
+        self._made = 0
+        self._finished = 0
+        self._groups: dict[int, _GroupState] = {}  # unconsumed, by number
+        self._places: list[int] = []  # their numbers, ascending: a group's index is its place
+        self._queued: list[int] = []  # those of them in this state, ascending
+        self._counts: Counter[str] = Counter()
+
+    # the trainer's side -------------------------------------------------------------------------------------------
+
+    def add(self, count: int) -> list[int]:
+        """Queue `count` new groups behind all others; returns their numbers."""
+        numbers = list(range(self._made, self._made + count))
+        self._made += count
+        self._enter({number: _GroupState() for number in numbers})
+        return numbers
+
+    @property
+    def room(self) -> int:
+        """How many more groups there may be use for before the next batch is taken."""
+        wanted = self.due + self.staleness * self.batch_size + self.over_sample
+        return max(0, wanted - len(self._groups))
+
+    def open_step(self, version: int, due: int | None = None) -> list[int]:
+        """The next batch, of `due` groups (None: `batch_size`), is for a policy of this `version`; returns what is dropped."""
+        if version < self.version:
+            raise ValueError(f"the policy's version goes from {self.version} to {version}; it may only rise")
+        self.version, self.due = version, self.batch_size if due is None else due
+        return self._drop_older_than(version - self.staleness)
+
+    def ready(self) -> bool:
+        """Whether a batch can be taken."""
+        return self._batch() is not None
+
+    def pop_batch(self) -> ConsumedBatch:
+        """Consume the batch that is due; ValueError if it is not ready."""
+        batch = self._batch()
+        if not batch:
+            raise ValueError(f"{self.due} groups are due, but they are not all finished")
+        for number in self._window():
+            self._groups[number].deferred = True
+        staleness = [self.version - self._groups.pop(number).version for number in batch]
+        self._places = sorted(self._groups)
+        self._counts["finished"] -= len(batch)
+        self.due = 0
+        return ConsumedBatch(batch, staleness, self._drop_older_than(self.version + 1 - self.staleness))
+
+    # the engines' side --------------------------------------------------------------------------------------------
+
+    def start(self, version: int, limit: int) -> list[int]:
+        """Put up to `limit` queued groups in flight under weights of `version`, the first ones first; returns them."""
+        started: list[int] = []
+        while self._queued and len(started) < limit:
+            number = self._queued[0]
+            if self._consumed_at(bisect_left(self._places, number)) - version > self.staleness:
+                break
+            del self._queued[0]
+            self._put(number, "in_flight")
+            self._groups[number].version = version
+            started.append(number)
+        return started
+
+    def finish(self, number: int) -> None:
+        """All responses of a group in flight are there."""
+        group = self._groups[number]
+        if group.state != "in_flight":
+            raise ValueError(f"group {number} is {group.state}, and cannot finish")
+        self._put(number, "finished")
+        group.order = self._finished
+        self._finished += 1
+
+    def requeue(self, numbers: Iterable[int]) -> None:
+        """These groups in flight came to nothing, as when an engine died; they are queued again, at their old places."""
+        for number in numbers:
+            if self._groups[number].state != "in_flight":
+                raise ValueError(f"group {number} is {self._groups[number].state}, and cannot be put back")
+            self._queue(number)
+
+    # figures and checkpoints --------------------------------------------------------------------------------------
+
+    def count(self, state: State) -> int:
+        """Unconsumed groups in `state`."""
+        return self._counts[state]
+
+    @property
+    def unconsumed(self) -> list[int]:
+        """Numbers of all groups that were not consumed, in order."""
+        return list(self._places)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep, JSON-able: what is in flight will have to be started again, what is finished not.
+
+        `finished` has number, version and order of each finished group.
+        """
+        groups = [[number, self._groups[number].deferred] for number in self._places]
+        finished = [[n, t.version, t.order] for n, t in sorted(self._groups.items()) if t.state == "finished"]
+        return {"made": self._made, "version": self.version, "tickets": groups, "finished": finished}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`'s answer: every unconsumed group that is not finished is queued."""
+        self._made, self.version, self.due = state["made"], state["version"], 0
+        self._groups, self._places, self._queued, self._counts = {}, [], [], Counter()
+        self._enter({number: _GroupState(deferred=deferred) for number, deferred in state["tickets"]})
+        for number, version, order in state.get("finished", []):
+            self._put(number, "finished")
+            self._queued.remove(number)
+            self._groups[number].version, self._groups[number].order = version, order
+            self._finished = max(self._finished, order + 1)
+
+    # the rule -----------------------------------------------------------------------------------------------------
+
+    def _consumed_at(self, place: int) -> int:
+        """The version at which the group at `place` is consumed at the latest."""
+        if self.due and place < self.due + self.over_sample:
+            return self.version
+        return self.version + 1 + max(0, place - self.due - self.over_sample) // self.batch_size
+
+    def _window(self) -> list[int]:
+        """The groups that the batch that is due is chosen from."""
+        return self._places[: self.due + self.over_sample] if self.due else []
+
+    def _batch(self) -> list[int] | None:
+        """Of the window: those passed over before, then the first that finished; None while too few have."""
+        if not 0 < self.due <= self._counts["finished"]:
+            return None
+        window = self._window()
+        owed = [number for number in window if self._groups[number].deferred][: self.due]
+        finished = [number for number in window if self._groups[number].state == "finished"]
+        if len(finished) < self.due or not set(owed) <= set(finished):
+            return None
+        others = sorted(set(finished) - set(owed), key=lambda number: self._groups[number].order)
+        return sorted([*owed, *others[: self.due - len(owed)]])
+
+    def _drop_older_than(self, version: int) -> list[int]:
+        old = [n for n, group in self._groups.items() if group.state != "queued" and group.version < version]
+        for number in old:
+            self._queue(number)
+        self.aborted += len(old)
+        return old
+
+    def _enter(self, groups: dict[int, _GroupState]) -> None:
+        """Take in queued groups with higher numbers than all others."""
+        self._groups |= groups
+        self._places += groups
+        self._queued += groups
+        self._counts["queued"] += len(groups)
+
+    def _queue(self, number: int) -> None:
+        """Back to its old place, as if it had not been started."""
+        group = self._groups[number]
+        self._put(number, "queued")
+        insort(self._queued, number)
+        group.version, group.order = -1, -1
+        self.requeued += 1
+
+    def _put(self, number: int, state: State) -> None:
+        group = self._groups[number]
+        self._counts[group.state] -= 1
+        self._counts[state] += 1
+        group.state = state

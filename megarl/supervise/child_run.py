@@ -1,0 +1,274 @@
+"""One attempt at a run, in a process that its parent watches, outlives and cleans up after. Linux.
+
+The parent forks before anything heavy is imported. The attempt reports through a pipe: phases, steps, signs of life and why it
+failed. If the parent is killed the kernel kills the attempt, Ray and the engines go with it, and `reaper.py` sees to the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Self
+
+import psutil
+
+from megarl.errors import RunStopped
+from megarl.observe.phases import Phases
+from megarl.supervise.reaper import start_reaper
+from megarl.system.process_exit import adopt_orphans, end_with_parent
+from megarl.system.process_tree import descendants, end_tree
+
+BEAT_S = 2.0
+SILENT_S = 60.0
+"""An attempt that gave no sign of life for so long is stopped or stuck outside Python, and is ended."""
+TEARDOWN_S = 90.0
+"""For an attempt that failed to take down its world; then it is ended."""
+SLICE_S = 0.2
+INPUTS = "inputs"
+"""What an attempt is at before its first phase: it reads what the user gave, and nothing is begun or written."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass
+class ExitStatus:
+    """How an attempt ended: its exit code (minus the signal's number if one ended it) and what it had reported."""
+
+    code: int = 0
+    steps: int = 0
+    """Steps that it did."""
+    phase: str = INPUTS
+    """The phase that it was in last."""
+    failure: dict[str, Any] | None = None
+    """`kind`, `who` and `what` of the error that ended it, or of what was noticed from outside."""
+    was_told: bool = False
+    """It left because it was told to."""
+    failed_at: float = 0.0
+    """When that was noticed, in `time.monotonic()`."""
+
+
+class StatusPipe:
+    """The attempt's end of the pipe. What does not fit, because the parent does not read, is not said."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+        os.set_blocking(pipe, False)
+        threading.Thread(target=self._beat, name="signs-of-life", daemon=True).start()
+
+    def follow(self, phases: Phases) -> None:
+        """Tell of every phase from now on."""
+        phases.listen(lambda name: self._tell({"steps": phases.steps, "phase": name}))
+
+    def failed(self, error: BaseException) -> None:
+        """Tell why the attempt fails."""
+        what = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":")[:500]
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        self._tell({"failure": {"kinds": kinds, "who": getattr(error, "who", "") or "driver", "what": what}})
+
+    def leaves(self) -> None:
+        """Tell that the attempt leaves because it was told to."""
+        self._tell({"was_told": True})
+
+    def _beat(self) -> None:
+        while True:
+            self._tell({})
+            time.sleep(BEAT_S)
+
+    def _tell(self, what: dict[str, Any]) -> None:
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._pipe, json.dumps(what).encode() + b"\n")  # at once: shorter than PIPE_BUF
+
+
+_report: StatusPipe | None = None
+
+
+def follow(phases: Phases) -> None:
+    """Tell the parent, if this process is somebody's attempt, of every phase from now on."""
+    if _report is not None:
+        _report.follow(phases)
+
+
+class Signals:
+    """While entered, notes SIGINT, SIGTERM and SIGUSR1 in `received` and passes them on to a process, if there is one."""
+
+    def __init__(self) -> None:
+        self.received: list[str] = []
+        self._to: int | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def pass_on_to(self, pid: int | None) -> None:
+        """From now on to this process, which also gets what came while it was started; None: to nobody."""
+        self._to = pid
+        if pid is not None:
+            for name in self.received:
+                os.kill(pid, signal.Signals[name])
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(number).name)
+        if self._to is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._to, number)
+
+
+@dataclass
+class ChildRun:
+    """The parent's side."""
+
+    pid: int
+    pipe: int
+    stacks: IO[bytes]
+    """Where the attempt writes its Python stacks when it gets SIGUSR2."""
+    stack_file: Path
+    """Where they go if they were asked for: until then a run has no files."""
+    on_step: Callable[[], None]
+    """Called once, when the attempt has done its first step."""
+    outcome: ExitStatus = field(default_factory=ExitStatus)
+    _unread: bytes = b""
+
+    def watch(self) -> ExitStatus:
+        """Wait until the attempt has ended; nothing that it started is left then."""
+        silent_s = teardown_s = 0.0
+        code: int | None = None
+        while code is None:
+            before = time.monotonic()
+            heard = self._read()
+            # time in which this process was stopped itself is nobody's silence
+            spent = min(time.monotonic() - before, 2 * SLICE_S)
+            silent_s = 0.0 if heard else silent_s + spent
+            if self.outcome.failure is not None:
+                teardown_s += spent
+            if silent_s > SILENT_S and self.outcome.failure is None:
+                self._say_stuck()
+            if silent_s > SILENT_S or teardown_s > TEARDOWN_S:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            code = self._reap()
+        while self._read():
+            pass
+        os.close(self.pipe)
+        self.stacks.close()
+        if self.outcome.failure is None and code and not self.outcome.was_told:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._fail({"kinds": [], "who": "driver", "what": f"it {how}"})
+        self.outcome.code = code
+        end_descendants()
+        return self.outcome
+
+    def _reap(self) -> int | None:
+        """The attempt's exit code if it has ended; orphans of its are seen off too."""
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == self.pid:
+                    return os.waitstatus_to_exitcode(status)
+                if pid == 0:
+                    return None
+        return None
+
+    def _read(self) -> bool:
+        """Take in what the attempt says within a moment; False if that is nothing."""
+        if not select.select([self.pipe], [], [], SLICE_S)[0]:
+            return False
+        data = os.read(self.pipe, 65536)
+        if not data:
+            time.sleep(SLICE_S)
+            return False
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            self._heard(json.loads(line))
+        return True
+
+    def _heard(self, said: dict[str, Any]) -> None:
+        if said.get("steps"):
+            if not self.outcome.steps:
+                self.on_step()
+            self.outcome.steps = said["steps"]
+        self.outcome.phase = said.get("phase") or self.outcome.phase
+        self.outcome.was_told |= said.get("was_told", False)
+        if "failure" in said:
+            self._fail(said["failure"])
+
+    def _fail(self, failure: dict[str, Any]) -> None:
+        self.outcome.failure, self.outcome.failed_at = failure, time.monotonic()
+
+    def _say_stuck(self) -> None:
+        """Note that the attempt gives no sign of life, and have it write its Python stacks if it still can."""
+        state = "it gave no heartbeat"
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                state = "it was stopped (SIGSTOP)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR2)
+        time.sleep(1.0)
+        self.stacks.seek(0)
+        stacks = self.stacks.read()
+        if stacks:
+            self.stack_file.parent.mkdir(parents=True, exist_ok=True)
+            self.stack_file.write_bytes(stacks)
+        where = f"its Python stacks are in {self.stack_file}" if stacks else "it gave no Python stacks"
+        self._fail({"kinds": [], "who": "driver", "what": f"{state} for {SILENT_S:.0f} s; {where}"})
+
+
+def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], None]) -> ChildRun | None:
+    """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent."""
+    global _report
+    adopt_orphans()
+    read, write = os.pipe()
+    stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        start_reaper(pid)
+        signals.pass_on_to(pid)
+        os.close(write)
+        return ChildRun(pid, read, stacks, stack_file, on_step)
+    signals.__exit__()
+    os.setsid()  # a terminal's Ctrl-C comes once, through the parent
+    end_with_parent()
+    os.close(read)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+    _report = StatusPipe(write)
+    return None
+
+
+def report_end(error: BaseException) -> None:
+    """Tell the parent why this attempt ends before it is done."""
+    if _report is None:
+        return
+    if isinstance(error, (RunStopped, KeyboardInterrupt)):
+        _report.leaves()
+    else:
+        _report.failed(error)
+
+
+def end_descendants(tries: int = 20) -> Sequence[psutil.Process]:
+    """End whatever still lives below this process, all of it started by its attempts; returns what could not be ended."""
+    for _ in range(tries):
+        if not descendants(os.getpid()):
+            return []
+        end_tree(os.getpid(), spare_root=True)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+    return descendants(os.getpid())

@@ -1,0 +1,39 @@
+"""What a process does about its own end: it goes with the one that started it, and what it said is in a log. Linux."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process as soon as the one that started it is gone, even while this one is stopped."""
+    parent = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it went in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent dies become children of this process instead of init's, and so can be found and ended."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def log_to_file(log_file: str | Path) -> None:
+    """Append this process's output to `log_file`, with the Python stacks if a signal such as SIGSEGV ends it."""
+    path = Path(log_file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.close(log)
+    faulthandler.enable(2)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)

@@ -1,0 +1,222 @@
+"""From rewards and log-probs to advantages, returns and loss weights: docs/methods.md on the driver, over the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms import (
+    ADVANTAGES,
+    AdaptiveKl,
+    AdvantageInputs,
+    AdvantageOutputs,
+    RewardNormaliser,
+    RunningMean,
+    clip_rewards,
+    correction,
+    kl_per_token,
+    length_penalty,
+    overlong_penalty,
+    token_weights,
+)
+from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
+from megarl.config import Config
+from megarl.data.batch import Batch
+from megarl.data.sample import Sample
+from megarl.errors import ConfigError, MegarlError
+from megarl.system.user_code import describe
+
+
+@dataclass(frozen=True)
+class RewardStatistics:
+    """What a step's rewards looked like: mean, standard deviation, and the share of groups whose rewards all agree."""
+
+    mean: float
+    std: float
+    uniform_groups: float
+
+
+def reward_statistics(scores: Tensor, groups: Tensor) -> RewardStatistics:
+    """`scores` float `[B]`, `groups` int64 `[B]`."""
+    spreads = [scores[groups == group].max() - scores[groups == group].min() for group in groups.unique()]
+    tied = sum(float(spread == 0) for spread in spreads) / max(len(spreads), 1)
+    return RewardStatistics(float(scores.mean()), float(scores.std(correction=0)), tied)
+
+
+def group_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[list[tuple[Sample, float]]]:
+    """Samples with their rewards, one list per group id, in order of first appearance."""
+    groups: dict[str, list[tuple[Sample, float]]] = {}
+    for sample, reward in zip(samples, rewards, strict=True):
+        groups.setdefault(sample.group_id, []).append((sample, reward))
+    return list(groups.values())
+
+
+def is_tied(group: Sequence[tuple[Sample, float]]) -> bool:
+    """Whether all rewards of a group agree."""
+    return len({reward for _, reward in group}) == 1
+
+
+class Experience:
+    """Turns rewards into advantages, and remembers what must outlive a step: baseline, reward scale, KL weight."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, algorithm = config, config.algorithm
+        self.baseline = RunningMean()
+        self.normaliser = RewardNormaliser()
+        self.kl: AdaptiveKl | None = None
+        if algorithm.kl.target is not None:
+            self.kl = AdaptiveKl(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
+
+    def estimate(
+        self, batch: Batch, rewards: Sequence[float], greedy_scores: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
+
+        A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
+        truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator.
+
+        Args:
+            batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
+                and `values_after` for a critic, `step_rewards` and `step_ends` for process rewards.
+            rewards: one per row, unshaped.
+            greedy_scores: by group id, the unshaped reward of the greedy response, for an estimator that needs it.
+        """
+        algorithm = self.config.algorithm
+        metrics: dict[str, float] = {}
+        scores = self._shape(torch.tensor(rewards, dtype=torch.float32), batch)
+        if algorithm.rollout_correction.mode != "none":
+            metrics |= self._correct(batch)
+        outputs = estimated(
+            algorithm.advantage,
+            algorithm.estimator_needs,
+            AdvantageInputs(
+                scores=scores,
+                token_penalty=self._kl_penalty(batch, metrics),
+                mask=batch.mask,
+                groups=batch.groups,
+                values=batch.columns.get("values"),
+                truncated=batch.truncated,
+                gamma=algorithm.gamma,
+                lam=algorithm.gae_lambda,
+                eps=algorithm.advantage_eps,
+                unbiased=algorithm.unbiased_std,
+                bootstrap_truncated=algorithm.truncated_responses == "bootstrap",
+                bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
+                baseline=self.baseline,
+                greedy_scores=_by_row(greedy_scores, batch),
+                step_rewards=batch.columns.get("step_rewards"),
+                step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
+            ),
+        )
+        batch.columns["advantages"] = outputs.advantages
+        if outputs.returns is not None:
+            batch.columns["returns"] = outputs.returns
+        self.baseline = outputs.baseline or self.baseline
+        if outputs.dropped is not None:
+            batch.mask[outputs.dropped] = False
+            metrics["reward/lone_responses"] = float(outputs.dropped.sum())
+        if algorithm.truncated_responses == "mask":
+            batch.mask[batch.truncated] = False
+        return metrics | {"reward/shaped_mean": float(scores.mean())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint must keep, JSON-able."""
+        kl = self.kl.state_dict() if self.kl is not None else None
+        return {"baseline": asdict(self.baseline), "normaliser": self.normaliser.state_dict(), "kl": kl}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`'s answer."""
+        self.baseline = RunningMean(**state["baseline"])
+        self.normaliser.load_state_dict(state["normaliser"])
+        if self.kl is not None and state["kl"] is not None:
+            self.kl.load_state_dict(state["kl"])
+
+    def _shape(self, scores: Tensor, batch: Batch) -> Tensor:
+        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping)."""
+        shaping = self.config.algorithm.shaping
+        lengths = torch.tensor([len(sample.response_ids) for sample in batch.samples])
+        if shaping.overlong_tokens:
+            scores = scores + overlong_penalty(lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
+        if shaping.length_penalty:
+            scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
+        if shaping.normalise:
+            scores = self.normaliser.normalise(scores)
+        return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
+
+    def _correct(self, batch: Batch) -> dict[str, float]:
+        settings, columns = self.config.algorithm.rollout_correction, batch.columns
+        weights, kept, statistics = correction(
+            columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings.mode, settings.low, settings.high
+        )
+        columns["correction"] = weights
+        batch.mask = kept
+        return {f"correction/{name}": value for name, value in statistics.items()}
+
+    def _kl_penalty(self, batch: Batch, metrics: dict[str, float]) -> Tensor:
+        """−β·KL of every token where KL belongs to the reward, else zeros; moves an adaptive β afterwards."""
+        settings = self.config.algorithm.kl
+        if not settings.coef or settings.apply_to != "reward":
+            return torch.zeros(batch.mask.shape)
+        kl = kl_per_token(batch.columns["old_log_probs"], batch.columns["reference_log_probs"], settings.estimator) * batch.mask
+        coef = settings.coef if self.kl is None else self.kl.coef
+        if self.kl is not None:
+            self.kl.update(float(kl.sum(1).mean()), len(batch))
+            metrics["kl/coef"] = coef
+        return -coef * kl
+
+
+def estimated(name: str, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
+    """What the estimator `name` answers to `inputs`; a user's own may be wrong in ways that nothing later would name.
+
+    Raises:
+        ConfigError: it raised, or answered something else than advantages and, with a critic, returns for every token.
+    """
+    estimator = ADVANTAGES.resolve(name)
+    try:
+        outputs = estimator(inputs)
+    except Exception as error:
+        if name in ESTIMATORS or isinstance(error, MegarlError):
+            raise
+        raise ConfigError(f"algorithm.advantage: '{name}' raised {describe(error)}") from error
+    if not isinstance(outputs, AdvantageOutputs):
+        raise ConfigError(f"algorithm.advantage: '{name}' must return AdvantageOutputs, but returned {type(outputs).__name__}")
+    shape = inputs.mask.shape
+    required = ("advantages", "returns") if needed.values else ("advantages",)
+    for field, wanted in {"advantages": shape, "returns": shape, "dropped": shape[:1]}.items():
+        given = getattr(outputs, field)
+        if given is None and field not in required:
+            continue
+        if not isinstance(given, Tensor) or given.shape != wanted:
+            found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            why = ", as the critic is trained on them" if field == "returns" else ""
+            raise ConfigError(
+                f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(wanted)}{why}, but gave {found}"
+            )
+    return outputs
+
+
+def _by_row(greedy_scores: Mapping[str, float] | None, batch: Batch) -> Tensor | None:
+    if greedy_scores is None:
+        return None
+    return torch.tensor([greedy_scores[sample.group_id] for sample in batch.samples])
+
+
+def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:
+    """Rows of each mini-batch: whole groups in a seeded order, so that a group's prompt is computed once where it can be."""
+    order = torch.randperm(int(batch.groups.max()) + 1, generator=torch.Generator().manual_seed(seed))
+    rank = {int(group): place for place, group in enumerate(order)}
+    rows = sorted(range(len(batch)), key=lambda row: (rank[int(batch.groups[row])], row))
+    size = len(rows) // mini_batches
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def set_loss_weights(batch: Batch, rows: Sequence[int], config: Config) -> None:
+    """Column `weights`: the global denominators of one optimizer step over `rows` (docs/methods.md#aggregation)."""
+    norm_length = config.algorithm.norm_length or config.rollout.max_new_tokens
+    mask = torch.zeros_like(batch.mask)
+    mask[list(rows)] = batch.mask[list(rows)]
+    batch.columns["weights"] = token_weights(mask, config.algorithm.aggregation, norm_length=norm_length)

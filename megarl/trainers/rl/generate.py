@@ -1,0 +1,87 @@
+"""`megarl generate`: sampled responses with their rewards as rows of a file, also as rows to train on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from megarl.config import Config
+from megarl.data.sample import Sample
+from megarl.errors import ConfigError
+from megarl.system.atomic_files import write_text_atomically
+from megarl.trainers.rl.evaluate import answer, is_right
+
+Form = Literal["samples", "sft", "pairs"]
+
+
+def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> int:
+    """Sample `rollout.samples_per_prompt` responses to every row of `data.train` and write them to the new file `out`.
+
+    `samples`: every response with its rewards. `sft`: each different response that is right, as `prompt` and `response`
+    (docs/methods.md#recipes-of-several-runs). `pairs`: a right one as `chosen` beside a wrong one as `rejected`, each used
+    once.
+
+    Returns the number of rows written.
+
+    Raises:
+        ConfigError: `out` exists, rows to train on are asked of episodes of several turns, or no row came about, such as no
+            response that was right.
+        MegarlError: anything else the user can mend, as one sentence.
+    """
+    kind = config.rollout.episode.kind
+    if form != "samples" and kind != "single":
+        raise ConfigError(
+            f"--as is '{form}', but rollout.episode.kind is '{kind}', whose responses hold what tools and environments said; "
+            "it must be 'samples'"
+        )
+    path = Path(out)
+    if path.exists():
+        raise ConfigError(f"--out is '{out}', which exists already; name a new file")
+    if not next(parent for parent in path.parents if parent.exists()).is_dir():
+        raise ConfigError(f"--out is '{out}', but its folder is a file; name a file in a folder")
+    if form == "pairs" and config.rollout.samples_per_prompt < 2:
+        raise ConfigError("--as is 'pairs', but rollout.samples_per_prompt is 1; a pair is two responses to one prompt")
+    samples, scores = answer(config, checkpoint, held_out=False)
+    makers = {"samples": _all, "sft": _right, "pairs": _pairs}
+    rows = list(makers[form](samples, scores, config.data.prompt_key))
+    if not rows:
+        raise ConfigError(f"none of {len(samples)} responses makes a row of --as {form}; sample more of them")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(path, "".join(json.dumps(row, default=str) + "\n" for row in rows))
+    return len(rows)
+
+
+def _all(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+    for sample, score in zip(samples, scores, strict=True):
+        yield {
+            "prompt": sample.row[prompt_key],
+            "response": sample.response_text,
+            "turns": sample.turns,
+            "reward": score,
+            "rewards": sample.rewards,
+            "finish_reason": sample.finish_reason,
+            "row": sample.row,
+        }
+
+
+def _right(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+    seen: set[tuple[str, str]] = set()
+    for sample in samples:
+        key = (sample.group_id, sample.response_text)
+        if is_right(sample) and not sample.truncated and key not in seen:
+            seen.add(key)
+            yield {"prompt": sample.row[prompt_key], "response": sample.response_text}
+
+
+def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+    groups: dict[str, dict[bool, dict[str, Sample]]] = {}
+    for sample in samples:
+        if not sample.truncated and sample.response_text:
+            sides = groups.setdefault(sample.group_id or sample.row_id, {True: {}, False: {}})
+            sides[bool(is_right(sample))].setdefault(sample.response_text, sample)
+    for sides in groups.values():
+        for right, wrong in zip(sides[True].values(), sides[False].values(), strict=False):
+            prompt = right.row[prompt_key]
+            yield {"prompt": prompt, "chosen": right.response_text, "rejected": wrong.response_text}

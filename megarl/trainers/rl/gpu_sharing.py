@@ -1,0 +1,146 @@
+"""Who has the device of a colocated run, trainer or engines: one state machine for offload, sleep, wake and updates.
+
+                    update                       generate
+    TRAINING ───────────────────▶ UPDATING ───────────────────▶ GENERATING
+     ▲  ▲ ▲    shed, then wake     │    ▲    the weights leave    │    │
+     │  │ └────────────────────────┘    └─────────────────────────┘    │
+     │  │       sleep, then all back       the weights come back       │
+     │  └──────────────────────────────────────────────────────────────┘
+     │ sleep                          sleep, then all back
+    SHARED: everything is there, as when a run starts
+
+There is no way from TRAINING to GENERATING: engines that were woken are given weights first, which each of them sees to by
+itself, too (`weight_sync/weight_state.py`). Memory is always given up before other memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Literal, Protocol
+
+import megarl.platform
+from megarl.config import Config
+from megarl.config.engine_kinds import capabilities_of
+from megarl.errors import EngineError
+from megarl.rollout.scheduling.engine_state import EngineHandle
+from megarl.rollout.scheduling.scheduler import Scheduler, failures
+from megarl.trainers.run.roles import Roles
+
+Kept = Literal["all", "policy", "none"]
+"""What the trainer has on the device: everything, the policy's weights alone, or nothing."""
+
+
+class Owner(Enum):
+    """Who has the device."""
+
+    SHARED = "trainer and engines"
+    TRAINING = "the trainer"
+    UPDATING = "the engines and the policy's weights"
+    GENERATING = "the engines"
+
+
+class Device(Protocol):
+    """What is moved from and to the device."""
+
+    def sleep(self) -> None:
+        """Have all engines give up their memory, and their weights with it."""
+
+    def wake(self) -> None:
+        """Have all engines that sleep take memory again; they have no weights then."""
+
+    def keep(self, what: Kept) -> None:
+        """Bring the trainer to have exactly `what` on the device."""
+
+
+class GpuSharing:
+    """The state machine. A move that fails in the middle leaves it without a state: every further one is refused."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.now: Owner | None = Owner.SHARED
+
+    def train(self) -> None:
+        """Before anything that the trainer computes, saves or exports."""
+        if self.now is not Owner.TRAINING:
+            self._move(Owner.TRAINING, (Owner.SHARED, Owner.UPDATING, Owner.GENERATING))
+
+    def update(self) -> None:
+        """Before engines are given weights, all of them or one that came back while the others generate."""
+        if self.now is not Owner.UPDATING:
+            self._move(Owner.UPDATING, (Owner.SHARED, Owner.TRAINING, Owner.GENERATING))
+
+    def generate(self) -> None:
+        """After engines were given weights."""
+        self._move(Owner.GENERATING, (Owner.UPDATING,))
+
+    def _move(self, to: Owner, ways: tuple[Owner, ...]) -> None:
+        before, self.now = self.now, None
+        if before is None:
+            raise EngineError(
+                "moving the trainer or the engines off the GPU failed earlier, so the state of the GPU is unknown and the run "
+                "cannot continue"
+            )
+        if before not in ways:
+            self.now = before
+            raise EngineError(
+                f"the GPU cannot go from {before.value} directly to {to.value}: the engines must take a weight update first"
+            )
+        if to is Owner.TRAINING:
+            self._device.sleep()
+            if before is not Owner.SHARED:
+                self._device.keep("all")
+        elif to is Owner.UPDATING:
+            self._device.keep("policy")
+            if before is Owner.TRAINING:
+                self._device.wake()
+        else:
+            self._device.keep("none")
+        self.now = to
+
+
+class ColocatedDevice:
+    """`Device` of a run: all engines through their scheduler, and all of the trainer's ranks."""
+
+    def __init__(self, config: Config, scheduler: Scheduler, roles: Roles) -> None:
+        self._deadlines, self._scheduler, self._roles = config.rollout.deadlines, scheduler, roles
+
+    def sleep(self) -> None:
+        """What is under way is begun anew after the next update; engines that fail are restarted as ever."""
+        scheduler = self._scheduler
+        scheduler.stop_all()
+        scheduler.empty()
+        up = [engine.number for engine in scheduler.engines if engine.restarting is None]
+        failed = self._failures(up, lambda _, engine: engine.sleep(deadline_s=self._deadlines.update_s))
+        for engine, error in failed.items():
+            raise EngineError(f"engine {engine} did not give up its memory: {error}")
+
+    def wake(self) -> None:
+        """An engine that was restarted meanwhile does not sleep, which is as good."""
+        waiting = self._scheduler.without_weights
+        self._failures(waiting, lambda _, engine: engine.wake(deadline_s=self._deadlines.update_s))
+
+    def keep(self, what: Kept) -> None:
+        """All ranks of all groups move what they have; where there is no CUDA nothing is moved."""
+        self._roles.keep_on_device(what)
+
+    def _failures(self, engines: list[int], call: Callable[[int, EngineHandle], Awaitable[None]]) -> dict[int, Exception]:
+        """The engines that are well and yet did not do it, and why; the scheduler sees to those that are not well."""
+        failed = failures(self._scheduler.on_each(engines, call, self._deadlines.update_s))
+        unwell = self._scheduler.failing(failed)
+        for engine, error in unwell.items():
+            self._scheduler.fail(engine, error)
+        return {engine: error for engine, error in failed.items() if engine not in unwell}
+
+
+def gpu_sharing_of(config: Config, scheduler: Scheduler, roles: Roles) -> GpuSharing | None:
+    """Who has the GPUs, for a run whose trainer and engines share GPUs and never work at the same time; None for any other."""
+    rollout = config.rollout
+    takes_turns = (
+        capabilities_of(rollout).sleeps and rollout.schedule.mode == "sync" and rollout.weight_transport == "shared_memory"
+    )
+    if megarl.platform.detect().name != "cuda" or config.resources.placement != "colocated" or not takes_turns:
+        return None
+    if rollout.engine_args.get("enable_memory_saver") is False:
+        return None
+    return GpuSharing(ColocatedDevice(config, scheduler, roles))

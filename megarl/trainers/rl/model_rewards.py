@@ -1,0 +1,61 @@
+"""The reward model's part of a sample's reward: one score per response, or one per step of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.sections import RewardModelConfig
+from megarl.data.batch import Batch
+from megarl.data.sample import Sample
+from megarl.trainers.run.roles import REWARD_MODEL, Roles
+
+
+class ModelRewards:
+    """Asks the role `reward_model`. A process model's scores are logits; a step's reward is their sigmoid."""
+
+    def __init__(self, config: RewardModelConfig, tokenizer: Any) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self._ends_step: dict[int, bool] = {}
+        self._steps: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def score(self, roles: Roles, samples: Sequence[Sample]) -> list[float]:
+        """Weighted score of every response (of a process model the mean over its steps), also left in `sample.rewards`."""
+        batch, weight = Batch(samples), self.config.weight
+        at = self._step_ends(batch) if self.config.per_step else batch.last_tokens
+        roles.forward(REWARD_MODEL, batch, ["score"], at=at)
+        scores = batch.columns["score"]
+        if self.config.per_step:
+            scores = torch.where(at, scores.sigmoid(), 0)
+            self._steps = {s.sample_id: (scores[row], at[row]) for row, s in enumerate(samples)} | self._steps
+            totals = scores.sum(1) / at.sum(1).clamp(min=1)
+        else:
+            totals = scores.sum(1)
+        for sample, total in zip(samples, totals.tolist(), strict=True):
+            sample.rewards["reward_model"] = total
+        return (weight * totals).tolist()
+
+    def add_steps(self, batch: Batch, rewards: Sequence[float]) -> None:
+        """Columns `step_rewards` and `step_ends`: each step's weighted reward, and at the last what the other sources gave."""
+        step_rewards, step_ends = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)
+        for row, sample in enumerate(batch.samples):
+            scores, ends = (column[: len(sample.response_ids)] for column in self._steps[sample.sample_id])
+            step_rewards[row, : len(scores)] = self.config.weight * scores
+            step_ends[row, : len(ends)] = ends.float()
+            step_rewards[row, len(ends) - 1] += rewards[row] - self.config.weight * sample.rewards["reward_model"]
+        batch.columns |= {"step_rewards": step_rewards, "step_ends": step_ends}
+        self._steps = {}
+
+    def _step_ends(self, batch: Batch) -> Tensor:
+        """bool `[B, T]`: tokens whose text has a line break, and the last token of every response."""
+        ends = batch.last_tokens
+        for row, sample in enumerate(batch.samples):
+            for place, token in enumerate(sample.response_ids):
+                if token not in self._ends_step:
+                    self._ends_step[token] = "\n" in self.tokenizer.decode([token])
+                if self._ends_step[token]:
+                    ends[row, place] = True
+        return ends

@@ -1,0 +1,193 @@
+"""The rollout side of a run as the driver sees it: engines with a known weight version, prompts in, samples out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.engine_kinds import capabilities_of
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import EngineError
+from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
+from megarl.rollout.engines.registry import engine_path, load_engine
+from megarl.rollout.episodes import Episodes
+from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
+from megarl.rollout.scheduling.requests import episode_groups, single_turns
+from megarl.rollout.scheduling.scheduler import RolloutBatch, Scheduler
+from megarl.rollout.scheduling.staleness_manager import StalenessManager
+from megarl.trainers.rl.weight_updates import WeightUpdates
+from megarl.trainers.run.roles import Roles
+from megarl.workers.cluster import Cluster
+from megarl.workers.engine_calls import EngineCalls
+from megarl.workers.group import wait_for
+
+CALLS_PER_ENGINE = 512  # under way at once, at most
+GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
+NextPrompts = Callable[[int], list[Prompt]]
+
+
+class Rollouts:
+    """All engines of a run. `stale` is set by whoever changes the policy and cleared by `update_weights`.
+
+    `version` is that of the policy whose weights the engines have, or are being given.
+    """
+
+    def __init__(self, config: Config, cluster: Cluster, tokenizer: Any, episodes: Episodes | None = None) -> None:
+        """`episodes`: None where every response is a single turn."""
+        self.config, self.tokenizer, self.episodes = config, tokenizer, episodes
+        rollout = config.rollout
+        engine = load_engine(engine_path(rollout))
+        self.stale = False
+        self.version = 0
+        logs = Path(cluster.log_folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        threads = rollout.threads or max(1, cluster.cores // (1 if rollout.schedule.mode == "sync" else 2))
+        places = [EnginePlace(number, threads, cluster.platform.name, logs) for number in range(rollout.engines)]
+        options = [engine.options(config, place) for place in places]
+        model_path = str(Path(config.model.path).resolve())
+        self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
+        self.scheduler = self._schedule()
+        self._updates: WeightUpdates | None = None
+        self._taken: list[RolloutBatch] = []
+        self._counted = (0, 0)
+
+    def _schedule(self) -> Scheduler:
+        rollout, schedule = self.config.rollout, self.config.rollout.schedule
+        staleness = {"sync": 0, "one_step_off_policy": 1, "async": schedule.max_staleness}[schedule.mode]
+        able = capabilities_of(rollout)
+        if not able.concurrent:  # a second request keeps such an engine from waiting for the driver
+            at_once = max(1, able.batch_samples // rollout.samples_per_prompt)
+            at_most = 2 * at_once
+        else:
+            calls = 1 if self.episodes is None else rollout.samples_per_prompt
+            at_once, at_most = 1, min(rollout.groups_per_engine, max(1, CALLS_PER_ENGINE // calls))
+        return Scheduler(
+            [EngineCalls(engine, number) for number, engine in enumerate(self.engines)],
+            StalenessManager(rollout.prompts_per_step, staleness, schedule.over_sample),
+            self._respond(greedy=False),
+            groups_per_request=at_once,
+            groups_per_engine=at_most,
+            restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
+        )
+
+    def begin_start(self) -> list[Any]:
+        """Start every engine; the trainer loads meanwhile. Give the result to `finish_start`."""
+        initial_version = None if self.config.rollout.other_weights else self.version
+        return [engine.start.remote(initial_version) for engine in self.engines]
+
+    def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
+        """Wait until the engines answer; `roles` hold the policy that they will be given."""
+        names = [f"engine {number}" for number in range(len(starting))]
+        deadline_s = self.config.resources.deadlines.start_s + GRACE_S
+        wait_for(starting, phase="engine start", deadline_s=deadline_s, whose=names)
+        if self.config.rollout.other_weights:
+            self.scheduler.empty()
+        else:
+            self.scheduler.resume(range(len(self.engines)), self.version)
+        if roles is not None:
+            self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles)
+
+    def close(self) -> None:
+        """Stop whatever is under way; the engines themselves belong to the cluster."""
+        self.scheduler.close()
+
+    # training -----------------------------------------------------------------------------------------------------
+
+    def next_batch(self, next_prompts: NextPrompts, groups: int | None = None) -> RolloutBatch:
+        """A step's groups of responses (None: `prompts_per_step`), trained under `version`; prompts are drawn as needed.
+
+        Unless the mode is `sync`, the engines go on with what the next steps will need.
+        """
+        self.scheduler.open_step(self.version, next_prompts, groups)
+        self._wait()
+        self._taken.append(self.scheduler.pop_batch())
+        return self._taken[-1]
+
+    def finish_step_ahead(self, next_prompts: NextPrompts) -> None:
+        """In mode `one_step_off_policy`, before an update: wait for the next step's responses; none spans two versions."""
+        if self.config.rollout.schedule.mode == "one_step_off_policy":
+            self.scheduler.open_step(self.version + 1, next_prompts)
+            self._wait(version=self.version + 1)
+            self.scheduler.stop_all()
+
+    def update_weights(self) -> None:
+        """Give every engine the policy under a new version; the engines check every tensor they receive."""
+        assert self._updates is not None, "weights come from roles"
+        self.version, self.stale = self.version + 1, False
+        behind = [
+            engine.number for engine in self.scheduler.engines if engine.restarting is None and engine.version != self.version
+        ]
+        self._updates.update_engines(behind, self.version)
+
+    def resume_after(self, version: int, groups: dict[str, Any] | None) -> None:
+        """Continue where the engines had `version` and `state()` was `groups` (None: nothing was under way).
+
+        The engines have yet to be given the policy's weights.
+        """
+        self.version, self.stale = version, True
+        if groups is not None:
+            self.scheduler.load_state_dict(groups)
+        self.scheduler.empty()
+
+    def progress(self) -> tuple[int, int]:
+        """Groups that are finished of those that are due, and these; another thread may ask."""
+        manager = self.scheduler.manager
+        return min(manager.count("finished"), manager.due), manager.due
+
+    def state(self) -> dict[str, Any]:
+        """The prompts that were drawn and have not been trained on, JSON-able: a resumed run repeats and drops none."""
+        return self.scheduler.state_dict()
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the batches taken since the last call."""
+        manager, staleness = self.scheduler.manager, [age for groups in self._taken for age in groups.staleness]
+        self._taken = []
+        before, self._counted = self._counted, (manager.requeued, manager.aborted)
+        counts = self.episodes.take_counts() if self.episodes is not None else {}
+        return {
+            "staleness/mean": sum(staleness) / len(staleness),
+            "staleness/max": max(staleness),
+            "rollout/weight_version": self.version,
+            "rollout/requeued": manager.requeued - before[0],
+            "rollout/dropped_stale": manager.aborted - before[1],
+            "rollout/in_flight": manager.count("in_flight"),
+            **{f"episode/{name}": count for name, count in counts.items()},
+        }
+
+    # anything else ------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Sample]:
+        """`samples_per_prompt` responses to each prompt, or the single greedy one, grouped by prompt in order."""
+        per_request = self.scheduler.groups_per_request * (self.config.rollout.samples_per_prompt if greedy else 1)
+        answers = self.scheduler.ask(prompts, self._respond(greedy=greedy), per_request)
+        self._wait(answers)
+        return [sample for answer in answers for group in answer.result() for sample in group]
+
+    def _wait(self, answers: Sequence[PendingResult] | None = None, version: int | None = None) -> None:
+        """Wait for `answers`, or for the batch that is due; engines that come back meanwhile are given the policy."""
+        ends_at = time.monotonic() + self.config.rollout.deadlines.generate_s
+        while not self.scheduler.wait(ends_at - time.monotonic(), answers):
+            engines = self.scheduler.without_weights
+            if self._updates is None:
+                errors = (self.scheduler.engines[engine].error for engine in engines)
+                raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")
+            self._updates.update_engines(engines, self.version if version is None else version)
+
+    def _respond(self, *, greedy: bool) -> GenerateGroups:
+        rollout = self.config.rollout
+        params = SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            greedy=greedy or rollout.greedy,
+            ignore_eos=rollout.ignore_eos,
+            stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),
+        )
+        n, deadline_s = 1 if greedy else rollout.samples_per_prompt, rollout.deadlines.generate_s
+        if self.episodes is not None:
+            return episode_groups(self.episodes, params, n, deadline_s)
+        return single_turns(params, n, deadline_s, self.tokenizer)

@@ -1,0 +1,325 @@
+"""The verbs of the reinforcement-learning loop: everything that `rl.train` says, with its config and processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from megarl.algorithms import LossSettings
+from megarl.config import Config
+from megarl.data.batch import Batch
+from megarl.data.mixture import mixture_weights
+from megarl.data.sample import Sample
+from megarl.data.sampler import build_sampler
+from megarl.observe import MetricsFile, distributions
+from megarl.observe.progress import SHOWN
+from megarl.system.user_code import absolute_name
+from megarl.trainers.rl.evaluate import evaluation
+from megarl.trainers.rl.experience import (
+    Experience,
+    group_rewards,
+    is_tied,
+    mini_batch_rows,
+    reward_statistics,
+    set_loss_weights,
+)
+from megarl.trainers.rl.inputs import read_inputs
+from megarl.trainers.rl.model_rewards import ModelRewards
+from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
+from megarl.trainers.rl.parity_checks import ParityChecks
+from megarl.trainers.rl.ptx import PtxExamples
+from megarl.trainers.rl.rollouts import Rollouts
+from megarl.trainers.rl.samples_file import SamplesFile
+from megarl.trainers.run.base import Run
+from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
+from megarl.trainers.run.start import open_cluster, open_roles
+from megarl.trainers.run.update_metrics import LOG_PROBS
+
+TRAINING = ("log_probs", "update", "sync")
+"""Phases in which the training ranks work."""
+
+
+class RlRun(Run):
+    """A reinforcement-learning run; `rl.train` is written in its methods."""
+
+    shown: ClassVar = SHOWN
+    # made by `start`, with the processes
+    rollouts: Rollouts
+    samples_file: SamplesFile
+    distributions: MetricsFile
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.config = config
+        with self.telling_of_disk_trouble():
+            self.inputs = read_inputs(config)
+        self._stack.callback(self.inputs.close)
+        self.sampler = build_sampler(self.inputs.train, mixture_weights(config.data.train), config.run.seed)
+        self.ptx = PtxExamples(config, self.inputs.tokenizer) if config.ptx.coef else None
+        self.model_rewards = ModelRewards(config.reward_model, self.inputs.tokenizer)
+        self.experience = Experience(config)
+        self.parity = ParityChecks()
+        self._updates: list[dict[str, float]] = []
+        self._scores: list[float] = []
+        self._log_probs: dict[int, torch.Tensor] = {}
+        self._greedy: list[Sample] = []
+
+    def start(self) -> None:
+        """Ray, engines and roles; the engines load while the trainer does."""
+        config = self.config
+        if self.inputs.overlap:
+            overlap, rows = self.inputs.overlap, self.inputs.train_rows
+            self.progress.say(f"{overlap} of {rows} training rows are held-out prompts too: left out")
+        logged, after = config.run.log_samples, self.step or None
+        self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
+        self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
+        self._stack.callback(self.distributions.close)
+        cluster = open_cluster(config, group_requests(config), self.folder / "logs")
+        self._stack.enter_context(cluster)
+        self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes)
+        self._stack.callback(self.rollouts.close)
+        starting = self.rollouts.begin_start()
+        self.roles = open_roles(config, cluster.start_groups(config.run.seed))
+        self.roles.load(POLICY)
+        for role, is_used in (
+            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (REWARD_MODEL, config.uses_reward_model)
+        ):  # fmt: skip
+            if is_used:
+                self.roles.load(role)
+        self.rollouts.finish_start(starting, self.roles)
+        self.timeline.others["engine"] = self.rollouts.scheduler.take_spans
+        self.progress.within("generate", "groups", self.rollouts.progress)
+        for phase in ("log_probs", "update"):
+            self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)
+        self.progress.say(f"{self.roles.describe()}, platform {cluster.platform.name}, engine {config.rollout.engine}")
+
+    def state(self) -> dict[str, Any]:
+        """The sampler's position, the engines' version, the prompts under way, and what shaping and controllers remember."""
+        return {
+            "sampler": self.sampler.state_dict(),
+            "weight_version": self.rollouts.version,
+            "engines_are_behind": self.rollouts.stale,
+            "groups": self.rollouts.state(),
+            "experience": self.experience.state_dict(),
+            "guards": self.guards.state_dict(),
+            "gates": self.parity.figures(),
+            "ptx": self.ptx.state_dict() if self.ptx is not None else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state()` was taken; the engines have yet to be given the policy."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.experience.load_state_dict(state["experience"])
+        self.guards.load_state_dict(state.get("guards"))
+        self.parity.load(state.get("gates", {}))
+        if self.ptx is not None and state["ptx"] is not None:
+            self.ptx.load_state_dict(state["ptx"])
+        if not self.was_finished:
+            # weights that the engines had got already, as for an evaluation, are given to them under the same version again
+            version = state["weight_version"] - (0 if state.get("engines_are_behind", True) else 1)
+            self.rollouts.resume_after(version, state.get("groups"))
+
+    def gates(self) -> dict[str, float | None]:
+        """Policy against reference at the first step, trainer against engine."""
+        return self.parity.figures()
+
+    def sync_weights(self) -> None:
+        """Give the engines the policy's weights, unless they have them already; what is under way there continues."""
+        if self.rollouts.stale:
+            with self.phases("generate"):
+                self.rollouts.finish_step_ahead(self.sampler.next)
+            with self.phases("sync"):
+                self.rollouts.update_weights()
+
+    def generate(self, groups: int | None = None) -> list[Sample]:
+        """A group of responses to each of the next prompts in the sampler's order (None: a step's)."""
+        with self.phases("generate"):
+            batch = self.rollouts.next_batch(self.sampler.next, groups)
+            if self.config.algorithm.estimator_needs.greedy:
+                self._greedy += self.rollouts.generate(batch.prompts, greedy=True)
+            return [sample for group in batch.samples for sample in group]
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        """One reward per sample: the weighted sum of all sources, the reward model among them."""
+        with self.phases("reward"):
+            return self._score(samples)
+
+    def replace_uniform_groups(self, samples: list[Sample], rewards: list[float]) -> tuple[list[Sample], list[float]]:
+        """DAPO's dynamic sampling: groups whose rewards all agree teach nothing, so further prompts take their place.
+
+        After `rollout.dynamic_sampling_rounds` rounds, uniform groups fill the places that are left: a step is always full.
+        """
+        rounds = self.config.rollout.dynamic_sampling_rounds
+        if not rounds:
+            return samples, rewards
+        wanted = self.config.rollout.prompts_per_step
+        groups = group_rewards(samples, rewards)
+        spent = 0
+        while spent < rounds and sum(not is_tied(group) for group in groups) < wanted:
+            missing = wanted - sum(not is_tied(group) for group in groups)
+            more = self.generate(missing)
+            groups += group_rewards(more, self.score(more))
+            spent += 1
+        chosen = sorted(groups, key=is_tied)[:wanted]
+        self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - wanted}
+        pairs = [pair for group in chosen for pair in group]
+        return [sample for sample, _ in pairs], [reward for _, reward in pairs]
+
+    def prepare(self, samples: Sequence[Sample]) -> Batch:
+        """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
+        config, batch = self.config, Batch(samples)
+        self.metrics |= self.rollouts.figures()
+        with self.phases("log_probs"):
+            if config.needs_old_log_probs:
+                self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy"])
+            if config.uses_reference:
+                self._reset_reference_if_due()
+                self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
+            elif self.step == 0:
+                # No KL term, but the policy must still start out as the reference: loaded, compared once, dropped.
+                self.roles.load(REFERENCE)
+                self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
+                self.roles.drop(REFERENCE)
+            if config.uses_critic:
+                self.roles.forward(CRITIC, batch, ["values"])
+                if config.algorithm.truncated_responses == "bootstrap":
+                    self.roles.forward(CRITIC, batch, ["values_after"], at=batch.last_tokens)
+        return batch
+
+    def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
+        """Advantages and returns over the whole batch, on the driver."""
+        self._scores, self._log_probs = list(rewards), {}
+        with self.phases("advantages"):
+            statistics = reward_statistics(torch.tensor(rewards), batch.groups)
+            if self.config.uses_reward_model and self.config.reward_model.per_step:
+                self.model_rewards.add_steps(batch, rewards)
+            self.metrics |= self.experience.estimate(batch, rewards, self._greedy_scores())
+        self.metrics |= {
+            "reward/mean": statistics.mean,
+            "reward/std": statistics.std,
+            "reward/uniform_groups": statistics.uniform_groups,
+        }
+
+    def mini_batches(self, batch: Batch) -> Iterator[list[int]]:
+        """Rows of every optimizer step: `epochs` passes over the mini-batches."""
+        algorithm = self.config.algorithm
+        self._updates = []
+        for epoch in range(algorithm.epochs):
+            seed = self.config.run.seed + self.step * algorithm.epochs + epoch
+            yield from mini_batch_rows(batch, algorithm.mini_batches, seed)
+
+    def update(self, batch: Batch, rows: Sequence[int]) -> None:
+        """One optimizer step of the critic, and of the policy once the critic is warmed up, at the same time."""
+        config = self.config
+        if self.guards.should_skip(self.metrics):
+            self._updates.append({f"{POLICY}/skipped": 1.0})
+            return
+        with self.phases("update"):
+            set_loss_weights(batch, rows, config)
+            running = []
+            if config.uses_critic:
+                value_columns = ["weights", "values", "returns"]
+                objective = ValueObjective(config.critic.value_clip)
+                running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
+            if not config.uses_critic or self.step >= config.critic.warmup_steps:
+                wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
+                columns = [name for name in wanted if name in batch.columns]
+                mixed_in = self.ptx.next() if self.ptx is not None else None
+                loss = self._policy_objective(batch)
+                running.append(self.roles.start_update(POLICY, batch, rows, columns, loss, mixed_in=mixed_in))
+                self.rollouts.stale = True
+            names = [CRITIC, POLICY] if config.uses_critic else [POLICY]
+            merged: dict[str, float] = {}
+            for name, metrics in zip(names, self.roles.finish_updates(running), strict=False):
+                self._log_probs |= metrics.pop(LOG_PROBS, {})
+                merged |= {(f"{name}/{key}" if "/" not in key else key): value for key, value in metrics.items()}
+            self._updates.append(merged)
+
+    def report(self, batch: Batch) -> None:
+        """Write the step's metrics and samples, and show them."""
+        times = self.phases.last_step
+        assert times is not None, "report comes after a step"
+        metrics: dict[str, float] = {}
+        for name in {name for update in self._updates for name in update}:
+            values = [update[name] for update in self._updates if name in update]
+            metrics[name] = max(values) if name.endswith("_max") else sum(values) / len(values)
+        for update in self._updates:
+            self.guards.record_update(update)
+        metrics |= self.guards.figures()
+        samples, tokens, takes_turns = batch.samples, batch.response_tokens, self.config.rollout.schedule.mode == "sync"
+        all_tokens = sum(sample.total_length for sample in samples)
+        metrics |= {
+            "response/tokens_mean": tokens / len(samples),
+            "response/truncated": sum(sample.truncated for sample in samples) / len(samples),
+            "rollout/samples": len(samples),
+            "reward/failures": sum(self.inputs.rewards.failures.values()),
+            "speed/samples_per_s": len(samples) / times.wall_s,
+            "speed/tokens_per_s": all_tokens / times.wall_s,
+            "speed/generated_tokens_per_s": tokens / (times.phase_s["generate"] if takes_turns else times.wall_s),
+            "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
+        }
+        if not self.metrics["staleness/max"]:  # else trainer and engine are meant to differ
+            self.parity.record(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
+        self.log(metrics)
+        self.samples_file.write(self.step, batch, self._scores, self._log_probs)
+        lengths, groups = [len(sample.response_ids) for sample in samples], batch.groups.tolist()
+        version = int(self.metrics["rollout/weight_version"])
+        staleness = [version - min(sample.weight_versions, default=version) for sample in samples]
+        self.distributions.log(self.step, distributions(lengths, self._scores, groups, staleness))
+
+    def apply_guards(self) -> None:
+        """Stop, or go back to a checkpoint's weights, where `run.guards` says so; prompts and step numbers go on."""
+        updates = [update for update in self._updates if f"{POLICY}/grad_norm" in update]
+        due = self.guards.check_step(self.metrics, [*updates[0]] if updates else ())
+        if due is not None:
+            self.experience.load_state_dict(self.roll_back(due)["experience"])
+            self.rollouts.stale = True
+
+    def measure(self) -> dict[str, float] | None:
+        """Greedy answers to the held-out prompts by the current policy, scored."""
+        if not self.inputs.held_out:
+            return None
+        self.sync_weights()
+        samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
+        return evaluation(samples, self._score(samples))
+
+    def _score(self, samples: list[Sample]) -> list[float]:
+        rewards = self.inputs.rewards.score(samples)
+        if self.config.uses_reward_model:
+            model_rewards = self.model_rewards.score(self.roles, samples)
+            rewards = [own + model for own, model in zip(rewards, model_rewards, strict=True)]
+        return rewards
+
+    def _greedy_scores(self) -> dict[str, float] | None:
+        """By group id, the reward of the greedy response, where the advantage compares with it."""
+        if not self.config.algorithm.estimator_needs.greedy:
+            return None
+        greedy, self._greedy = self._greedy, []
+        with self.phases("reward"):
+            return dict(zip([sample.group_id for sample in greedy], self._score(greedy), strict=True))
+
+    def _reset_reference_if_due(self) -> None:
+        every = self.config.reference.reset_every
+        if every and self.step and self.step % every == 0:
+            self.roles.copy_weights(POLICY, REFERENCE)
+
+    def _policy_objective(self, batch: Batch) -> PolicyObjective:
+        algorithm = self.config.algorithm
+        return PolicyObjective(
+            absolute_name(algorithm.policy_loss),
+            LossSettings(
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                dual_clip=algorithm.dual_clip,
+                kl_coef=algorithm.old_policy_kl_coef,
+            ),
+            kl_coef=algorithm.kl.coef if algorithm.kl.apply_to == "loss" else 0.0,
+            kl_estimator=algorithm.kl.estimator,
+            kl_unbiased=algorithm.kl.unbiased,
+            entropy_coef=algorithm.entropy_coef,
+            ptx_coef=self.config.ptx.coef,
+            shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
+            also_given=algorithm.loss_needs.columns,
+        )

@@ -1,0 +1,58 @@
+"""`samples.jsonl`: what the policy said, one JSON object per sample with its step; also what `engine: replay` reads.
+
+Beside the sample's own fields there is `training`: what the step made of it, token by token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megarl.data.batch import Batch
+from megarl.system.atomic_files import write_text_atomically
+
+COLUMNS = {"old_log_probs": "log_probs", "reference_log_probs": "reference_log_probs", "advantages": "advantages"}
+"""Columns of a batch that are written, and their names in the file."""
+
+
+class SamplesFile:
+    """Appends the first `per_step` samples of each step. A resumed run first drops the lines of later steps."""
+
+    def __init__(self, path: Path, per_step: int, resume_after_step: int | None, tokenizer: Any) -> None:
+        self.path, self.per_step, self._tokenizer = path, per_step, tokenizer
+        kept = ""
+        if resume_after_step is not None and path.exists():
+            lines = path.read_text().splitlines(keepends=True)
+            kept = "".join(line for line in lines if json.loads(line)["step"] <= resume_after_step)
+        write_text_atomically(path, kept)
+
+    def write(self, step: int, batch: Batch, rewards: Sequence[float], log_probs: Mapping[int, Tensor]) -> None:
+        """Append the samples of `step`: `rewards` has one per row, `log_probs` the trainer's `[L]` where `batch` has none."""
+        with self.path.open("a") as file:
+            for row, sample in enumerate(batch.samples[: self.per_step]):
+                size = len(sample.response_ids)
+                known = {name: batch.columns[column] for column, name in COLUMNS.items() if column in batch.columns}
+                columns = {name: column[row, :size] for name, column in known.items()}
+                if "log_probs" not in columns and row in log_probs:
+                    columns["log_probs"] = log_probs[row]
+                training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
+                training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
+                file.write(json.dumps({"step": step, **sample.to_dict(), "training": training}) + "\n")
+
+
+def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:
+    """The text that each token adds; a character made of several tokens comes with its last one."""
+    texts: list[str] = []
+    context = read = 0  # decoded beside the tokens before it, since a first token may lose its space
+    for end in range(1, len(token_ids) + 1):
+        before, text = (tokenizer.decode(token_ids[context:until]) for until in (read, end))
+        if text.endswith("\ufffd") and end < len(token_ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        context, read = read, end
+    return texts

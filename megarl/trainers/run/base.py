@@ -1,0 +1,315 @@
+"""What every kind of run has in common: its folder, its phases, when it evaluates and saves, how it resumes and ends.
+
+Under Ray one driver runs this; under torchrun every rank does, and only rank 0 writes files.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from rich.console import Console
+
+from megarl.checkpoint.manifest import made_by
+from megarl.checkpoint.provenance import CONFIG, differences, provenance
+from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
+from megarl.config import AnyConfig, save_resolved, to_yaml
+from megarl.config.guard_rules import GuardRule
+from megarl.errors import CheckpointError, ConfigError, DeadlineError, MegarlError, RunStopped, WorkerError, nearest
+from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
+from megarl.supervise.child_run import follow
+from megarl.system.torchrun import is_torchrun
+from megarl.trainers.run.guards import Guards, newest_sound_before
+from megarl.trainers.run.profiling import Profiling
+from megarl.trainers.run.roles import POLICY, Roles
+from megarl.trainers.run.saving import Saving, unwritable
+from megarl.trainers.run.stop import StopRequest
+from megarl.trainers.run.timeline import Timeline
+
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+class Run(ABC):
+    """One run, as a context manager: entering starts its processes, leaving ends them, whatever happened.
+
+    The constructor of each kind of run reads what the user gave: whatever may be wrong with it is said while nothing is
+    started or written.
+    """
+
+    shown: ClassVar[Mapping[str, str]]
+    """Label and metric name of what the progress shows of every step."""
+    roles: Roles
+
+    def __init__(self, config: AnyConfig, *, leads: bool = True) -> None:
+        """`leads`: this process writes the run's files and shows its progress."""
+        self.folder = Path(config.run_folder)
+        self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_best)
+        self.saving = Saving(self.checkpoints, to_yaml(config), leads=leads)
+        self.phases = Phases()
+        self.step = 0
+        self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
+        self.metrics: dict[str, float] = {}
+        self.leads = leads
+        self.was_finished = False
+        self.guards = Guards(config.run.guards)
+        self.profiling = Profiling(config.profile, self.folder / "profile")
+        self._settings = config
+        self._stack = ExitStack()
+        self._stop = StopRequest()
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start processes and load `self.roles`; the first lines to be said go to `self.progress`."""
+
+    @abstractmethod
+    def measure(self) -> dict[str, float] | None:
+        """The figures of an evaluation of the current weights; None where there is nothing to evaluate on."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must keep besides the roles, the step and the evaluations; JSON-able."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue from `state()`'s answer."""
+
+    @abstractmethod
+    def gates(self) -> dict[str, float | None]:
+        """The parity figures so far."""
+
+    def __enter__(self) -> Self:
+        with self.telling_of_disk_trouble():
+            try:
+                self._open()
+            except BaseException:
+                self._stack.close()
+                raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ranks_are_well = isinstance(error, Exception) and not isinstance(error, WorkerError | DeadlineError)
+        if self.saving.is_under_way and ranks_are_well and not is_torchrun():  # else other drivers may know of no error
+            with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
+                self.saving.finish(self.roles, wait=True)
+        self._stack.close()
+        if self.leads:
+            self.checkpoints.remove_unfinished()
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            raise self._disk_trouble(error) from error
+
+    @contextmanager
+    def telling_of_disk_trouble(self) -> Iterator[None]:
+        """A disk that is full or cannot be written to becomes one sentence."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _DISK_TROUBLE:
+                raise self._disk_trouble(error) from error
+            raise
+
+    def _disk_trouble(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"'{error.filename or self.folder}' cannot be written to ({error.strerror}); once it can, run.resume=auto "
+            "continues from the newest checkpoint"
+        )
+
+    def _open(self) -> None:
+        config = self._settings
+        self._stack.enter_context(self._stop)
+        follow(self.phases)
+        resume_from = self.checkpoints.resolve(config.run.resume)
+        state = read_state(resume_from) if resume_from is not None else None
+        self.step = state["step"] if state is not None else 0
+        self._refuse_to_overwrite()
+        self.was_finished = self.finished and (self.folder / "summary.json").exists()
+        if self.leads:
+            if (why := unwritable(self.folder)) is not None:
+                raise ConfigError(f"run.folder is '{config.run.folder}', but nothing can be written to {self.folder} ({why})")
+            self.checkpoints.remove_unfinished()
+            save_resolved(config, self.folder / "config.yaml")
+            self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
+            self._stack.callback(self.trackers.close)
+        trace = self.folder / "trace.jsonl" if self.leads else None
+        self.timeline = Timeline(trace, self.phases, self.step if state is not None else None)
+        self._stack.callback(self.timeline.close)
+        progress = Progress(
+            config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
+        )
+        self.progress = self._stack.enter_context(progress)
+        self.phases.listen(self._name_what_is_written)
+        for damage in self.checkpoints.damaged:
+            self.progress.say(f"a checkpoint was passed over: {damage}")
+        for difference in self._differences(resume_from):
+            self.progress.say(difference)
+        if not self.was_finished:
+            with self.phases("start"):
+                self.start()
+                if resume_from is not None:
+                    self.roles.restore(str(resume_from.resolve()))
+        if state is not None:
+            self.evaluations.update(state["evaluations"])
+            self.load_state(state)
+
+    def _name_what_is_written(self, phase: str | None) -> None:
+        """At the begin of every phase, so that a checkpoint is there soon after it is whole."""
+        if phase is not None and self.saving.is_under_way:
+            self.saving.finish(self.roles, wait=False)
+
+    def _differences(self, checkpoint: Path | None) -> list[str]:
+        """How the code and the config that made the checkpoint differ from those that resume it."""
+        if checkpoint is None or not (checkpoint / CONFIG).exists():
+            return []
+        text = self.saving.config_text
+        return differences(made_by(checkpoint), provenance(text, self.step, None), (checkpoint / CONFIG).read_text(), text)
+
+    def _refuse_to_overwrite(self) -> None:
+        """With `auto`, as a batch system restarts a job, what a run left that had no checkpoint yet is begun anew."""
+        metrics, model = self.folder / "metrics.jsonl", self.folder / "model"
+        if self._settings.run.export and model.exists() and not self.finished:
+            raise ConfigError(f"run.export is true, but {model} exists already; move it away, or give another run.name")
+        if self._settings.run.resume == "never" and metrics.exists() and metrics.stat().st_size:
+            raise ConfigError(
+                f"run.name is '{self._settings.run.name}', but {self.folder} already holds a run; give this one another "
+                "run.name, continue it with run.resume=auto, or remove the folder"
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last step is done."""
+        return self.step >= self._settings.run.steps
+
+    @contextmanager
+    def next_step(self) -> Iterator[None]:
+        """One training step; what happens inside is timed and its metrics are collected."""
+        self.metrics = {}
+        with self.profiling.of_step(self.step + 1, self.roles), self.phases.step():
+            yield
+        self.step += 1
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of the step that was just done, and show them."""
+        assert self.phases.last_step is not None, "metrics come after a step"
+        self.metrics |= {**metrics, **self.phases.last_step.metrics(), **self.timeline.record(self.step, self.roles)}
+        if self.leads:
+            self.trackers.log(self.step, self.metrics)
+            self.progress.step_done(self.step, self.metrics)
+
+    def save_if_due(self) -> None:
+        """Save at `run.save_every`, after the last step, and when the batch system has warned, which ends the run here.
+
+        Training goes on while a checkpoint is written, but no other is begun and the run does not end before it is whole.
+
+        Raises:
+            RunStopped: after a warning, with everything saved.
+            CheckpointError: this checkpoint, or the one before, could not be written.
+        """
+        every = self._settings.run.save_every
+        warned = self.roles.groups[POLICY].any_rank(self._stop.received is not None)
+        if self.finished or warned or (every and self.step % every == 0):
+            with self.phases("save"):
+                self.saving.finish(self.roles, wait=True)
+                self._begin_to_save()
+                self.saving.finish(self.roles, wait=self.finished or warned)
+        elif self.saving.is_under_way:
+            self.saving.finish(self.roles, wait=False)
+        if warned and not self.finished:
+            raise RunStopped(
+                f"stopped by {self._stop.received or 'a signal to another rank'} after step {self.step} of "
+                f"{self._settings.run.steps}; run.resume=auto continues from {self.checkpoints.folder}/step_{self.step:06d}"
+            )
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate at `run.eval_every` and after the last step."""
+        every = self._settings.run.eval_every
+        if self.finished:
+            self.evaluate("after")
+        elif every and self.step % every == 0:
+            self.evaluate(f"step {self.step}")
+
+    def evaluate(self, when: str) -> None:
+        """Measure the current weights, unless that was done before the run was resumed."""
+        if self.evaluations.get(when) is not None or self.was_finished:
+            return
+        with self.phases("evaluate"):
+            started = time.perf_counter()
+            result = self.measure()
+        if result is None:
+            return
+        best = self._settings.run.keep_best
+        if best is not None and best not in result:
+            choices = ", ".join(sorted(result))
+            raise ConfigError(f"run.keep_best is '{best}'; it must be one of {choices}{nearest(best, result)}")
+        result["seconds"] = time.perf_counter() - started
+        self.evaluations[when] = result
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in result.items() if name not in ("seconds", "prompts"))
+        self.progress.say(f"evaluation {when}: {shown}")
+        self.metrics |= {f"eval/{name}": value for name, value in result.items()}
+        if not self.step and self.leads:
+            self.trackers.log(0, self.metrics)
+
+    def roll_back(self, rule: GuardRule) -> dict[str, Any]:
+        """Give every role its weights and moments from the newest sound checkpoint from before `rule` was broken.
+
+        Prompts and step numbers go on: the same samples would lead to the same place. Returns the driver's state of the
+        checkpoint.
+
+        Raises:
+            GuardError: there is no such checkpoint.
+        """
+        self.saving.finish(self.roles, wait=True)
+        folder = newest_sound_before(self.checkpoints.all(), self.step, rule)
+        self.progress.say(
+            f"after step {self.step}: the guard '{rule}' applies, so weights and moments are those of {folder} again"
+        )
+        with self.phases("rollback"):
+            self.roles.restore(str(folder.resolve()))
+        self.guards.went_back()
+        return read_state(folder)
+
+    def finish(self) -> dict[str, Any]:
+        """Write `summary.json` and return it; a run that was already finished keeps the summary that it has.
+
+        One that did its last step and was then killed does only what is still to be done.
+        """
+        path = self.folder / "summary.json"
+        if self.was_finished:
+            self.progress.say(f"{self.folder} is finished; its summary is in {path}")
+            return json.loads(path.read_text())
+        model = self.folder / "model"
+        if self._settings.run.export and not self.roles.groups[POLICY].any_rank(model.exists()):
+            with self.phases("export"):
+                self.roles.export(POLICY, str(model.resolve()))
+        self.timeline.record(self.step, self.roles)
+        summary = build_summary(
+            self._settings,
+            self.phases,
+            eval_before=self.evaluations["before"],
+            eval_after=self.evaluations["after"],
+            gates=self.gates(),
+            extra={"guards": {name.removeprefix("guards/"): count for name, count in self.guards.figures().items()}},
+        )
+        if self.leads:
+            write_summary(path, summary)
+            self._say_result()
+        return summary
+
+    def _say_result(self) -> None:
+        before, after = self.evaluations["before"], self.evaluations["after"]
+        if before is not None and after is not None and "accuracy" in before:
+            self.progress.say(
+                f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} after {self.step} steps"
+            )
+        for name, value in self.gates().items():
+            self.progress.say(f"gate {name}: {value:.3g}" if value is not None else f"gate {name}: not measured")
+
+    def _begin_to_save(self) -> None:
+        state = {"step": self.step, "evaluations": self.evaluations, **self.state()}
+        made = provenance(self.saving.config_text, self.step, state.get("weight_version"))
+        evaluation = self.evaluations.get("after" if self.finished else f"step {self.step}")
+        self.saving.begin(self.roles, self.step, state, made, evaluation)

@@ -1,0 +1,318 @@
+"""The training side of a run as the driver sees it: which role lives in which group of ranks, and calls to them.
+
+Data-parallel ranks get their share once, through Ray's object store; all ranks of a replica read the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from megarl.checkpoint.dist_writer import Written
+from megarl.checkpoint.format.safe_pickle import check_pickles
+from megarl.config import AnyConfig
+from megarl.config.fp8 import token_multiple
+from megarl.config.guard_rules import skip_rules
+from megarl.config.sections import TrainedRole
+from megarl.data.batch import Batch
+from megarl.data.micro_batches import UnitSize, plan_micro_batches
+from megarl.data.stream import MicroBatch, ScorePosition, Unit
+from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.models.flops import FlopsModel, update_flops
+from megarl.observe.trace import Span
+from megarl.planning.gpus import gpu_called
+from megarl.trainers.run.update_metrics import combine
+from megarl.weight_sync.pusher import Pushed, merge
+from megarl.workers.cluster import GroupRequest
+from megarl.workers.group import RankGroup
+from megarl.workers.rank_calls import RankCalls
+
+POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
+
+
+def group_requests(config: AnyConfig) -> list[GroupRequest]:
+    """The groups of ranks that `config` needs; a reference without a layout of its own lives in the policy's."""
+    return [
+        GroupRequest(role.name, role.layout, role.trained.threads_per_rank if role.trained is not None else None)
+        for role in config.roles
+        if role.layout is not None
+    ]
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """Which model a role is: its Hugging Face folder, its head, and how it is trained (None: it only answers)."""
+
+    path: str
+    head: Literal["log_probs", "value"]
+    trained: TrainedRole | None = None
+
+
+def role_specs(config: AnyConfig) -> dict[str, RoleSpec]:
+    """The roles that a run may load: those of its config, and the reference, which a first step compares with."""
+    specs = {
+        role.name: RoleSpec(role.folder, "value" if role.value_head else "log_probs", role.trained) for role in config.roles
+    }
+    return {REFERENCE: RoleSpec(config.reference.path or config.model.path, "log_probs")} | specs
+
+
+class Roles:
+    """The models of a run behind `forward` and `update`, whatever ranks they live on."""
+
+    def __init__(
+        self,
+        config: AnyConfig,
+        specs: Mapping[str, RoleSpec],
+        groups: Mapping[str, RankGroup],
+        layer_spec: str,
+        flops: FlopsModel,
+        *,
+        temperature: float,
+        updates: int,
+    ) -> None:
+        """`temperature` divides the logits of every log-prob; `updates` is how many optimizer steps the run will make."""
+        self.config, self.specs, self.groups, self.layer_spec, self.flops = config, specs, groups, layer_spec, flops
+        self.temperature, self.updates = temperature, updates
+        # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
+        self.share_prefix = config.policy.share_prefix and layer_spec == "reference"
+        self.optimizer: str | None = None
+        self.peak_flops: float | None = None
+        """Of a GPU of the policy, in operations per second; None where it is not known."""
+        self.before_use: Callable[[], None] = lambda: None
+        """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
+        self._loaded: list[str] = []
+        self._saving: list[str] = []
+        self._update_flops = 0
+
+    def load(self, role: str) -> None:
+        """Build `role` on its ranks and load its weights."""
+        self.before_use()
+        config, group, spec = self.config, self.group_of(role), self.specs[role]
+        options = ModelOptions(
+            spec.path,
+            group.layout,
+            head=spec.head,
+            layer_spec=self.layer_spec,
+            dtype=config.model.dtype,
+            recompute=config.model.recompute,
+            temperature=self.temperature,
+            logit_chunk_tokens=(spec.trained or config.policy).logit_chunk_tokens,
+            trainable=spec.trained is not None,
+            token_multiple=token_multiple(config.model.fp8, config.model.fp8_recipe),
+            fp8=config.model.fp8,
+            fp8_recipe=config.model.fp8_recipe,
+            fp8_param=config.model.fp8_param,
+            fp8_bf16_layers=config.model.fp8_bf16_layers,
+            deterministic=config.run.deterministic,
+        )
+        optimizer = None
+        if spec.trained is not None:
+            others = (POLICY,) if role == CRITIC else (CRITIC,)
+            rules = skip_rules(config.run.guards, role, config.metric_prefix(role), others=others)
+            optimizer = OptimizerOptions(**spec.trained.optimizer.model_dump(), total_steps=self.updates, skip_rules=rules)
+        phase, deadline_s = f"loading of {role}", self._deadlines.start_s
+        answers = group.call(RankCalls.add_role, role, options, optimizer, phase=phase, deadline_s=deadline_s)
+        if role == POLICY:
+            self.optimizer = answers[0]
+            names = group.call(RankCalls.device_name, phase=phase, deadline_s=deadline_s)
+            gpu = gpu_called(names[0])
+            self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
+        self._loaded.append(role)
+
+    def describe(self) -> str:
+        """How the policy is computed and updated, for the start of a run."""
+        model = self.config.model
+        in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else ""
+        return f"layer spec {self.layer_spec}{in_fp8}, optimizer {self.optimizer}"
+
+    def drop(self, role: str) -> None:
+        """Free a role's memory."""
+        group, phase = self.group_of(role), f"dropping of {role}"
+        group.call(RankCalls.drop_role, role, phase=phase, deadline_s=self._deadlines.step_s)
+        self._loaded.remove(role)
+
+    def forward(self, role: str, batch: Batch, names: Sequence[str], *, at: Tensor | None = None) -> None:
+        """Add the role's outputs to `batch` as columns `names`, computed without gradients.
+
+        `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one.
+        """
+        self.before_use()
+        group = self.group_of(role)
+        replicas = self._micro_batches(role, batch, range(len(batch)), [], at=at)
+        position = ScorePosition.of(at)
+        submitted = group.submit(RankCalls.forward, [(role, share, position) for share in group.per_rank(replicas)])
+        batch.gather(names, group.wait(submitted, phase=f"{role} forward", deadline_s=self._deadlines.step_s))
+
+    def start_update(
+        self,
+        role: str,
+        batch: Batch,
+        rows: Sequence[int],
+        columns: Sequence[str],
+        loss: Any,
+        *,
+        at: Tensor | None = None,
+        keep_groups: bool = False,
+        mixed_in: tuple[Batch, Sequence[str]] | None = None,
+    ) -> Any:
+        """Begin one optimizer step of `role` on `rows`; give the result to `finish_updates`.
+
+        `at` is as in `forward`. `keep_groups`: no group is split over micro-batches, since the loss compares its members.
+        `mixed_in`: a further batch, all of whose rows join the step in micro-batches of their own, and its columns.
+        """
+        self.before_use()
+        group = self.group_of(role)
+        replicas = self._micro_batches(role, batch, rows, columns, at=at, keep_groups=keep_groups)
+        if mixed_in is not None:
+            more = self._micro_batches(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1])
+            replicas = [own + extra for own, extra in zip(replicas, more, strict=True)]
+        position = ScorePosition.of(at)
+        if role == POLICY:
+            self._update_flops += update_flops(
+                self.flops,
+                [micro_batch for share in replicas for micro_batch in share],
+                shared_prompts=self.layer_spec == "reference",
+                position=position,
+                logits=self.specs[role].head == "log_probs",
+            )
+        arguments = [(role, share, loss, position) for share in group.per_rank(replicas)]
+        return group, group.submit(RankCalls.update, arguments)
+
+    def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
+        """Wait for updates and return each one's metrics (see `combine`)."""
+        results = []
+        for group, references in updates:
+            answers = group.wait(references, phase=f"{group.name} update", deadline_s=self._deadlines.step_s)
+            results.append(combine(answers))
+        return results
+
+    def copy_weights(self, source: str, target: str) -> None:
+        """Give `target` the weights of `source`; both must live in the same ranks and layout."""
+        self.before_use()
+        group, phase = self.group_of(target), f"copy of {source}"
+        group.call(RankCalls.copy_role, source, target, phase=phase, deadline_s=self._deadlines.step_s)
+
+    def export(self, role: str, folder: str) -> None:
+        """Write `role` as a Hugging Face model folder, whole or not at all."""
+        self.before_use()
+        group, phase = self.group_of(role), f"export of {role}"
+        group.call(RankCalls.export_role, role, folder, phase=phase, deadline_s=self._deadlines.save_s)
+
+    def keep_on_device(self, what: str) -> None:
+        """Have `all` roles on the device, the `policy`'s weights alone, or `none`."""
+        for group in self.groups.values():
+            group.call(RankCalls.keep_on_device, what, phase="offload", deadline_s=self._deadlines.step_s)
+
+    def open_senders(self, targets: Mapping[int, Any], transport: str, deadline_s: float, engines: int) -> None:
+        """Connect the policy's ranks to engines by number; `engines` are all that the run has.
+
+        Engines that were restarted are connected anew, the others are left as they are. One that is not reached, or takes
+        longer than half of `deadline_s`, is an error of the next push.
+        """
+        group, phase = self.groups[POLICY], "connection to the engines"
+        group.call(RankCalls.open_senders, targets, transport, deadline_s / 2, engines, phase=phase, deadline_s=deadline_s)
+
+    def push(
+        self,
+        deadline_s: float,
+        bases: Mapping[int, int | None] | None = None,
+        version: int | None = None,
+        *,
+        verify: bool = True,
+    ) -> dict[int, Pushed]:
+        """Send the policy to the engines in `bases` (None: all); by engine the checksums sent, or why it failed.
+
+        `bases[engine]` is the version whose weights the engine has and which only the changes since are sent to, or None.
+        `version` is that of the weights now, for later changes to be told from; without it nothing is remembered. Without
+        `verify` no checksums are taken.
+        """
+        pushed = self.groups[POLICY].call(
+            RankCalls.push_weights, POLICY, bases, version, verify, phase="weight sync", deadline_s=deadline_s
+        )
+        return merge(pushed)
+
+    def take_records(self) -> dict[str, list[tuple[list[Span], int]]]:
+        """By group and rank, what each rank did since the last call, and its peak memory in bytes."""
+        limit_s = self._deadlines.step_s
+        return {
+            name: group.call(RankCalls.take_record, phase="trace", deadline_s=limit_s) for name, group in self.groups.items()
+        }
+
+    def take_update_flops(self) -> int:
+        """Operations of the policy's updates since the last call (see `models/flops.update_flops`)."""
+        taken, self._update_flops = self._update_flops, 0
+        return taken
+
+    def save(self, folder: str) -> None:
+        """Have every role that changes during the run written into a folder of its own below `folder`, in the background.
+
+        The roles may change again on return; `saved` tells when they are written.
+        """
+        self.before_use()
+        self._saving = self._changing()
+        for role in self._saving:
+            group, part = self.group_of(role), f"{folder}/{role}"
+            group.call(RankCalls.save_role, role, part, phase="save", deadline_s=self._deadlines.save_s)
+
+    def saved(self, *, wait: bool) -> dict[str, list[Written]] | None:
+        """By role what each rank wrote since `save`; None if some are not done and `wait` is not asked for.
+
+        Raises:
+            CheckpointError: a rank could not write its part; names the file.
+        """
+        written: dict[str, list[Written]] = {}
+        for role in self._saving:
+            group = self.group_of(role)
+            parts = group.call(RankCalls.saved_role, role, wait, phase="save", deadline_s=self._deadlines.save_s)
+            written[role] = [part for part in parts if part is not None]
+            if len(written[role]) < len(parts):
+                return None
+        return written
+
+    def restore(self, folder: str, roles: Sequence[str] | None = None) -> None:
+        """Read back a checkpoint of a run; every role of it unless `roles` says which."""
+        check_pickles(folder)
+        self.before_use()
+        for role in roles or self._changing():
+            group, part = self.group_of(role), f"{folder}/{role}"
+            group.call(RankCalls.load_role, role, part, phase="resume", deadline_s=self._deadlines.save_s)
+
+    def group_of(self, role: str) -> RankGroup:
+        """The ranks that hold `role`."""
+        return self.groups[role if role in self.groups else POLICY]
+
+    @property
+    def _deadlines(self) -> Any:
+        return self.config.resources.deadlines
+
+    def _changing(self) -> list[str]:
+        """Roles whose weights a checkpoint must keep: trained ones, and a reference that is set to the policy on the way."""
+        moving = {REFERENCE} if self.config.reference.reset_every else set()
+        return [role for role in self._loaded if self.specs[role].trained is not None or role in moving]
+
+    def _micro_batches(
+        self,
+        role: str,
+        batch: Batch,
+        rows: Sequence[int],
+        columns: Sequence[str],
+        *,
+        at: Tensor | None = None,
+        keep_groups: bool = False,
+    ) -> list[list[MicroBatch]]:
+        """For every data-parallel replica of the role its micro-batches."""
+        group = self.group_of(role)
+        units = batch.units(rows, columns, share_prefix=self.share_prefix or keep_groups, mask=at)
+        limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
+        sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
+        plan = plan_micro_batches(sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops, whole_units=keep_groups)
+        return [[_part(units, micro_batch) for micro_batch in share] for share in plan]
+
+
+def _part(units: Sequence[Unit], micro_batch: Sequence[tuple[int, Sequence[int]]]) -> MicroBatch:
+    return [
+        Unit(units[unit].prompt_ids, [units[unit].responses[place] for place in responses]) for unit, responses in micro_batch
+    ]

@@ -1,0 +1,90 @@
+"""Starting what a run consists of: the cluster that its config describes, and the roles on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from megarl import platform
+from megarl.config import AnyConfig
+from megarl.errors import ModelError
+from megarl.megatron.options import choose_layer_spec
+from megarl.models.flops import FlopsModel
+from megarl.models.registry import architecture_for, load_hf_config, use_architecture
+from megarl.models.shape import ModelShape
+from megarl.system.torchrun import is_torchrun
+from megarl.system.user_code import absolute_name
+from megarl.trainers.run.roles import POLICY, Roles, group_requests, role_specs
+from megarl.workers.cluster import Cluster, GroupRequest
+from megarl.workers.group import RankGroup
+from megarl.workers.spmd import SpmdGroup
+
+
+def check_architectures(config: AnyConfig) -> None:
+    """Refuse a model folder of an architecture that megarl has no weight map for, before anything is started.
+
+    Raises:
+        ModelError: names the field, the architecture and the known ones.
+    """
+    use_architecture(config.model.architecture)
+    for field, folder in config.model_folders.items():
+        try:
+            hf_config = load_hf_config(folder)
+            architecture_for(hf_config)
+            if hf_config.get("model_type") is None:  # the weight map does without, engines do not
+                raise ModelError("config.json has no model_type")
+        except ModelError as error:
+            raise ModelError(f"{field} is '{folder}': {error}") from None
+
+
+def own_architecture(config: AnyConfig) -> str | None:
+    """The import path of the user's own architecture, as any process can import it."""
+    return absolute_name(config.model.architecture) if config.model.architecture is not None else None
+
+
+def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder: str | Path) -> Cluster:
+    """The cluster that `config` describes, for these groups of ranks."""
+    rollout = config.sampling
+    return Cluster(
+        requests,
+        engines=rollout.engines if rollout is not None else 0,
+        engine_tp=rollout.places // rollout.engines if rollout is not None else 1,
+        colocated=config.resources.placement == "colocated",
+        ray_address=config.resources.ray_address,
+        log_folder=str(log_folder),
+        start_deadline_s=config.resources.deadlines.start_s,
+        architecture=own_architecture(config),
+    )
+
+
+def open_groups(config: AnyConfig, stack: ExitStack, log_folder: Path) -> Mapping[str, RankGroup]:
+    """The ranks of a run without engines: under torchrun this process is one of them, else Ray starts them.
+
+    `stack` ends what is started here.
+    """
+    if not is_torchrun():
+        cluster = stack.enter_context(open_cluster(config, group_requests(config), log_folder))
+        return cluster.start_groups(config.run.seed)
+    group = SpmdGroup(
+        POLICY,
+        config.policy.layout,
+        config.policy.threads_per_rank,
+        seed=config.run.seed,
+        deadline_s=config.resources.deadlines.start_s,
+    )
+    stack.callback(group.leave)
+    return {POLICY: group}
+
+
+def open_roles(config: AnyConfig, groups: Mapping[str, RankGroup]) -> Roles:
+    """The roles of a run on ranks that have started; they are loaded one by one."""
+    return Roles(
+        config,
+        role_specs(config),
+        groups,
+        choose_layer_spec(config.model.layer_spec, platform.detect().name, config.model.fp8),
+        FlopsModel.of(ModelShape.read(config.model.path)),
+        temperature=config.sampling.temperature if config.sampling is not None else 1.0,
+        updates=config.run.steps * config.optimizer_steps_per_step,
+    )

@@ -1,0 +1,26 @@
+"""An update's metrics from what its ranks computed: sums become means per token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOG_PROBS = "log_probs"
+"""Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
+SUMMED = frozenset({"policy/loss", "critic/loss", "ptx/loss"})
+"""Metrics whose sum over ranks and micro-batches is the value itself; the other sums are divided by the tokens."""
+
+
+def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """One update's metrics from its ranks' sums: means per token, maxima, and what only one rank reported.
+
+    Where no rank counted `tokens`, the sums are the values.
+    """
+    log_probs = {row: seen for answer in answers for row, seen in answer.pop(LOG_PROBS, {}).items()}
+    totals: dict[str, float] = {}
+    for answer in answers:
+        for name, value in answer.items():
+            totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
+    tokens = max(totals.pop("tokens", 0.0), 1.0)
+    alone = {"grad_norm", "lr", "skipped", "non_finite"} | SUMMED
+    means = {name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()}
+    return means | ({LOG_PROBS: log_probs} if log_probs else {})

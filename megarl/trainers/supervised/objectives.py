@@ -1,0 +1,135 @@
+"""The losses of training on given responses (docs/methods.md#objectives), as values that the driver sends to the ranks.
+
+Numbers of pairs, responses and steps are those of the whole optimizer step, so losses and metrics are sums over
+micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms import (
+    PREFERENCE_LOSSES,
+    PreferenceSettings,
+    kto,
+    pairwise_reward_loss,
+    process_reward_loss,
+)
+from megarl.data.stream import PackedStream
+
+Answer = tuple[Tensor, dict[str, float]]
+"""(loss, metrics), both this micro-batch's part of a sum."""
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Next-token cross-entropy on response tokens. Column it reads: `weights`, the global denominators."""
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[N, 2]` (log-prob, entropy)."""
+        loss = -(stream.columns["weights"] * output[:, 0]).sum()
+        return loss, {"loss": float(loss.detach())}
+
+
+@dataclass(frozen=True)
+class PairObjective:
+    """A preference loss of pairs. Columns it reads: `pair`, `is_chosen`, `reference_log_probs`."""
+
+    name: str
+    settings: PreferenceSettings
+    pairs: int
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[N, 2]` (log-prob, entropy); both sides of a pair are in the stream."""
+        sums = per_response(output[:, 0], stream)
+        reference, tokens = per_response(stream.columns["reference_log_probs"], stream), _lengths(stream)
+        chosen, rejected = sides(stream)
+        losses, figures = PREFERENCE_LOSSES.resolve(self.name)(
+            sums[chosen],
+            sums[rejected],
+            reference[chosen],
+            reference[rejected],
+            chosen_tokens=tokens[chosen],
+            rejected_tokens=tokens[rejected],
+            settings=self.settings,
+        )
+        return _mean(losses, figures, self.pairs)
+
+
+@dataclass(frozen=True)
+class KtoObjective:
+    """KTO on labelled responses. Columns it reads: `labels` (1 desirable, 0 not), `reference_log_probs`."""
+
+    settings: PreferenceSettings
+    responses: int
+    kl_reference: float
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[N, 2]` (log-prob, entropy)."""
+        sums = per_response(output[:, 0], stream)
+        reference = per_response(stream.columns["reference_log_probs"], stream)
+        desirable = _first(stream.columns["labels"], stream).bool()
+        kl_reference = torch.tensor(self.kl_reference, device=output.device)
+        losses, figures = kto(sums, reference, desirable, kl_reference, self.settings)
+        moved = sums.detach() - reference
+        right = torch.where(desirable, moved > 0, moved < 0).sum()
+        return _mean(losses, figures | {"accuracy": right}, self.responses)
+
+
+@dataclass(frozen=True)
+class RewardModelObjective:
+    """The pairwise loss of an outcome reward model. Columns it reads: `pair`, `is_chosen`."""
+
+    pairs: int
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[R, 1]`, the score at the last token of each response."""
+        chosen, rejected = sides(stream)
+        return _mean(*pairwise_reward_loss(output[chosen, 0], output[rejected, 0]), self.pairs)
+
+
+@dataclass(frozen=True)
+class ProcessRewardObjective:
+    """Cross-entropy of a process reward model at the tokens that end steps. Column it reads: `labels`."""
+
+    steps: int
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[N, 1]`, the scores at the N step ends."""
+        return _mean(*process_reward_loss(output[:, 0], stream.columns["labels"]), self.steps)
+
+
+def per_response(values: Tensor, stream: PackedStream) -> Tensor:
+    """Sums of per-token `values` `[N]` over each response of the stream, `[R]` in the order of its owners."""
+    return values.new_zeros(len(stream.owners)).index_add(0, _response(stream, values.device), values)
+
+
+def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
+    """Places (int64 `[P]` each) of the chosen and of the rejected responses among the owners, paired by the column `pair`."""
+    pair, is_chosen = _first(stream.columns["pair"], stream), _first(stream.columns["is_chosen"], stream).bool()
+    order = pair.argsort(stable=True)
+    return order[is_chosen[order]], order[~is_chosen[order]]
+
+
+def _response(stream: PackedStream, device: torch.device) -> Tensor:
+    lengths = torch.tensor([len(places) for _, places, _ in stream.owners])
+    return torch.repeat_interleave(torch.arange(len(stream.owners)), lengths).to(device)
+
+
+def _lengths(stream: PackedStream) -> Tensor:
+    return torch.tensor([len(places) for _, places, _ in stream.owners], device=stream.rows.device)
+
+
+def _first(column: Tensor, stream: PackedStream) -> Tensor:
+    """The value of each response's first scored token, `[R]`; every response has one."""
+    lengths = _lengths(stream)
+    return column[lengths.cumsum(0) - lengths]
+
+
+def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> Answer:
+    loss = losses.sum() / count
+    return loss, {"loss": float(loss.detach())} | {name: float(value) / count for name, value in figures.items()}

@@ -1,0 +1,193 @@
+"""The verbs of training on given responses: SFT, outcome and process reward models, and preference losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import torch
+
+from megarl.algorithms import PreferenceSettings, kto_kl_reference, token_weights
+from megarl.config import SupervisedConfig
+from megarl.config.supervised import PAIR_LOSSES
+from megarl.data.batch import Batch
+from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.sample import Sample
+from megarl.data.sampler import build_sampler
+from megarl.data.stream import ScorePosition, pack
+from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
+from megarl.data.tokenize import load_tokenizer
+from megarl.trainers.run.base import Run
+from megarl.trainers.run.roles import POLICY, REFERENCE
+from megarl.trainers.run.start import check_architectures, open_groups, open_roles
+from megarl.trainers.supervised.objectives import (
+    KtoObjective,
+    PairObjective,
+    ProcessRewardObjective,
+    RewardModelObjective,
+    SupervisedObjective,
+)
+
+_KINDS: dict[str, Kind] = {"sft": "sft", "kto": "kto", "process_reward_model": "steps"}
+
+
+class SupervisedRun(Run):
+    """A run on given responses; `supervised.train` is written in its methods."""
+
+    shown: ClassVar = {"loss": "train/loss", "accuracy": "train/accuracy", "tokens/s": "speed/tokens_per_s"}
+
+    def __init__(self, config: SupervisedConfig, *, leads: bool = True) -> None:
+        super().__init__(config, leads=leads)
+        self.config, self.objective = config, config.objective
+        self.update_metrics: dict[str, float] = {}
+        with self.telling_of_disk_trouble():
+            check_architectures(config)
+            names = [field.name for field in fields(SupervisedSettings)]
+            settings = SupervisedSettings(**{name: getattr(config.data, name) for name in names})
+            builder = SupervisedBuilder(load_tokenizer(config.model.path), self._kind(), settings)
+            train = build_parts(builder, config.data.train, prefix="train")
+            held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
+        self.held_out = [sample for part in held_out for sample in part]
+        self.sampler = build_sampler(train, mixture_weights(config.data.train), config.run.seed)
+        self.dropped = builder.dropped
+
+    # the frame ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The ranks and their models."""
+        for why, count in self.dropped.items():
+            if count:
+                self.progress.say(f"{count} rows left out as {why}")
+        self.roles = open_roles(self.config, open_groups(self.config, self._stack, self.folder / "logs"))
+        self.roles.load(POLICY)
+        if self.config.uses_reference:
+            self.roles.load(REFERENCE)
+        self.progress.within("update", "micro-batches", self.roles.groups[POLICY].progress)
+        self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
+
+    def state(self) -> dict[str, Any]:
+        """The sampler's position, and what the guards counted."""
+        return {"sampler": self.sampler.state_dict(), "guards": self.guards.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state()` was taken."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.guards.load_state_dict(state.get("guards"))
+
+    def gates(self) -> dict[str, float | None]:
+        """Nothing to compare with: no engine takes part."""
+        return {}
+
+    # a step -------------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> Batch:
+        """The next rows as a batch with everything that the loss reads."""
+        return self.prepare(self.sampler.next(self.config.data.rows_per_step))
+
+    def prepare(self, samples: Sequence[Sample]) -> Batch:
+        """Labels and global denominators as columns, and the reference's log-probs where the loss compares with them."""
+        batch, name = Batch(samples), self.objective.name
+        if name in PAIR_LOSSES:
+            is_chosen = [sample.sample_id.endswith("/chosen") for sample in samples]
+            batch.columns["pair"] = batch.groups[:, None].float().expand(batch.mask.shape)
+            batch.columns["is_chosen"] = torch.tensor(is_chosen)[:, None].float().expand(batch.mask.shape)
+        if name == "sft":
+            batch.columns["weights"] = token_weights(batch.mask, self.objective.aggregation)
+        if self.config.uses_reference:
+            with self.phases("reference"):
+                self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
+        return batch
+
+    def update(self, batch: Batch) -> None:
+        """One optimizer step on the whole batch."""
+        objective, columns = self._objective(batch)
+        with self.phases("update"):
+            update = self.roles.start_update(
+                POLICY,
+                batch,
+                range(len(batch)),
+                columns,
+                objective,
+                at=self._scored(batch),
+                keep_groups=self.objective.name in PAIR_LOSSES,
+            )
+            (metrics,) = self.roles.finish_updates([update])
+        self.update_metrics = {f"train/{name}": value for name, value in metrics.items()}
+        self.guards.record_update(self.update_metrics)
+
+    def report(self, batch: Batch) -> None:
+        """Write the step's metrics, and show them."""
+        assert self.phases.last_step is not None, "report comes after a step"
+        tokens = sum(sample.total_length for sample in batch.samples)
+        self.log(self.update_metrics | self.guards.figures() | {"speed/tokens_per_s": tokens / self.phases.last_step.wall_s})
+
+    def apply_guards(self) -> None:
+        """Stop, or go back to a checkpoint's weights, where `run.guards` says so; rows and step numbers go on."""
+        own_times = ("time/", "time_fraction/", "speed/")  # under torchrun every rank judges, and must judge alike
+        metrics = {name: value for name, value in self.metrics.items() if not name.startswith(own_times)}
+        due = self.guards.check_step(metrics, [*self.update_metrics])
+        if due is not None:
+            self.roll_back(due)
+
+    def measure(self) -> dict[str, float] | None:
+        """The loss over all held-out rows and what goes with it, such as the share of pairs that are the right way round."""
+        if not self.held_out:
+            return None
+        batch = self.prepare(self.held_out)
+        names = ["score"] if self.config.has_value_head else ["log_probs", "entropy"]
+        self.roles.forward(POLICY, batch, names, at=self._scored(batch))
+        objective, columns = self._objective(batch)
+        mask = self._scored(batch)
+        stream = pack(
+            batch.units(range(len(batch)), [*columns, *names], share_prefix=True, mask=mask), position=ScorePosition.of(mask)
+        )
+        output = torch.stack([stream.columns[name] for name in names], dim=-1)
+        _, figures = objective(output, stream)
+        return figures
+
+    def _kind(self) -> Kind:
+        """What the rows are."""
+        name = self.objective.name
+        return "pairs" if name in PAIR_LOSSES else _KINDS[name]
+
+    def _scored(self, batch: Batch) -> torch.Tensor | None:
+        """Where a scalar head scores: at the last token of a response, or at the end of every step; None: log-probs."""
+        if self.objective.name == "reward_model":
+            return batch.last_tokens
+        return batch.mask if self.objective.name == "process_reward_model" else None
+
+    def _objective(self, batch: Batch) -> tuple[Any, list[str]]:
+        """The loss with this batch's global numbers, and the columns that it reads."""
+        name, settings = self.objective.name, self.objective
+        constants = PreferenceSettings(
+            beta=settings.beta,
+            label_smoothing=settings.label_smoothing,
+            length_normalised=settings.length_normalised,
+            rpo_alpha=settings.rpo_alpha,
+            desirable_weight=settings.desirable_weight,
+            undesirable_weight=settings.undesirable_weight,
+        )
+        pairs = len(batch) // 2
+        if name == "sft":
+            return SupervisedObjective(), ["weights"]
+        if name == "reward_model":
+            return RewardModelObjective(pairs), ["pair", "is_chosen"]
+        if name == "process_reward_model":
+            return ProcessRewardObjective(int(batch.mask.sum())), ["labels"]
+        if name == "kto":
+            kl = self._kto_reference(batch)
+            return KtoObjective(constants, len(batch), kl), ["labels", "reference_log_probs"]
+        return PairObjective(name, constants, pairs), ["pair", "is_chosen", "reference_log_probs"]
+
+    def _kto_reference(self, batch: Batch) -> float:
+        """KTO's reference point, from every prompt with the response to the next one (docs/methods.md#objective-kto)."""
+        shifted = [*batch.samples[1:], batch.samples[0]]
+        mismatched = Batch(
+            [replace(after, prompt_ids=sample.prompt_ids) for sample, after in zip(batch.samples, shifted, strict=True)]
+        )
+        with self.phases("reference"):
+            self.roles.forward(POLICY, mismatched, ["log_probs", "entropy"])
+            self.roles.forward(REFERENCE, mismatched, ["reference_log_probs", "reference_entropy"])
+        sums = [(mismatched.columns[name] * mismatched.mask).sum(1) for name in ("log_probs", "reference_log_probs")]
+        return float(kto_kl_reference(*sums))

@@ -1,0 +1,190 @@
+"""What every rank of an engine must hold after an update, and whether it does: boxes of tensors and a digest of each.
+
+The boxes are the reshard plan's (`reshard/targets.py`). The sender takes the digests of what it sends; the engine's process
+reads its parameters back and takes them again (`sglang_loader.py`). Models of which this cannot be done are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from megarl.errors import EngineError
+from megarl.models.architecture import HFConfig
+from megarl.models.registry import architecture_for
+from megarl.reshard.block_scales import quantised_map
+from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.reshard.slices import engine_slices
+from megarl.reshard.targets import EVERY_RANK, EngineTarget
+from megarl.reshard.tensors import TensorTable
+from megarl.weight_sync.model_compatibility import ServedModel
+
+CPU_PADDING = 32  # on a CPU SGLang pads each rank's feed-forward width to a multiple of this
+
+UNCHECKED = ""
+"""The checksum of what was sent without taking one, or cannot be read back."""
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """What decides how an engine holds a model's weights: which model, how its ranks share it, and on which device.
+
+    On CUDA the order of experts in SGLang's fused parameters depends on the kernels it chooses, so there they are given to
+    it whole, for its own loader, and their checksums are not compared.
+    """
+
+    model: ServedModel
+    target: EngineTarget = field(default_factory=EngineTarget)
+    device: str = "cpu"
+
+    @classmethod
+    def of_model(
+        cls, model_path: str | Path, dtype: str, tp: int = 1, device: str = "cpu", target: EngineTarget | None = None
+    ) -> EngineLayout:
+        """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype` on `device`.
+
+        `target` says how they share the model if not by tensor parallelism alone.
+
+        Raises:
+            EngineError: config.json cannot be read, or SGLang would not hold this model's weights as they are sent.
+        """
+        check_model(model_path, tp, device)
+        layout = cls(ServedModel(_config(model_path), dtype), target or EngineTarget(tp=tp), device)
+        if layout.takes_whole_experts:
+            logging.getLogger(__name__).warning(
+                "the checksums of expert weights are not compared after an update: on %s their order is not known", device
+            )
+        return layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the engine computes in."""
+        return getattr(torch, self.model.dtype)  # type: ignore[no-any-return]
+
+    @property
+    def takes_whole_experts(self) -> bool:
+        """Whether experts are left to SGLang's own loader."""
+        return self.device != "cpu" and self.model.has_experts
+
+    @cached_property
+    def slices(self) -> dict[str, list[SliceKey]]:
+        """What the ranks hold of each tensor, by name."""
+        config = dict(self.model.config)
+        weight_map = architecture_for(config).weight_map(config)
+        if self.model.fp8_scales is not None:
+            weight_map = quantised_map(weight_map)
+        tensors = TensorTable.of(weight_map, 1)
+        found: dict[str, list[SliceKey]] = {name: [] for name in tensors.names}
+        held = engine_slices(tensors, self.target, weight_map.num_experts)
+        columns = (held.tensor, held.engine_rank, held.rows, held.row, held.col, held.rows, held.cols)
+        for tensor, *box in zip(*(column.tolist() for column in columns), strict=True):
+            found[tensors.names[tensor]].append(SliceKey(tensors.names[tensor], *box))
+        if self.takes_whole_experts:
+            shapes = weight_map.hf_shapes()
+            for name, expert in zip(tensors.names, tensors.expert.tolist(), strict=True):
+                if expert >= 0:
+                    found[name] = [SliceKey(name, EVERY_RANK, shapes[name][0], 0, 0, *shapes[name])]
+        return found
+
+    def pieces(self, name: str, weight: torch.Tensor) -> list[WeightSlice]:
+        """What each rank is to be sent of a whole tensor, as views.
+
+        Raises:
+            EngineError: the engine's model has no such tensor, or one of another shape.
+        """
+        if name not in self.slices:
+            raise EngineError(f"the engine's model has no tensor {name} of its own; leave it out")
+        found = []
+        for held in self.slices[name]:
+            # `row, col` are where the slice lies in the whole tensor
+            rows = weight[held.row : held.row + held.rows]
+            part = rows if weight.ndim == 1 else rows[:, held.col : held.col + held.cols]
+            if part.numel() != held.rows * held.cols:
+                raise EngineError(f"{name} was sent as {list(weight.shape)}, which is not the shape of the engine's")
+            found.append(WeightSlice(held._replace(row=0, col=0), part))
+        return found
+
+    def missing(self, sent: Collection[SliceKey]) -> list[SliceKey]:
+        """The slices of which not every element is in `sent`, boxes that do not overlap."""
+        elements: dict[tuple[str, int], int] = {}
+        for box in sent:
+            key = box.tensor, box.engine_rank
+            elements[key] = elements.get(key, 0) + box.rows * box.cols
+        wanted = (held for of_tensor in self.slices.values() for held in of_tensor)
+        return [
+            held._replace(row=0, col=0)
+            for held in wanted
+            if elements.get((held.tensor, held.engine_rank)) != held.rows * held.cols
+        ]
+
+
+def _config(model_path: str | Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((Path(model_path) / "config.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{model_path}/config.json cannot be read ({error}); it must be a Hugging Face folder") from error
+
+
+def check_model(model_path: str | Path, tp: int = 1, device: str = "cpu") -> None:
+    """Raise EngineError if SGLang cannot be given this model's weights, or would compute something else with them."""
+    config = _config(model_path)
+    why = architecture_for(config).sglang.refusal(config)
+    if device == "cpu" and why is None:
+        why = _refusal_on_cpu(config, tp)
+    if why is not None:
+        raise EngineError(
+            f"rollout.engine is 'sglang', which cannot serve the model in {model_path}: {why}; it must be 'embedded'"
+        )
+
+
+def _refusal_on_cpu(config: HFConfig, tp: int) -> str | None:
+    if config.get("quantization_config"):
+        return "on a CPU it does not compute with quantised weights"
+    unit = CPU_PADDING * tp
+    sizes = {field: config.get(field) or 0 for field in ("intermediate_size", "moe_intermediate_size")}
+    padded = [f"{field} = {size}" for field, size in sizes.items() if size % unit]
+    if padded:
+        return f"on a CPU with rollout.tp = {tp} it pads {' and '.join(padded)}, which must be a multiple of {unit}"
+    return None
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """A checksum of a tensor's bits: XXH3 with 128 bits on a CPU (15 GiB/s a core), SGLang's own Triton hash on CUDA.
+
+    It tells damage and mistakes, not malice.
+    """
+    tensor = tensor.detach().contiguous()
+    if tensor.is_cuda:
+        from sglang.srt.managers.mm_utils import tensor_hash
+
+        return f"{tensor_hash(tensor.flatten()):016x}"
+    return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def compare(sent: Mapping[Any, str], held: Mapping[Any, str]) -> None:
+    """Check that the engine holds exactly what was sent, name by name; of `UNCHECKED` ones, that they were sent.
+
+    Raises:
+        EngineError: names the first parameters that differ, were not sent, or are not in the engine.
+    """
+    both = sent.keys() & held.keys()
+    differ = sorted(str(name) for name in both if UNCHECKED not in (sent[name], held[name]) and sent[name] != held[name])
+    missing = sorted(map(str, held.keys() - sent.keys()))
+    unknown = sorted(map(str, sent.keys() - held.keys()))
+    problems = [
+        ("the engine's values differ from those sent for", differ),
+        ("nobody sent", missing),
+        ("the engine has no parameter for", unknown),
+    ]
+    found = [f"{what} {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}" for what, names in problems if names]
+    if found:
+        counts = f"{len(differ)} differ, {len(missing)} missing, {len(unknown)} unknown of {len(held)}"
+        raise EngineError(f"weight update failed its check ({counts}): " + "; ".join(found))

@@ -1,0 +1,65 @@
+"""Whether an engine serves the model that the trainer trains, seen before the first update is sent to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarl.errors import EngineError
+from megarl.models.registry import architecture_for
+from megarl.reshard.block_scales import fp8_scales
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What decides whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...)."""
+
+    config: Mapping[str, Any]
+    dtype: str
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is a mixture of experts."""
+        config = dict(self.config)
+        return architecture_for(config).weight_map(config).num_experts > 0
+
+    @property
+    def fp8_scales(self) -> Literal["float", "power_of_two"] | None:
+        """See `block_scales.fp8_scales`."""
+        return fp8_scales(self.config)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the weights by Hugging Face name; raises ModelError for an unknown architecture."""
+        config = dict(self.config)
+        return architecture_for(config).weight_map(config).hf_shapes()
+
+
+def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:
+    """Raise EngineError, naming the first difference, unless every weight of the trainer is one of the engine, and the same."""
+    ours, theirs = trainer.shapes(), engine.shapes()
+    names = [str((facts.config.get("architectures") or [facts.config.get("model_type")])[0]) for facts in (engine, trainer)]
+    rows = [shapes.get(EMBEDDING, (0,))[0] for shapes in (theirs, ours)]
+    difference: tuple[str, object] | None = None
+    if names[0] != names[1]:
+        difference = f"architecture {names[0]}", names[1]
+    elif engine.dtype != trainer.dtype:
+        difference = f"dtype {engine.dtype}", trainer.dtype
+    elif rows[0] != rows[1]:
+        difference = f"a vocabulary of {rows[0]}", rows[1]
+    else:
+        for name in sorted(ours.keys() | theirs.keys()):
+            if ours.get(name) != theirs.get(name):
+                difference = f"{name} {_shape(theirs.get(name))}", _shape(ours.get(name))
+                break
+    if difference is not None:
+        raise EngineError(
+            f"the engine's model has {difference[0]}, the trainer's {difference[1]}: "
+            "an engine takes only weights of the model that it was started with"
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "not at all" if shape is None else f"of shape {list(shape)}"

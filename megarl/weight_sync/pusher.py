@@ -1,0 +1,223 @@
+"""Pushing a role's weights from the training ranks into the engines, bucket by bucket, with a checksum per piece.
+
+Every rank sends what the reshard plan has it send, cut from its own shards (`Pusher.push_loads`); where engines take whole
+tensors only, each pipeline stage's leading rank sends those of its stage (`Pusher.push`). An engine that fails is left behind;
+the others get everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from megarl.errors import EngineError
+from megarl.reshard.plan import LOAD_BYTES
+from megarl.reshard.rank_plan import SendBatch, SliceKey, WeightSlice
+from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.delta import SentWeights
+from megarl.weight_sync.sglang_senders import checksums_of
+from megarl.weight_sync.staging import StagedSlices, Staging, ZeroCopy
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What a push to one engine came to: the checksum of every piece sent, or in one sentence why the engine failed."""
+
+    checksums: dict[SliceKey, str] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Sender(Protocol):
+    """What pushes one rank's tensors into one engine."""
+
+    stages: bool
+    """Whether it sends from a buffer that pieces are copied into; else from where they lie."""
+    in_flight: int
+    """How many loads it may be given at a time, each in a thread of its own."""
+
+    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
+        """What it must be given of whole tensors for this engine; the same for all engines of a run."""
+
+    def held(self, staged: StagedSlices) -> Sequence[WeightSlice]:
+        """What the engine's ranks must hold of what was staged; nothing if the engine takes checksums itself."""
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
+
+    def close(self) -> None:
+        """Give back what is held for the connection; raises EngineError if the engine does not answer."""
+
+
+class BucketBuilder:
+    """Gathers named tensors, in order, into lists of at most `LOAD_BYTES`; a larger tensor is a bucket of its own."""
+
+    def __init__(self) -> None:
+        self._tensors: list[tuple[str, Tensor]] = []
+        self._bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
+        """Take in a tensor; gives the bucket that it no longer fitted into, if there is one."""
+        if self._bytes + tensor.nbytes > LOAD_BYTES:
+            yield from self.rest()
+        self._tensors.append((name, tensor))
+        self._bytes += tensor.nbytes
+
+    def rest(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """What is left, if anything is."""
+        if self._tensors:
+            full, self._tensors, self._bytes = self._tensors, [], 0
+            yield full
+
+
+class Pusher:
+    """One rank's connections to the engines, by the engine's number, and the two buffers that all of them read from.
+
+    `name` tells its buffers from those of the other ranks.
+    """
+
+    def __init__(self, name: str = "0") -> None:
+        self.name = name
+        self.senders: dict[int, Sender] = {}
+        self.unreachable: dict[int, str] = {}
+        self._sent = SentWeights()
+        self._staging: Staging | ZeroCopy | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that the buffers take: two of the largest load so far, or none where nothing is staged."""
+        return self._staging.bytes if self._staging is not None else 0
+
+    def connect(self, engine: int, open_it: Callable[[], Sender]) -> None:
+        """Replace the connection to `engine` by what `open_it()` gives; if that raises EngineError, pushes will say so."""
+        self.disconnect(engine)
+        try:
+            self.senders[engine] = open_it()
+        except EngineError as error:
+            self.unreachable[engine] = str(error)
+
+    def disconnect(self, engine: int) -> None:
+        """Forget `engine`, which may be gone already."""
+        self.unreachable.pop(engine, None)
+        sender = self.senders.pop(engine, None)
+        if sender is not None:
+            with contextlib.suppress(EngineError):
+                sender.close()
+
+    def push(
+        self,
+        tensors: Iterator[tuple[str, Tensor]],
+        bases: Mapping[int, int | None] | None = None,
+        version: int | None = None,
+        *,
+        verify: bool = True,
+    ) -> dict[int, Pushed]:
+        """As `push_loads`, of whole tensors to all engines in `bases` (None: all). Always exhausts `tensors`."""
+        bases = dict.fromkeys([*self.senders, *self.unreachable]) if bases is None else bases
+        reached = [engine for engine in bases if engine in self.senders]
+        pieces = self.senders[reached[0]].pieces if reached else None
+
+        def loads() -> Iterator[SendBatch]:
+            bucket = BucketBuilder()
+            for name, tensor in tensors:
+                for full in bucket.add(name, tensor):
+                    if pieces is not None:  # else the export is collective all the same
+                        yield SendBatch(pieces(full), frozenset(reached))
+            for rest in bucket.rest():
+                if pieces is not None:
+                    yield SendBatch(pieces(rest), frozenset(reached))
+
+        return self.push_loads(loads(), bases, version, verify=verify)
+
+    def push_loads(
+        self, loads: Iterator[SendBatch], bases: Mapping[int, int | None], version: int | None = None, *, verify: bool = True
+    ) -> dict[int, Pushed]:
+        """Send loads, weights of `version`, to those of their engines that are in `bases`: by engine what came of it.
+
+        An engine whose base is the version that this rank sent last gets what has changed since; any other gets everything.
+        Without `version` nothing is remembered. Without `verify` no checksums are taken: the engine then only knows that
+        everything has come.
+
+        Always exhausts `loads`. The next one is staged while the engines read the last, each in its own time; a buffer is
+        filled again when every engine has read it or failed.
+        """
+        failed = {engine: Pushed(error=self.unreachable[engine]) for engine in bases if engine in self.unreachable}
+        lanes = {engine: _EngineQueue(self.senders[engine]) for engine in bases if engine in self.senders}
+        if not lanes:
+            for _ in loads:
+                pass
+            return failed
+        deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
+        one = next(iter(lanes.values())).sender
+        self._staging = self._staging or (Staging(name=self.name) if one.stages else ZeroCopy())
+        hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        self._sent.begin()
+        try:
+            for load in loads:
+                staged = self._staging.stage(load.pieces)
+                of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
+                checksums = hashing.submit(checksums_of, one.held(staged), values=verify)
+                staged.readers.append(checksums)
+                changed = self._changed(staged) if version is not None else staged.pieces
+                for engine, lane in of_lanes:
+                    lane.checksums.append(checksums)
+                    if engine not in deltas:
+                        staged.readers.append(lane.submit(staged))
+                    elif changed:
+                        staged.readers.append(lane.submit(staged.only(changed)))
+            if version is not None:
+                self._sent.sent(version)
+            return failed | {engine: lane.result() for engine, lane in lanes.items()}
+        finally:
+            for pool in (hashing, *(lane.pool for lane in lanes.values())):
+                pool.shutdown()
+
+    def _changed(self, staged: StagedSlices) -> list[WeightSlice]:
+        """The pieces whose bits are not those of the last push; remembers what they are."""
+        return [piece for piece in staged.pieces if self._sent.changed(piece.held, digest(piece.tensor))]
+
+
+class _EngineQueue:
+    """One engine's share of a push, in threads of its own; after its first failure, nothing more is delivered."""
+
+    def __init__(self, sender: Sender) -> None:
+        self.sender = sender
+        self.error: str | None = None
+        self.checksums: list[Future[dict[SliceKey, str]]] = []
+        self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push")
+        self._all: list[Future[None]] = []
+
+    def submit(self, staged: StagedSlices) -> Future[None]:
+        """Deliver `staged` after what was submitted before."""
+        self._all.append(self.pool.submit(self._unless_failed, partial(self.sender.deliver, staged)))
+        return self._all[-1]
+
+    def _unless_failed(self, action: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                action()
+            except EngineError as error:
+                self.error = self.error or str(error)
+
+    def result(self) -> Pushed:
+        """Wait for the engine, and say what came of it; raises what taking the checksums raised."""
+        for future in self._all:
+            future.result()
+        if self.error is not None:
+            return Pushed(error=self.error)
+        return Pushed({held: checksum for of_load in self.checksums for held, checksum in of_load.result().items()})
+
+
+def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:
+    """What all ranks' pushes of one update came to, by engine: all checksums, or the first rank's error."""
+    merged: dict[int, Pushed] = {}
+    for pushed in of_ranks:
+        for engine, one in pushed.items():
+            before = merged.get(engine, Pushed())
+            merged[engine] = Pushed(before.checksums | one.checksums, before.error or one.error)
+    return merged

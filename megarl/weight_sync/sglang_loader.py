@@ -1,0 +1,217 @@
+"""Writes what senders have cut for this rank into the model's parameters, and reads it back; runs inside the server.
+
+SGLang calls `load` (given as `--custom-weight-loader`) in each tensor-parallel rank. SGLang fuses q, k, v and gate, up and
+the experts of a layer; where in these a tensor lies is said here. What is not cut goes through the model's own loader.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+
+from megarl.reshard.rank_plan import SliceKey
+from megarl.reshard.targets import EVERY_RANK
+from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.pair_group import ENGINE_RANK, Rendezvous, ready, start_transfer
+
+# HF suffix -> (engine suffix, position in the fused parameter)
+FUSED = {
+    "self_attn.q_proj": ("self_attn.qkv_proj", 0),
+    "self_attn.k_proj": ("self_attn.qkv_proj", 1),
+    "self_attn.v_proj": ("self_attn.qkv_proj", 2),
+    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
+    "mlp.up_proj": ("mlp.gate_up_proj", 1),
+}
+PARTS = {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}
+VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+
+EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight(?P<scale>_scale_inv)?")
+# projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
+EXPERT_FUSED = {
+    "gate_proj": ("w13_weight", 0, 2),
+    "w1": ("w13_weight", 0, 2),
+    "up_proj": ("w13_weight", 1, 2),
+    "w3": ("w13_weight", 1, 2),
+    "down_proj": ("w2_weight", 0, 1),
+    "w2": ("w2_weight", 0, 1),
+}
+
+ModelParameters = Mapping[str, torch.Tensor]
+Whole = list[tuple[str, torch.Tensor]]
+
+_kept: dict[str, torch.Tensor] = {}
+"""The senders' buffers by name: to map one anew for every load would take as long as reading it."""
+
+
+def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or `checking(...)`."""
+    parameters = dict(model.named_parameters())
+    for (name, content), buffer in named_tensors:
+        if name == CHECK:
+            _answer(parameters, *content)
+            continue
+        if name == RECEIVE:
+            whole = _receive(parameters, *content)
+        else:
+            if not buffer.is_cuda:
+                _kept[name] = buffer
+            whole = _read(parameters, content, buffer)
+        if whole:
+            model.load_weights(whole)
+
+
+def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
+    """Copy what lies in a buffer to where it belongs; gives what is whole."""
+    whole = []
+    for *place, dtype, start, stop in content:
+        held = SliceKey(*place)
+        values = buffer[start:stop].view(getattr(torch, dtype)).view(held.rows, held.cols)
+        if held.engine_rank == EVERY_RANK:
+            whole.append((held.tensor, values))
+        else:
+            box(parameters, held).copy_(values)
+    return whole
+
+
+RECEIVE = "receive"
+AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
+
+
+def receiving(where: Rendezvous, call: int, rank: int, content: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` receives messages over its process group with the sender.
+
+    A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
+    """
+    return [((RECEIVE, (tuple(where), call, rank, list(content))), _NoTensor())]
+
+
+class _NoTensor:
+    """Where a payload must have a tensor; unlike one, it arrives on another machine too."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.ByteTensor, ()
+
+
+_groups: dict[str, tuple[Rendezvous, Any, Any]] = {}
+"""By sender: how it was reached last, its store, and the group."""
+
+
+def _receive(parameters: ModelParameters, where: tuple[Any, ...], call: int, rank: int, content: Iterable[Any]) -> Whole:
+    """Take what the sender sends to where it belongs; gives what is whole."""
+    rendezvous = Rendezvous(*where)
+    if rendezvous.sender in _groups and _groups[rendezvous.sender][0] != rendezvous:
+        torch.distributed.destroy_process_group(_groups.pop(rendezvous.sender)[2])
+    known = _groups.get(rendezvous.sender)
+    store = known[1] if known else rendezvous.store(is_sender=False)
+    store.set(ready(call, rank), "")
+    group = known[2] if known else rendezvous.join(store, rank, ENGINE_RANK)
+    _groups[rendezvous.sender] = rendezvous, store, group
+
+    device = next(iter(parameters.values())).device
+    under_way: deque[tuple[Any, torch.Tensor, Any]] = deque()
+    nbytes, whole = 0, []
+
+    def finish_one() -> int:
+        work, values, pieces = under_way.popleft()
+        work.wait()
+        whole.extend(_read(parameters, pieces, values))
+        return values.nbytes
+
+    for message in content:
+        in_place = _in_place(parameters, message)
+        values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
+        under_way.append((start_transfer(values, group), values, message if in_place is None else ()))
+        nbytes += values.nbytes
+        while nbytes > AHEAD_BYTES:
+            nbytes -= finish_one()
+    while under_way:
+        finish_one()
+    return whole
+
+
+def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
+    """Where a message's only piece belongs, if it can be received there as it comes."""
+    *place, dtype, _, _ = message[0]
+    held = SliceKey(*place)
+    if len(message) > 1 or held.engine_rank == EVERY_RANK:
+        return None
+    to = box(parameters, held)
+    return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
+
+
+def engine_name(name: str) -> tuple[str, int, int]:
+    """(the engine's parameter, position among the tensors that it is fused of, how many these are) of a tensor.
+
+    Experts' parameters have one more axis, the first, of which the tensor is in one entry.
+    """
+    if expert := EXPERT.fullmatch(name):
+        suffix, position, count = EXPERT_FUSED[expert["projection"]]
+        return f"{expert['experts']}.{suffix}{expert['scale'] or ''}", position, count
+    for suffix, (fused, position) in FUSED.items():
+        if f".{suffix}." in name:
+            return name.replace(suffix, fused), position, PARTS[fused]
+    return name, 0, 1
+
+
+def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
+    """The rows of a parameter in which this rank holds a tensor, as a matrix.
+
+    Raises:
+        ValueError: the parameter has no place for a tensor of so many rows and columns.
+    """
+    name, position, count = engine_name(held.tensor)
+    parameter = parameters[name].data
+    if expert := EXPERT.fullmatch(held.tensor):
+        parameter = parameter[int(expert["expert"]) % len(parameter)]
+    matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter
+    # of the tensors that are fused only the first may be of another length than the others (q beside k and v)
+    first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
+    is_full = count > 1 or name.endswith(VOCABULARY) or held.of_rows == len(matrix)
+    if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
+        raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
+    return matrix[first : first + held.of_rows]
+
+
+def box(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
+    """The elements of a parameter that `held` names, as a matrix; raises ValueError as `region`."""
+    return region(parameters, held)[held.row : held.row + held.rows, held.col : held.col + held.cols]
+
+
+CHECK = "check"
+NAMED, ROOM = 32, 2**14
+"""How many parameters that are not covered are named, and bytes for their names."""
+
+
+def checking(boxes: Iterable[SliceKey], answer: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
+    """The content of a payload that asks a rank for the digests of `boxes`; `answer` is shared memory for `read_answer`."""
+    return [((CHECK, ([tuple(box) for box in boxes], answer)), answer)]
+
+
+def answer_bytes(boxes: int) -> int:
+    """How much memory an answer needs."""
+    return ROOM + 40 * boxes
+
+
+def read_answer(answer: torch.Tensor) -> tuple[list[str], list[str]]:
+    """What a rank has written: the digests, and the parameters that the boxes do not cover."""
+    digests, uncovered = json.loads(bytes(answer.numpy()).rstrip(b"\0"))
+    return digests, uncovered
+
+
+def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], answer: torch.Tensor) -> None:
+    digests, elements = [], dict.fromkeys(parameters, 0)
+    for place in boxes:
+        held = SliceKey(*place)
+        digests.append(digest(box(parameters, held)))
+        elements[engine_name(held.tensor)[0]] += held.rows * held.cols
+    uncovered = [
+        name for name, count in elements.items() if count != parameters[name].numel() and not name.endswith(VOCABULARY)
+    ]
+    text = json.dumps([digests, uncovered[:NAMED]]).encode()
+    answer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

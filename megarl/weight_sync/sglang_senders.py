@@ -1,0 +1,308 @@
+"""The trainer's side of a weight update into an SGLang server, for the processes that hold the weights.
+
+The driver opens the update with `SglangEngine.begin_update`; each sender then sends its buckets from its own process; the
+driver closes it with `end_update(version, checksums of all senders)`. Synchronous, no SGLang import on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+
+from megarl.config.secrets import bearer
+from megarl.errors import EngineError
+from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.reshard.targets import EVERY_RANK
+from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, digest
+from megarl.weight_sync.pair_group import SENDER, Rendezvous, ready, start_transfer
+from megarl.weight_sync.sglang_loader import receiving
+from megarl.weight_sync.staging import (
+    SLICED,
+    NamedTensors,
+    StagedSlices,
+    Staging,
+    ZeroCopy,
+    dtype_name,
+    pack,
+    packed_starts,
+    serialize,
+)
+
+POLL_S = 0.001
+ALIVE_S = 30.0
+AHEAD_BYTES = 64 * 2**20
+"""Bytes given to process groups that engines need not have received yet, at most; beside one message."""
+SMALL_BYTES, TOGETHER_BYTES = 2**20, 8 * 2**20
+"""Pieces smaller than the first travel together, in messages of about the second: each message takes time of its own."""
+
+SliceMessage = Sequence[WeightSlice]
+
+
+@dataclass(frozen=True)
+class ServerEndpoint:
+    """Where a server is and how it holds weights; can be sent to another process."""
+
+    url: str
+    layout: EngineLayout
+    token: str = field(repr=False)
+    """What the server wants to see in every request."""
+
+
+class _ServerSender:
+    """What both transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
+
+    stages = True
+    """Whether the engine reads from a buffer; else from where the weights lie."""
+    in_flight = 1
+
+    def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
+        self.endpoint, self.timeout_s = endpoint, timeout_s
+        self._staging: Staging | ZeroCopy | None = None
+        self._checksums: dict[SliceKey, str] = {}
+
+    def pieces(self, bucket: NamedTensors) -> list[WeightSlice]:
+        """The slices of every rank, of whole weights."""
+        return [piece for name, weight in bucket for piece in self.endpoint.layout.pieces(name, weight)]
+
+    def held(self, staged: StagedSlices) -> Sequence[WeightSlice]:
+        """What the engine's ranks must hold of what was staged."""
+        return staged.pieces
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
+        raise NotImplementedError
+
+    def send(self, bucket: NamedTensors) -> None:
+        """Send `bucket`, whole weights, in the engine's dtype; returns when it has taken them over.
+
+        Raises:
+            EngineError: no update is open, or the engine refused the weights. A process group is then out of step: close it.
+        """
+        if not bucket:
+            return
+        pieces = self.pieces([(name, weight.to(self.endpoint.layout.dtype)) for name, weight in bucket])
+        self._staging = self._staging or (Staging(1) if self.stages else ZeroCopy())
+        staged = self._staging.stage(pieces)
+        self._checksums |= checksums_of(self.held(staged))
+        self.deliver(staged)
+
+    def checksums(self) -> dict[SliceKey, str]:
+        """Checksums of everything that `send` sent since the last call; ends this sender's part of the update."""
+        done, self._checksums = self._checksums, {}
+        return done
+
+    def close(self) -> None:
+        """Give back what this process holds for the connection."""
+
+
+def _update(payloads: list[str]) -> tuple[str, dict[str, Any]]:
+    """The request, path and body, by which an engine's ranks load their payloads."""
+    return "update_weights_from_tensor", {
+        "serialized_named_tensors": payloads,
+        "load_format": SLICED,
+        "flush_cache": False,  # once, at the end of the update
+    }
+
+
+def checksums_of(pieces: Sequence[WeightSlice], *, values: bool = True) -> dict[SliceKey, str]:
+    """The checksums of `pieces`; without `values`, and of what SGLang's own loader cuts, that there is none."""
+    return {held: digest(tensor) if values and held.engine_rank != EVERY_RANK else UNCHECKED for held, tensor in pieces}
+
+
+class TensorSender(_ServerSender):
+    """Sends weights through shared memory (CPU) or CUDA IPC to a server on the same machine, each rank its own slices."""
+
+    in_flight = 2  # the server takes one after the other, in any order, and need not wait for the next to come
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
+        call(self.endpoint, *_update(staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
+
+
+class GroupSender(_ServerSender):
+    """Sends each rank of an engine its own slices over a process group of the two, made at the first delivery.
+
+    The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
+    `backend` is `gloo` on CPU and `nccl` on CUDA. As a context manager it closes when left.
+    """
+
+    stages = False
+
+    def __init__(
+        self, endpoint: ServerEndpoint, address: tuple[str, int], backend: str = "gloo", timeout_s: float = 300.0
+    ) -> None:
+        super().__init__(endpoint, timeout_s)
+        check_alive(endpoint)
+        self._rendezvous = Rendezvous(f"{address[0]}/{os.getpid()}", *address, backend, timeout_s)
+        self._store = self._rendezvous.store(is_sender=True)
+        self._groups: dict[int, torch.distributed.ProcessGroup] = {}
+        self._calls = 0
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
+        ranks = self.endpoint.layout.target.ranks
+        pieces: dict[int, list[WeightSlice]] = {}
+        for piece in staged.pieces:
+            for rank in piece.held.ranks(ranks):
+                pieces.setdefault(rank, []).append(piece)
+        of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
+        announced = [self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)]
+        loading = _CallUnderWay(self.endpoint, *_update(announced), self.timeout_s)
+        while not self._store.check([ready(self._calls, rank) for rank in of_ranks]):
+            if loading.ended_within(POLL_S):
+                loading.raise_if_failed()
+                raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
+        self._calls += 1
+        try:
+            for rank in of_ranks:
+                self._groups[rank] = self._groups.get(rank) or self._rendezvous.join(self._store, rank, SENDER)
+            self._broadcast(of_ranks, loading)
+        except RuntimeError as error:
+            raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
+        loading.result()
+
+    def _announced(self, rank: int, messages: Sequence[SliceMessage]) -> str:
+        """The payload that tells `rank` what comes."""
+        content = [
+            [
+                (*piece.held, dtype_name(piece.tensor), start, start + piece.tensor.nbytes)
+                for piece, start in zip(message, packed_starts(message)[:-1], strict=True)
+            ]
+            for message in messages
+        ]
+        return serialize(receiving(self._rendezvous, self._calls, rank, content) if content else [], has_cuda=False)
+
+    def _broadcast(self, of_ranks: Mapping[int, Sequence[SliceMessage]], loading: _CallUnderWay) -> None:
+        """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
+        under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        nbytes = 0
+        for turn in zip_longest(*of_ranks.values()):
+            for rank, message in zip(of_ranks, turn, strict=True):
+                if message is None:
+                    continue
+                values = _values(message)
+                under_way.append((start_transfer(values, self._groups[rank]), values))
+                nbytes += values.nbytes
+                while nbytes > AHEAD_BYTES:
+                    nbytes -= _wait(*under_way.popleft(), loading)
+        for work, values in under_way:
+            _wait(work, values, loading)
+
+    def close(self) -> None:
+        """Leave the groups; the engine drops its side when this process connects anew."""
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            torch.distributed.destroy_process_group(group)
+
+    def __enter__(self) -> GroupSender:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _messages(pieces: Sequence[WeightSlice]) -> Iterator[SliceMessage]:
+    """Pieces as they travel: large ones alone, small ones together."""
+    small: list[WeightSlice] = []
+    nbytes = 0
+    for piece in pieces:
+        if piece.tensor.nbytes >= SMALL_BYTES:
+            yield [piece]
+            continue
+        small.append(piece)
+        nbytes += piece.tensor.nbytes
+        if nbytes >= TOGETHER_BYTES:
+            yield small
+            small, nbytes = [], 0
+    if small:
+        yield small
+
+
+def _values(message: SliceMessage) -> torch.Tensor:
+    """What travels: the only piece where it lies, if it lies in one block, or a copy of all."""
+    first = message[0].tensor.detach()
+    if len(message) == 1 and first.is_contiguous():
+        return first
+    buffer = torch.empty(packed_starts(message)[-1], dtype=torch.uint8, device=first.device)
+    pack(message, buffer)
+    return buffer
+
+
+def _wait(work: Any, values: torch.Tensor, loading: _CallUnderWay) -> int:
+    """The bytes of `values`, once the engine has them."""
+    while not work.is_completed():  # an engine that fails otherwise than by dying would be waited for until the timeout
+        if loading.ended_within(POLL_S):
+            loading.raise_if_failed()
+    work.wait()
+    return values.nbytes
+
+
+def check_alive(server: ServerEndpoint) -> None:
+    """Return if the server answers, else raise EngineError."""
+    try:
+        question = urllib.request.Request(f"{server.url}/model_info", headers=bearer(server.token))
+        urllib.request.urlopen(question, timeout=ALIVE_S).close()
+    except OSError as error:
+        raise EngineError(f"{server.url} does not answer: {error}") from error
+
+
+def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """POST `body` to the path `what` of the server and return its answer.
+
+    Raises:
+        EngineError: naming the URL and what it answered.
+    """
+    url = f"{server.url}/{what}"
+    headers = {"Content-Type": "application/json", **bearer(server.token)}
+    request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer = response.read()
+    except urllib.error.HTTPError as error:
+        raise EngineError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:1000]}") from error
+    except OSError as error:
+        raise EngineError(f"{url} did not answer: {error}") from error
+    try:
+        return dict(json.loads(answer))
+    except ValueError:
+        return {"text": answer.decode(errors="replace")}
+
+
+class _CallUnderWay:
+    """A request under way in a thread, for calls that the engine answers only after this process has done its part."""
+
+    def __init__(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
+        self._error: EngineError | None = None
+        self._thread = threading.Thread(target=self._run, args=(server, what, body, timeout_s), daemon=True)
+        self._thread.start()
+
+    def _run(self, server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: float) -> None:
+        try:
+            call(server, what, body, timeout_s)
+        except EngineError as error:
+            self._error = error
+
+    def ended_within(self, wait_s: float) -> bool:
+        """Whether the call has been answered, or has failed, within `wait_s` seconds."""
+        self._thread.join(wait_s)
+        return not self._thread.is_alive()
+
+    def raise_if_failed(self) -> None:
+        """Raise the call's EngineError if there is one by now."""
+        if self._error is not None:
+            raise self._error
+
+    def result(self) -> None:
+        """Wait for the answer; raises EngineError if it is one."""
+        self._thread.join()
+        self.raise_if_failed()

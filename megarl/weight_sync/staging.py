@@ -1,0 +1,181 @@
+"""Weights as bytes that an SGLang server can read, made without importing SGLang (on a CPU).
+
+A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC or come over a process group,
+in the format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a parameter it belongs.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing
+
+from megarl.reshard.rank_plan import WeightSlice
+
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
+"""Weights under their Hugging Face names, unsharded; a tied `lm_head.weight` is not sent."""
+SLICED = "megarl.weight_sync.sglang_loader.load"
+ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
+BUFFERS = 2  # one is filled while the engine reads the other
+_STRATEGY = threading.Lock()  # torch's sharing strategy is one for the process
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
+
+
+class StagedSlices:
+    """Pieces where engines can read them: in a buffer that other processes open, or just where the sender holds them.
+
+    `name` is the buffer's: another under this name has replaced it.
+    """
+
+    def __init__(self, pieces: Sequence[WeightSlice], buffer: torch.Tensor | None = None, name: str = "") -> None:
+        self.pieces, self.buffer, self.name = pieces, buffer, name
+        self.readers: list[Future[Any]] = []
+
+    def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+        """As this, but only these pieces are to be read."""
+        return StagedSlices(pieces, self.buffer, self.name)
+
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Names and values, as views of where they lie."""
+        return [(held.tensor, tensor) for held, tensor in self.pieces]
+
+    def payloads(self, ranks: int) -> list[str]:
+        """One payload per rank of the engine, base64 text of about 100 bytes per piece; the values lie in the buffer once.
+
+        The payloads are not interchangeable: each holds a reference to the shared memory which the rank that opens it gives
+        back, and with the last of them the memory is gone.
+        """
+        assert self.buffer is not None, "these pieces are in no buffer"
+        of_ranks: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
+        for held, tensor in self.pieces:
+            start = tensor.data_ptr() - self.buffer.data_ptr()
+            spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
+            for rank in held.ranks(ranks):
+                of_ranks[rank].append(spec)
+        return [serialize([((self.name, specs), self.buffer)], has_cuda=self.buffer.is_cuda) for specs in of_ranks]
+
+
+class ZeroCopy:
+    """Leaves pieces where they are. The next ones may come when everything in the last one's `readers` is done."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._staged: StagedSlices | None = None
+
+    def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+        """The pieces as they are."""
+        _wait_for_readers(self._staged)
+        self._staged = StagedSlices(pieces)
+        return self._staged
+
+
+class Staging:
+    """Byte buffers that buckets are copied into in turn, kept from update to update.
+
+    New shared memory costs more than copying into it: every page of it is first cleared by the kernel. A buffer is not
+    filled again before everything in its bucket's `readers` is done.
+    """
+
+    def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
+        self._name = name
+        self._buffers: list[torch.Tensor | None] = [None] * buffers
+        self._staged: list[StagedSlices | None] = [None] * buffers
+        self._next = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the buffers take."""
+        return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
+
+    def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+        """Copy `pieces` into the next buffer."""
+        number, self._next = self._next, (self._next + 1) % len(self._buffers)
+        _wait_for_readers(self._staged[number])
+        size = packed_starts(pieces)[-1]
+        buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
+        staged = self._staged[number] = StagedSlices(pack(pieces, buffer), buffer, f"{self._name}/{number}")
+        return staged
+
+    def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
+        buffer = self._buffers[number]
+        if buffer is None or buffer.numel() < size or buffer.device != device:
+            buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=device)
+            if device.type == "cpu":
+                with sharing_by_file():
+                    buffer.share_memory_()
+        return buffer
+
+
+def _wait_for_readers(staged: StagedSlices | None) -> None:
+    for reader in staged.readers if staged is not None else ():
+        reader.exception()  # waits; a failure is its owner's to report
+
+
+def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
+    """Where each of `pieces` begins in a buffer of bytes, and where the last one ends."""
+    starts, end = [], 0
+    for _, tensor in pieces:
+        starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
+        end = starts[-1] + tensor.nbytes
+    return [*starts, end]
+
+
+def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor) -> list[WeightSlice]:
+    """Copies of `pieces` in `buffer`."""
+    copies = []
+    for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
+        copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        _copy(copy, tensor.detach())
+        copies.append(WeightSlice(held, copy))
+    return copies
+
+
+def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
+    """`to.copy_(values)`, on a CPU with one thread: with more, each small tensor waits for a core that the engine is using."""
+    if to.is_cuda:
+        to.copy_(values)
+        return
+    bits = _BITS[to.element_size()]
+    np.copyto(to.view(bits).numpy(), values.view(bits).numpy())
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """As `getattr(torch, ...)` takes it."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def serialize(content: Any, *, has_cuda: bool) -> str:
+    """Tensors by reference, anything else by value, as text."""
+    if has_cuda:
+        # SGLang names CUDA devices by UUID in its own pickles; its serializer is the one that knows how.
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+        return str(MultiprocessingSerializer.serialize(content, output_str=True))
+    stream = io.BytesIO()
+    with sharing_by_file():
+        ForkingPickler(stream).dump(content)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+@contextlib.contextmanager
+def sharing_by_file() -> Iterator[None]:
+    """Tensors shared inside are opened by name, which an unrelated process can do; torch's default needs a common parent."""
+    with _STRATEGY:
+        before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            yield
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)

@@ -1,0 +1,95 @@
+"""What a training rank's pusher sends through: to an SGLang server, or to the Ray actor of an engine without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from megarl.config.layout import Layout
+from megarl.errors import EngineError
+from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
+from megarl.reshard.quantise import Fp8Quantiser
+from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.rollout.engines.protocol import Engine
+from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weight_sync.pusher import Sender
+from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint, TensorSender
+from megarl.weight_sync.staging import StagedSlices
+from megarl.workers.engine_calls import submit
+
+SendTarget = Any
+"""An SGLang server's `ServerEndpoint`, or the Ray handle of an actor that holds an engine without a server."""
+
+
+class ActorSender:
+    """Sends through the engine's actor; the engine itself takes the checksums."""
+
+    stages = True
+    in_flight = 1
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
+        """Whole tensors."""
+        return [WeightSlice(SliceKey.whole(name, tensor), tensor) for name, tensor in bucket]
+
+    def held(self, staged: StagedSlices) -> list[WeightSlice]:
+        """Nothing: see the class."""
+        return []
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Hand the tensors to the engine by way of Ray's object store."""
+        try:
+            ray.get(submit(self.actor, Engine.apply_update, [(name, tensor.clone()) for name, tensor in staged.tensors()]))
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"the engine's actor did not take the weights: {error}") from error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def model_of(target: SendTarget) -> ServedModel | None:
+    """Which model an engine serves; None: that cannot be asked, or it does not matter to it."""
+    if isinstance(target, ServerEndpoint):
+        return target.layout.model
+    try:
+        facts: ServedModel | None = ray.get(target.model.remote())
+    except ray.exceptions.RayError:  # what is sent to it next will say so
+        return None
+    return facts
+
+
+def open_sender(
+    target: SendTarget, transport: str, group_address: tuple[str, int], backend: str, timeout_s: float = 300.0
+) -> Sender:
+    """The sender for `target`. `transport` is `shared_memory` or `process_group` (rendezvous at `group_address`).
+
+    An engine that has not answered after `timeout_s` seconds has failed.
+    """
+    if not isinstance(target, ServerEndpoint):
+        return ActorSender(target)
+    if transport == "shared_memory":
+        return TensorSender(target, timeout_s)
+    return GroupSender(target, group_address, backend, timeout_s)
+
+
+def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int) -> ReshardPlan | None:
+    """How ranks in `layout` send their slices to `engines` servers like `target`; None if these take whole tensors only."""
+    if not isinstance(target, ServerEndpoint) or target.layout.takes_whole_experts:
+        return None
+    to = replace(target.layout.target, engines=engines)
+    itemsize = target.layout.dtype.itemsize
+    fp8 = target.layout.model.fp8_scales is not None
+    bucket_bytes = bucket_of_load(LOAD_BYTES, to)
+    return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, fp8=fp8)
+
+
+def quantiser_for(target: SendTarget) -> Fp8Quantiser | None:
+    """What makes an FP8 engine's weights of the trainer's; None: they are sent as they are."""
+    scales = target.layout.model.fp8_scales if isinstance(target, ServerEndpoint) else None
+    return Fp8Quantiser(scales) if scales is not None else None
