@@ -11,8 +11,20 @@ from tests.world import World
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--parity-report docs/parallelism.md` writes what tests/parallel measured into that document."""
+    """`--parity-report docs/parallelism.md` writes what tests/themes/parallel measured into that document."""
     parser.addoption("--parity-report", type=Path, default=None, help="document that gets the parity matrix's table")
+
+
+STARTED_PROCESSES = {"world", "parity_world", "local_ray", "sglang_engine"}
+"""Fixtures that start other processes: who asks for one is slow, and need not be marked as such."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Complete the marks that `make test-quick` and `make test` choose by (pyproject.toml says what they mean)."""
+    for item in items:
+        if STARTED_PROCESSES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -20,3 +32,13 @@ def world() -> Iterator[World]:
     """Four processes under Gloo that all distributed tests of the session share; use `world.call(..., size=2)` for fewer."""
     with World(4) as shared:
         yield shared
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """Ray that every run of the session joins instead of starting its own."""
+    import ray
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=512 * 2**20, log_to_driver=False)
+    yield
+    ray.shutdown()

@@ -106,6 +106,7 @@ print("FOUND" + json.dumps(gpu.run_part(gpu.Part("bf16, reference layers", "refe
 """
 
 
+@pytest.mark.slow
 def test_a_part_runs_from_the_model_to_the_figures(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TINY, str(SCRIPT.parent), str(tmp_path)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,21 +1,27 @@
-"""The house's own limits, read from the source: only `platform` touches torch.cuda's internals, sizes, names and headers.
+"""The house's own limits, read from the source: import circles, names, sizes, headers, and who touches torch.cuda's internals.
 
-What import-linter cannot see; the import contracts themselves are in pyproject.toml.
+What import-linter cannot see; the import contracts themselves, and with them the order of the rooms, are in pyproject.toml.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from megarl.algorithms.catalogue import ESTIMATORS
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "megarl").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
 FUNCTION_LINES = 80
 FILE_LINES = 500
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc"}
+TWO_CLASSES = {"Config": "stand_ins.py has one because triton, which it stands in for, has one"}
+"""Names of classes that stand for two things, and why each may."""
 
 
 def dotted(node: ast.AST) -> str:
@@ -68,6 +74,43 @@ def test_only_platform_touches_the_internals_of_torch_cuda() -> None:
     assert found == []
 
 
+def asks_for_a_kind(source: str) -> Iterator[int]:
+    """Lines that compare with the name of an estimator, or ask which kind of run a config describes."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [side for part in (node.left, *node.comparators) for side in getattr(part, "elts", [part])]
+            constants = {side.value for side in sides if isinstance(side, ast.Constant)}
+            if constants & {*ESTIMATORS, "objective"}:
+                yield node.lineno
+        is_check = isinstance(node, ast.Call) and dotted(node.func) == "isinstance"
+        names = {dotted(part) for part in ast.walk(node)} if is_check else set()
+        if names & {"Config", "SupervisedConfig"}:
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    ("source", "asks"),
+    [
+        ("algorithm.advantage == 'remax'", True),
+        ("name in ('gae', 'other')", True),
+        ("'objective' in tree", True),
+        ("isinstance(config, SupervisedConfig)", True),
+        ("isinstance(config, (int, Config))", True),
+        ("needs.greedy and name == 'sync'", False),
+        ("isinstance(config, Layout)", False),
+    ],
+)
+def test_the_rule_on_kinds_knows_what_it_looks_for(source: str, asks: bool) -> None:
+    assert bool(list(asks_for_a_kind(source))) is asks
+
+
+def test_nobody_compares_names_of_estimators_or_asks_a_config_for_its_kind() -> None:
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in SOURCES for line in asks_for_a_kind(path.read_text())]
+    places = {place.partition(":")[0] for place in found}
+    assert places == {"megarl/config/load.py"}  # `parse_any`, once
+    assert len(found) == 1
+
+
 def test_every_file_says_what_it_is_for() -> None:
     silent = [path for path in SOURCES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
     assert [str(path.relative_to(ROOT)) for path in silent] == []
@@ -86,3 +129,74 @@ def test_files_and_functions_stay_readable() -> None:
 
 def test_no_file_has_a_name_that_says_nothing() -> None:
     assert [str(path.relative_to(ROOT)) for path in SOURCES if path.stem in NAMELESS] == []
+
+
+def module_of(path: Path) -> str:
+    """`megarl.config.schema` for its file, `megarl.config` for the `__init__.py`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted((ROOT / "megarl").rglob("*.py"))}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of megarl that a file imports anywhere: inside functions and for type checking, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{name.name}" for name in node.names}
+            found |= {name if name in MODULES else node.module for name in names}
+    return found & MODULES.keys() - {module_of(path)}
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """A circle in the graph, or nothing."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def room_of(module: str) -> str:
+    """The folder that a module is in."""
+    return module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+
+
+def rooms(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The same between folders; a folder and one inside it are no two rooms, and the package's own face is none."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, others in graph.items():
+        here = room_of(module)
+        for there in map(room_of, others):
+            nested = f"{here}.".startswith(f"{there}.") or f"{there}.".startswith(f"{here}.")
+            if not nested and "megarl" not in (here, there):
+                found[here].add(there)
+    return found
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    graph = {module: imported(path) for module, path in MODULES.items()}
+    assert sum(map(len, graph.values())) > len(graph), "no imports were seen"
+    assert circle(graph) == []
+    assert circle(rooms(graph)) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
+
+
+def test_a_name_of_a_class_stands_for_one_thing() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, (ast.Subscript, ast.BinOp, ast.Name, ast.Attribute)):
+                targets = (target.id for target in node.targets if isinstance(target, ast.Name))
+                for name in targets:  # an alias of a type
+                    if name.lstrip("_")[:1].isupper() and not name.isupper():
+                        homes[name].append(module)
+    shared = {name: modules for name, modules in homes.items() if len(modules) > 1}
+    assert {name: modules for name, modules in shared.items() if name not in TWO_CLASSES} == {}
+    assert TWO_CLASSES.keys() - shared.keys() == set(), "exceptions that nothing needs any more"

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -128,14 +129,12 @@ class _Rank:
     """One worker process and the parent's end of its pipe."""
 
     def __init__(self, number: int, threads: int, folder: Path) -> None:
-        from megarl.platform.cpu import CpuPlatform
-
-        context = multiprocessing.get_context("spawn")
         self.number = number
         self._stacks_path = folder / f"stacks-{number}-{time.monotonic_ns()}"
+        context = _context(threads)
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(number, theirs, str(self._stacks_path)))
-        with _environment(CpuPlatform().worker_env(threads)):
+        with _environment(_rank_environment(threads)):
             self.process.start()
         theirs.close()
 
@@ -144,8 +143,37 @@ class _Rank:
         if self.process.is_alive() and self.process.pid is not None:
             with contextlib.suppress(OSError):
                 os.kill(self.process.pid, signal.SIGUSR1)
-            time.sleep(0.5)
+            self._await_stacks()
         return self._stacks_path.read_text() if self._stacks_path.exists() else "(it had not started)"
+
+    def _await_stacks(self) -> None:
+        """Wait until the process has written its stacks: the file is not empty and grows no more."""
+        deadline, size = time.monotonic() + GRACE_S, 0
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            before, size = size, self._stacks_path.stat().st_size if self._stacks_path.exists() else 0
+            if size == before > 0:
+                return
+
+
+def _rank_environment(threads: int) -> dict[str, str]:
+    from megarl.platform.cpu import CpuPlatform
+
+    return CpuPlatform().worker_env(threads) | {"PYTHONPATH": str(REPOSITORY)}
+
+
+def _context(threads: int) -> Any:
+    """How ranks start: forked from a server that has imported megatron once (ten seconds for each rank otherwise).
+
+    That server has one thread and its environment for good, so that ranks with more threads start on their own.
+    """
+    if threads != 1:
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.world_imports"])
+    with _environment(_rank_environment(threads)):
+        forkserver.ensure_running()
+    return context
 
 
 @contextlib.contextmanager

@@ -37,7 +37,6 @@ def batch(seed: int = 0, *, penalty: bool = False, **changes: Any) -> AdvantageI
         lam=0.8,
         step_rewards=noise[2].masked_fill(~(ends & mask), float("nan")),
         step_ends=ends,
-        pass_k=2,
     )
     return dataclasses.replace(inputs, **changes)
 

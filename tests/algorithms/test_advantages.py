@@ -1,4 +1,6 @@
-"""Advantages per token (METHODS §3) row by row against plain Python in float64, with tool tokens and ragged ends.
+"""Advantages per token row by row against plain Python in float64, with tool tokens and ragged ends.
+
+Formulas and sources: docs/methods.md#advantages.
 
 Estimators that compare the responses of a group are in test_group_advantages.py.
 """
@@ -146,8 +148,6 @@ def test_equal_scores_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
 def test_advantages_do_not_depend_on_the_order_of_the_responses(name: str, order: list[int], seed: int) -> None:
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.linspace(0, 1, B, dtype=torch.float64)}
     inputs = batch(seed, penalty=name in WITH_PENALTY, **extra)
-    if name == "pass_at_k":
-        inputs.scores = (inputs.scores > 0).double()
     shuffled = rows_of(inputs, list(order))
     outputs = ADVANTAGES.resolve(name)(inputs)
     assert bool((outputs.advantages[~inputs.mask] == 0).all())
@@ -194,7 +194,7 @@ def test_whitening_uses_the_sampled_tokens_only(unbiased: bool) -> None:
         ~inputs.mask, float("nan")
     )
     rows = {i: [float(x[i, t]) for t in places(inputs, i)] for i in range(B)}
-    same(masked_whiten(x, inputs.mask, unbiased, eps=0.01), dense(inputs, plain_whiten(rows, unbiased, 0.01)))
+    same(masked_whiten(x, inputs.mask, unbiased=unbiased, eps=0.01), dense(inputs, plain_whiten(rows, unbiased, 0.01)))
 
 
 def test_whitening_one_token_or_none_is_zero() -> None:
@@ -210,8 +210,6 @@ def test_the_block_of_columns_that_is_converted_at_a_time_changes_nothing(
 ) -> None:
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.linspace(0, 1, B, dtype=torch.float64)}
     inputs = batch(4, penalty=name in WITH_PENALTY, bootstrap_truncated=True, bootstrap_values=torch.arange(B), **extra)
-    if name == "pass_at_k":
-        inputs.scores = (inputs.scores > 0).double()
     whole = ADVANTAGES.resolve(name)(inputs)
     monkeypatch.setattr("megarl.algorithms.advantages.COLUMNS", columns)
     in_blocks = ADVANTAGES.resolve(name)(inputs)

@@ -1,4 +1,7 @@
-"""Aggregation (METHODS §2): every mode against plain sums, and independence of how a step is split into micro-batches."""
+"""Aggregation: every mode against plain sums, and independence of how a step is split into micro-batches.
+
+Formulas and sources: docs/methods.md#aggregation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def ragged(seed: int = 0, rows: int = 7, length: int = 9) -> tuple[Tensor, Tenso
 
 
 def plain(mode: str, mask: Tensor, loss: Tensor) -> float:
-    """METHODS §2 with loops over responses and tokens."""
+    """docs/methods.md#aggregation with loops over responses and tokens."""
     rows = [[x for x, m in zip(ls, ms, strict=True) if m] for ls, ms in zip(loss.tolist(), mask.tolist(), strict=True)]
     rows = [row for row in rows if row]
     if mode == "token_mean":

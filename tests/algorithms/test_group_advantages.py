@@ -1,10 +1,11 @@
-"""Group estimators (METHODS §3) row by row against plain Python in float64, in shuffled, uneven, incomplete and tied groups."""
+"""Group estimators row by row against plain Python in float64, in shuffled, uneven, incomplete and tied groups.
+
+Formulas and sources: docs/methods.md#advantages.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import statistics
 from typing import Any
 
@@ -15,18 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, AdvantageInputs
-from megarl.config.presets import GROUP_ADVANTAGES
 from megarl.errors import ConfigError
 from tests.algorithms.batches import B, T, batch, constant, dense, places, rows_of, same
 
-OUTCOME = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "pass_at_k")
+OUTCOME = ("grpo", "dr_grpo", "rloo", "opo", "gpg")
 WITHOUT_PENALTY = (*OUTCOME, "grpo_process")
 GROUPED = (*WITHOUT_PENALTY, "reinforce_plus_plus_baseline")
-
-
-def fitting(name: str, inputs: AdvantageInputs) -> AdvantageInputs:
-    """`inputs` with rewards that the estimator takes: 0 or 1 for `pass_at_k`."""
-    return dataclasses.replace(inputs, scores=(inputs.scores > 0).double()) if name == "pass_at_k" else inputs
 
 
 def members(inputs: AdvantageInputs, row: int) -> list[int]:
@@ -36,14 +31,6 @@ def members(inputs: AdvantageInputs, row: int) -> list[int]:
 
 def std_of(values: list[float], unbiased: bool) -> float:
     return statistics.stdev(values) if unbiased and len(values) > 1 else statistics.pstdev(values)
-
-
-def subset_mean(rewards: list[float], row: int, k: int, eps: float) -> float:
-    """Mean over all k-subsets that hold `row` of (reward of the subset − mean)/(std + eps), by enumeration."""
-    subsets = list(itertools.combinations(range(len(rewards)), k))
-    values = [max(rewards[i] for i in subset) for subset in subsets]
-    mean, std = statistics.fmean(values), statistics.pstdev(values)
-    return statistics.fmean((v - mean) / (std + eps) for v, s in zip(values, subsets, strict=True) if row in s)
 
 
 def plain(name: str, inputs: AdvantageInputs) -> list[float]:
@@ -66,7 +53,6 @@ def plain(name: str, inputs: AdvantageInputs) -> list[float]:
                 "rloo": lambda r=r, g=group: r - (sum(g) - r) / (len(g) - 1),
                 "opo": lambda r=r, g=group, n=lengths: r - sum(a * b for a, b in zip(n, g, strict=True)) / sum(n),
                 "gpg": lambda r=r, m=mean: len(sampled) / (len(sampled) - len(tied)) * (r - m),
-                "pass_at_k": lambda i=i, g=group, rows=rows: subset_mean(g, rows.index(i), inputs.pass_k or 0, inputs.eps),
             }[name]()
         )
     return want
@@ -76,7 +62,7 @@ def plain(name: str, inputs: AdvantageInputs) -> list[float]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", OUTCOME)
 def test_every_outcome_estimator_is_its_row_of_methods(name: str, seed: int, unbiased: bool) -> None:
-    inputs = fitting(name, batch(seed, unbiased=unbiased, eps=0.01))
+    inputs = batch(seed, unbiased=unbiased, eps=0.01)
     outputs = ADVANTAGES.resolve(name)(inputs)
     same(outputs.advantages, constant(inputs, plain(name, inputs)))
     assert outputs.dropped is not None
@@ -112,33 +98,6 @@ def test_one_step_at_the_end_of_each_response_makes_the_process_form_the_outcome
     same(process.advantages, ADVANTAGES.resolve("grpo")(inputs).advantages)
 
 
-@pytest.mark.parametrize("wrong", range(7))
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 6])
-def test_pass_at_k_is_the_mean_advantage_over_all_subsets(k: int, wrong: int) -> None:
-    scores = torch.tensor([0.0] * wrong + [1.0] * (6 - wrong), dtype=torch.float64)
-    inputs = AdvantageInputs(
-        scores=scores,
-        token_penalty=torch.zeros(6, 1),
-        mask=torch.ones(6, 1, dtype=torch.bool),
-        groups=torch.zeros(6, dtype=torch.long),
-        pass_k=k,
-        eps=1e-3,
-    )
-    outputs = ADVANTAGES.resolve("pass_at_k")(inputs)
-    want = [subset_mean(scores.tolist(), i, k, 1e-3) for i in range(6)]
-    same(outputs.advantages[:, 0], torch.tensor(want, dtype=torch.float64))
-    if k == 1:
-        same(outputs.advantages, ADVANTAGES.resolve("grpo")(dataclasses.replace(inputs, unbiased=False)).advantages)
-
-
-def test_pass_at_k_drops_groups_smaller_than_k() -> None:
-    inputs = fitting("pass_at_k", batch(2, pass_k=3))
-    outputs = ADVANTAGES.resolve("pass_at_k")(inputs)
-    assert outputs.dropped is not None
-    assert outputs.dropped.tolist() == [g == 12 for g in inputs.groups.tolist()]
-    assert not outputs.advantages[outputs.dropped].any()
-
-
 def test_opo_has_the_baseline_of_least_variance_for_gradients_that_grow_with_length() -> None:
     """Σ|o|·(r − b)² is least at OPO's b, so it is less than at the plain mean."""
     inputs = batch(0, groups=torch.zeros(B, dtype=torch.long))
@@ -164,7 +123,7 @@ def test_gpg_keeps_the_mean_gradient_of_the_groups_that_have_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", GROUPED)
 def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
-    value = 1.0 if name == "pass_at_k" else 0.1  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
+    value = 0.1  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
     equal = {"scores": torch.full((B,), value, dtype=dtype), "step_rewards": torch.full((B, T), value, dtype=dtype)}
     outputs = ADVANTAGES.resolve(name)(batch(**equal, eps=0.0))
     assert outputs.advantages.dtype == dtype
@@ -173,7 +132,7 @@ def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_is_zero_dropped_and_invisible_to_the_others(name: str) -> None:
-    inputs = fitting(name, batch(2, penalty=name not in WITHOUT_PENALTY))
+    inputs = batch(2, penalty=name not in WITHOUT_PENALTY)
     inputs.groups[4] = 999
     outputs = ADVANTAGES.resolve(name)(inputs)
     assert outputs.dropped is not None
@@ -188,7 +147,7 @@ def test_a_group_of_one_is_zero_dropped_and_invisible_to_the_others(name: str) -
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_response_without_sampled_tokens_counts_in_no_statistic(name: str) -> None:
-    inputs = fitting(name, batch(3))
+    inputs = batch(3)
     inputs.mask[0] = False
     inputs.scores[0] = 1e6
     got = ADVANTAGES.resolve(name)(inputs).advantages
@@ -208,7 +167,6 @@ def random_groups(groups: list[int], scores: list[int], seed: int) -> AdvantageI
         groups=torch.tensor(groups),
         step_rewards=torch.randint(-1, 2, (size, 4), generator=generator).double(),
         step_ends=torch.rand(size, 4, generator=generator) < 0.6,
-        pass_k=2,
     )
 
 
@@ -269,41 +227,11 @@ def test_a_penalty_in_the_reward_is_refused_where_it_would_be_ignored(name: str)
     [
         ("grpo_process", {"step_rewards": None}, "step_rewards"),
         ("grpo_process", {"step_ends": None}, "step_ends"),
-        ("pass_at_k", {"pass_k": None}, "pass_k"),
-        ("pass_at_k", {"pass_k": 0}, "pass_k"),
     ],
 )
 def test_what_a_group_estimator_lacks_is_named(name: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
         ADVANTAGES.resolve(name)(batch(**changes))
-
-
-def test_pass_at_k_refuses_rewards_that_are_not_binary() -> None:
-    scores = torch.ones(B)
-    scores[3] = 0.25
-    with pytest.raises(ConfigError, match=r"rewards of 0 or 1, but one of them is 0\.25"):
-        ADVANTAGES.resolve("pass_at_k")(batch(scores=scores))
-
-
-def test_large_pass_k_does_not_overflow() -> None:
-    """C(1024, 512) is far beyond float64; its ratio to another binomial is not."""
-    scores = (torch.arange(1024) % 8 == 0).double()
-    inputs = AdvantageInputs(
-        scores=scores,
-        token_penalty=torch.zeros(1024, 1),
-        mask=torch.ones(1024, 1, dtype=torch.bool),
-        groups=torch.zeros(1024, dtype=torch.long),
-        pass_k=8,
-    )
-    none_right = math.comb(896, 8) / math.comb(1024, 8)
-    others_wrong = math.comb(895, 7) / math.comb(1023, 7)
-    std = math.sqrt(none_right * (1 - none_right)) + 1e-6
-    right, wrong = none_right / std, (none_right - others_wrong) / std
-    same(ADVANTAGES.resolve("pass_at_k")(inputs).advantages[:, 0], wrong + (right - wrong) * scores)
-
-
-def test_the_config_knows_which_estimators_compare_responses() -> None:
-    assert set(GROUPED) >= GROUP_ADVANTAGES
 
 
 def test_group_statistics_are_exact_for_scores_far_from_zero() -> None:

@@ -1,4 +1,7 @@
-"""METHODS §8: each known mistake, written out beside the right formula; the code must be the one and not the other."""
+"""Each known mistake, written out beside the right formula; the code must be the one and not the other.
+
+Formulas and sources: docs/methods.md#known-mistakes.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from megarl.algorithms import (
     correction,
     kl_per_token,
     masked_whiten,
-    mismatch,
+    mismatch_sums,
     token_weights,
     value_loss,
 )
@@ -73,7 +73,7 @@ def test_an_estimator_allocates_at_most_three_times_its_inputs(name: str) -> Non
     if name == "grpo_process":
         inputs.step_rewards, inputs.step_ends = NOISE[0], ENDS
         read += [NOISE[0], ENDS]
-    inputs.baseline, inputs.greedy_scores, inputs.pass_k = RunningMean(), binary, 2
+    inputs.baseline, inputs.greedy_scores = RunningMean(), binary
     assert peak_bytes(lambda: ADVANTAGES.resolve(name)(inputs)) <= TIMES * size(*read)
 
 
@@ -86,7 +86,7 @@ def test_weights_allocate_at_most_three_times_their_answer(mode: str) -> None:
 def test_a_correction_allocates_at_most_three_times_its_inputs(mode: str) -> None:
     budget = TIMES * size(NOISE[0], NOISE[1], MASK)
     assert peak_bytes(lambda: correction(NOISE[0], NOISE[1], MASK, mode, 0.5, 2.0)) <= budget
-    assert peak_bytes(lambda: mismatch(NOISE[0], NOISE[1], MASK)) <= budget
+    assert peak_bytes(lambda: mismatch_sums(NOISE[0].flatten(), NOISE[1].flatten())) <= budget
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))

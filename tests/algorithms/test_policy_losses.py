@@ -1,4 +1,7 @@
-"""Policy losses: METHODS §1 row by row against plain Python in float64, and the clip table with its gradients."""
+"""Policy losses, row by row against plain Python in float64, and the clip table with its gradients.
+
+Formulas and sources: docs/methods.md#policy-losses.
+"""
 
 from __future__ import annotations
 

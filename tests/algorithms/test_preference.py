@@ -1,4 +1,7 @@
-"""Preference losses (METHODS §7) against plain Python in float64: values, sums, and what each setting changes."""
+"""Preference losses against plain Python in float64: values, sums, and what each setting changes.
+
+Formulas and sources: docs/methods.md#objectives.
+"""
 
 from __future__ import annotations
 

@@ -7,29 +7,31 @@ from typing import get_args
 
 import pytest
 
-from megarl.algorithms import ADVANTAGES, AGGREGATIONS, POLICY_LOSSES, Registry
-from megarl.config.presets import AdvantageName, AggregationName, PolicyLossName
+from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, PREFERENCE_LOSSES, Registry
+from megarl.config.presets import AggregationName
 from megarl.errors import ConfigError
+from megarl.system.user_code import load_user_function
 
 
-def test_every_name_of_the_config_is_registered() -> None:
-    assert set(get_args(AdvantageName)) <= set(ADVANTAGES)
-    assert set(get_args(PolicyLossName)) == set(POLICY_LOSSES)
+def test_every_aggregation_of_the_config_is_registered() -> None:
     assert set(get_args(AggregationName)) == set(AGGREGATIONS)
 
 
 def test_an_import_path_resolves_to_the_users_function() -> None:
-    assert Registry("loss").resolve("math:sqrt") is math.sqrt
+    assert Registry("loss", lambda name: load_user_function(name, ConfigError)).resolve("math:sqrt") is math.sqrt
+    with pytest.raises(ConfigError, match="preference loss is 'math:sqrt'; it must be one of"):
+        PREFERENCE_LOSSES.resolve("math:sqrt")
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("cilp", r"policy loss is 'cilp', but it may be one of clip, .* \(did you mean 'clip'\?\)"),
-        ("no_such_package:loss", "module 'no_such_package' cannot be imported"),
-        (":loss", "cannot be imported"),
+        ("cilp", r"policy loss is 'cilp'; it must be one of clip, .* \(did you mean 'clip'\?\)"),
+        ("no_such_package:loss", "algorithm.policy_loss: 'no_such_package:loss': no_such_package cannot be imported"),
+        (":loss", "names no function"),
         ("math:sqrtt", r"has no function 'sqrtt' \(did you mean 'sqrt'\?\)"),
         ("math:pi", "has no function 'pi'"),
+        ("math:sqrt", "must be callable as a policy loss is"),
     ],
 )
 def test_an_unknown_name_is_one_sentence(name: str, sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Reward-model losses (METHODS §7) against plain Python in float64."""
+"""Reward-model losses (docs/methods.md#objective-reward_model) against plain Python in float64."""
 
 from __future__ import annotations
 

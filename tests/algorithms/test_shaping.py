@@ -1,4 +1,4 @@
-"""Reward shaping (METHODS §6) against plain Python in float64."""
+"""Reward shaping (docs/methods.md#reward-shaping) against plain Python in float64."""
 
 from __future__ import annotations
 

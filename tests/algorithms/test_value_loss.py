@@ -1,4 +1,4 @@
-"""The critic's loss (METHODS §5) against plain Python in float64, in value and gradient."""
+"""The critic's loss (docs/methods.md#critic) against plain Python in float64, in value and gradient."""
 
 from __future__ import annotations
 

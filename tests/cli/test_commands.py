@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from megarl import cli
-from megarl.config import SupervisedConfig, leaves
+from megarl.cli import commands
+from megarl.config import SupervisedConfig, config_fields
 from megarl.errors import RewardError
 
 CONFIG = """
@@ -37,9 +38,9 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["train", "missing.yaml"], "'missing.yaml' cannot be read"),
         (["train", "c.yaml", "--speed"], "--speed"),
         (["train", "c.yaml", "run.stpes=3"], "did you mean 'run.steps'?"),
-        (["train", "c.yaml"], "model.path is 'nowhere', but there is no such folder"),
+        (["train", "c.yaml"], "model.path is 'nowhere', which is no folder"),
         (["eval", "c.yaml"], "data.eval is null"),
-        (["config", "c.yaml", "algorithm.mini_batches=3"], "it may be 2 or 4"),
+        (["config", "c.yaml", "algorithm.mini_batches=3"], "it must be 2 or 4"),
         (["doctor", "run.steps=3"], "run.steps=3"),
         (["sft", "c.yaml"], "rewards is not a config field"),
         (["generate", "c.yaml"], "--out"),
@@ -60,14 +61,14 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(config_file: str, capsys, arg
 
 def test_overrides_may_stand_before_and_after_options(config_file: str, capsys) -> None:
     assert cli.main(["eval", config_file, "run.steps=5", "--checkpoint", "x", "run.seed=bad"]) == 2
-    assert "run.seed is the text 'bad'" in capsys.readouterr().err
+    assert "run.seed is 'bad'" in capsys.readouterr().err
 
 
 def test_an_error_of_any_room_is_caught(monkeypatch, capsys) -> None:
     def broken(_: object) -> int:
         raise RewardError("reward 'f' answered 3 values for 4 samples")
 
-    monkeypatch.setattr(cli, "_config", broken)
+    monkeypatch.setattr(commands, "_config", broken)
     assert cli.main(["config"]) == 2
     assert capsys.readouterr().err == "megarl: reward 'f' answered 3 values for 4 samples\n"
 
@@ -76,7 +77,7 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
     def interrupted(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_config", interrupted)
+    monkeypatch.setattr(commands, "_config", interrupted)
     assert cli.main(["config"]) == 130
     assert capsys.readouterr().err == "megarl: interrupted\n"
 
@@ -84,8 +85,37 @@ def test_ctrl_c_is_130(monkeypatch, capsys) -> None:
 def test_config_lists_every_leaf(capsys) -> None:
     assert cli.main(["config"]) == 0
     out = capsys.readouterr().out
-    for leaf in [*leaves(), *leaves(SupervisedConfig)]:
+    for leaf in [*config_fields(), *config_fields(SupervisedConfig)]:
         assert leaf.name in out
+
+
+@pytest.mark.parametrize(
+    ("command", "objective", "loop"),
+    [
+        ("train", None, "rl"),
+        ("train", "dpo", "supervised"),
+        ("preference", "dpo", "supervised"),
+        ("sft", "sft", "supervised"),
+        ("sft", "dpo", "s.yaml trains by dpo, but `megarl sft` trains by sft; `megarl train` runs any config"),
+        ("reward-model", "sft", "trains by reward_model or process_reward_model"),
+        ("preference", None, "trains by sft, but `megarl preference` trains by dpo or cdpo or ipo or kto"),
+    ],
+)
+def test_train_runs_any_config_and_its_aliases_what_they_promise(
+    command: str, objective: str | None, loop: str, config_file: str, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(commands, "_watch", lambda loop, config, arguments: trained.append(loop) or 0)
+    monkeypatch.setattr("megarl.models.check_layouts.check_models", lambda _: None)
+    given = "model: {path: nowhere}\ndata: {train: {source: jsonl, path: x}}\n"
+    Path("s.yaml").write_text(given + (f"objective: {{name: {objective}}}\n" if objective else ""))
+    file = config_file if (command, objective) == ("train", None) else "s.yaml"
+    code = cli.main([command, file])
+    if loop in ("rl", "supervised"):
+        assert (code, trained) == (0, [f"megarl.trainers.{loop}.loop"])
+    else:
+        assert (code, trained) == (2, [])
+        assert loop in capsys.readouterr().err
 
 
 def test_config_of_a_supervised_file_prints_it_too(config_file: str, capsys) -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import Config, SupervisedConfig, load_config, load_supervised_config
+from megarl.config import AnyConfig, load_any
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
 
-def load(path: Path) -> Config | SupervisedConfig:
-    return load_supervised_config(path) if "\nobjective:" in path.read_text() else load_config(path)
+def load(path: Path) -> AnyConfig:
+    return load_any(path)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from megarl.config import check_models, parse_config, parse_supervised_config
+from megarl.config import parse_config, parse_supervised_config
 from megarl.config.fp8 import RECIPES, device_problem, token_multiple
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
+from megarl.models.check_layouts import check_models
 
 BASE: dict[str, Any] = {
     "model": {"path": "nowhere", "fp8": "hybrid"},
@@ -27,11 +28,17 @@ SUPERVISED: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["model.fp8=fp4"], ["model.fp8 is the text 'fp4'", "'none', 'hybrid' or 'e4m3'"]),
+        (["model.fp8=fp4"], ["model.fp8 is 'fp4'", "'none', 'hybrid' or 'e4m3'"]),
         (["model.fp8_recipe=nvfp4"], ["'delayed', 'tensorwise', 'blockwise' or 'mxfp8'"]),
-        (["model.fp8_bf16_layers=[1]"], ["model.fp8_bf16_layers is the list [1]", "a list of 2 numbers"]),
-        (["model.fp8=none", "model.fp8_param=true"], ["model.fp8_param is true", "model.fp8 is 'none'"]),
-        (["model.fp8=none", "model.fp8_bf16_layers=[1, 0]"], ["model.fp8_bf16_layers is [1, 0]", "model.fp8 is 'none'"]),
+        (["model.fp8_bf16_layers=[1]"], ["model.fp8_bf16_layers is [1]", "a list of 2 numbers"]),
+        (
+            ["model.fp8=none", "model.fp8_param=true"],
+            ["model.fp8_param needs FP8 products", "set model.fp8 to 'hybrid' or 'e4m3'"],
+        ),
+        (
+            ["model.fp8=none", "model.fp8_bf16_layers=[1, 0]"],
+            ["model.fp8_bf16_layers needs FP8 products", "or remove model.fp8_bf16_layers"],
+        ),
         (["model.layer_spec=reference"], ["model.fp8 is 'hybrid'", "model.layer_spec = 'transformer_engine'"]),
         (["model.layer_spec=local"], ["model.fp8 is 'hybrid'", "model.layer_spec = 'transformer_engine'"]),
         (["model.dtype=float32"], ["model.dtype is 'float32'", "'bfloat16'"]),
@@ -43,7 +50,7 @@ SUPERVISED: dict[str, Any] = {
         ),
         (
             ["model.fp8_param=true", "critic.optimizer.offload_fraction=1"],
-            ["critic.optimizer.offload_fraction is 1", "(model.fp8_param)", "it may be 0"],
+            ["critic.optimizer.offload_fraction is 1", "(model.fp8_param)", "it must be 0, or remove model.fp8_param"],
         ),
         (
             ["model.fp8=none", "model.dtype=float32", "policy.optimizer.offload_fraction=0.5"],
@@ -89,7 +96,8 @@ def test_a_supervised_run_obeys_the_same_rules() -> None:
 def model_folder(folder: Path, **sizes: Any) -> str:
     tree = {
         "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "head_dim": 32,
-        "intermediate_size": 512, **sizes,
+        "intermediate_size": 512, "vocab_size": 96, "max_position_embeddings": 128, "num_experts_per_tok": 2,
+        "model_type": "qwen3_moe" if "num_experts" in sizes else "llama", **sizes,
     }  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tree))
@@ -99,34 +107,45 @@ def model_folder(folder: Path, **sizes: Any) -> str:
 @pytest.mark.parametrize(
     ("sizes", "overrides", "parts"),
     [
-        ({"hidden_size": 264}, [], ["the hidden size of policy.layout's model is 264", "multiple of 16", "may be 'none'"]),
+        (
+            {"hidden_size": 264},
+            [],
+            ["needs multiples of 16, and the hidden size of the model of policy.layout is 264", "set model.fp8 to 'none'"],
+        ),
         (
             {"hidden_size": 288},
             ["model.fp8_recipe=blockwise"],
-            ["the hidden size of policy.layout's model is 288", "128", "'delayed' or 'tensorwise' or 'mxfp8'"],
+            [
+                "multiples of 128, and the hidden size of the model of policy.layout is 288",
+                "to 'delayed', 'tensorwise' or 'mxfp8'",
+            ],
         ),
-        ({"head_dim": 2}, ["policy.layout.tp=2"], ["policy.layout.tp is 2", "attention width of 16", "tp may be 1"]),
+        ({"head_dim": 2}, ["policy.layout.tp=2"], ["policy.layout.tp is 2", "attention width of 16", "it must be 1"]),
         (
             {},
             ["policy.layout.tp=8", "model.fp8_recipe=blockwise"],
-            ["policy.layout.tp is 8", "every rank's share of the model's attention width of 256", "tp may be 1, 2"],
+            [
+                "policy.layout.tp is 8",
+                "splits the model's attention width of 256 into parts that are no multiple of 128",
+                "it must be 1 or 2",
+            ],
         ),
         (
             {"intermediate_size": 320},
             ["policy.layout.tp=4", "model.fp8_recipe=mxfp8"],
-            ["policy.layout.tp is 4", "feed-forward width of 320", "tp may be 1, 2, 5, 10"],
+            ["policy.layout.tp is 4", "feed-forward width of 320", "it must be 1, 2, 5 or 10"],
         ),
         (
             {"num_experts": 4, "moe_intermediate_size": 24},
             [],
-            ["the experts' feed-forward width of policy.layout's model is 24", "multiple of 16"],
+            ["multiples of 16, and the experts' feed-forward width of the model of policy.layout is 24"],
         ),
         ({}, ["reference.layout={tp: 8}", "model.fp8_recipe=mxfp8"], None),
         ({}, ["reference.layout={tp: 8}", "model.fp8_recipe=blockwise"], ["reference.layout.tp is 8"]),
         (
             {},
             ["policy.layout.pp=3", "model.fp8_bf16_layers=[3, 0]"],
-            ["model.fp8_bf16_layers is [3, 0]", "policy.layout has 2 layers", "0 to 2"],
+            ["model.fp8_bf16_layers is [3, 0]", "the 2 layers of a pipeline stage of policy.layout", "from 0 to 2"],
         ),
         ({}, ["model.fp8_bf16_layers=[4, 2]"], ["model.fp8_bf16_layers is [4, 2]", "6 layers in FP8"]),
         ({}, ["policy.layout.pp=3", "model.fp8_bf16_layers=[2, 2]"], None),

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.layout import Layout
-from megarl.errors import LayoutError
+from megarl.errors import LayoutError, WrongValue
 
 EXPERTS = {"num_experts": 4, "expert_ffn_size": 16}
 MODEL = {"num_heads": 8, "num_kv_heads": 2, "ffn_size": 96}
@@ -49,17 +49,20 @@ def test_proposed_stages_fit(pp, vpp, num_layers) -> None:
         layout.stage_layers(num_layers)
         return
     except LayoutError as error:
-        text = str(error)
-    sizes = re.search(r" pp may be ([\d, ]+)", text)
-    for size in [int(n) for n in sizes[1].strip(" ,").split(", ")] if sizes else []:
-        Layout(pp=size, vpp=vpp).stage_layers(num_layers)
-    uneven = re.search(r"first_stage_layers and last_stage_layers (\d+) and (\d+)", text)
+        facts = error.facts
+    assert isinstance(facts, WrongValue)
+    assert (facts.field, facts.value) == ("pp", pp)
+    sizes, _, ends = facts.allowed.partition(", or set")
+    if "vpp" not in sizes:
+        for size in map(int, re.findall(r"\d+", sizes)):
+            Layout(pp=size, vpp=vpp).stage_layers(num_layers)
+    uneven = re.search(r"first_stage_layers and last_stage_layers to (\d+) and (\d+)", ends)
     if uneven:
         Layout(pp=pp, vpp=vpp, first_stage_layers=int(uneven[1]), last_stage_layers=int(uneven[2])).stage_layers(num_layers)
 
 
 def test_deepseeks_61_layers_on_16_stages_get_a_proposal() -> None:
-    with pytest.raises(LayoutError, match="first_stage_layers and last_stage_layers 3 and 2"):
+    with pytest.raises(LayoutError, match="first_stage_layers and last_stage_layers to 3 and 2"):
         Layout(pp=16).stage_layers(61)
     assert [len(chunks[0]) for chunks in Layout(pp=16, first_stage_layers=3, last_stage_layers=2).stage_layers(61)] == [
         3, *[4] * 14, 2,
@@ -69,13 +72,18 @@ def test_deepseeks_61_layers_on_16_stages_get_a_proposal() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tp": 0}, "layout.tp is 0"),
-        ({"ep": 3, "dp": 4}, "ep may be 1, 2, 4"),
-        ({"etp": 4, "tp": 2}, "etp may be 1, 2"),
-        ({"sequence_parallel": True}, "needs layout.tp of at least 2"),
-        ({"vpp": 2}, "layout.vpp is 2"),
-        ({"first_stage_layers": 2}, "uneven stages need layout.pp of at least 2"),
-        ({"pp": 2, "vpp": 2, "last_stage_layers": 3}, "positive multiple of layout.vpp=2"),
+        ({"tp": 0}, "tp is 0; it must be at least 1"),
+        (
+            {"ep": 3, "dp": 4},
+            "ep is 3, which times etp = 1 does not divide the 4 ranks of a pipeline stage "
+            "(tp * cp * dp = 1 * 1 * 4); it must be 1, 2 or 4",
+        ),
+        ({"etp": 4, "tp": 2}, "(tp * cp * dp = 2 * 1 * 1); it must be 1 or 2"),
+        ({"sequence_parallel": True}, "sequence_parallel needs a tp of at least 2: set tp, or remove sequence_parallel"),
+        ({"vpp": 2}, "vpp needs a pp of at least 2: set pp, or remove vpp"),
+        ({"pp": 2, "vpp": 1}, "vpp is 1; it must be at least 2, or null for one chunk per stage"),
+        ({"first_stage_layers": 2}, "first_stage_layers needs a pp of at least 2: set pp, or remove first_stage_layers"),
+        ({"pp": 2, "vpp": 2, "last_stage_layers": 3}, "last_stage_layers is 3; it must be a positive multiple of vpp = 2"),
     ],
 )
 def test_contradictory_sizes_are_refused(sizes: dict[str, int], message: str) -> None:
@@ -86,14 +94,19 @@ def test_contradictory_sizes_are_refused(sizes: dict[str, int], message: str) ->
 @pytest.mark.parametrize(
     ("layout", "sizes", "message"),
     [
-        (Layout(tp=3), {}, "8 attention heads, 2 KV heads and a feed-forward width of 96; tp may be 1, 2, 4, 8"),
-        (Layout(tp=4), {"ffn_size": 90}, "tp may be 1, 2"),
-        (Layout(ep=2, dp=2), {}, "the model has no experts; ep may be 1"),
-        (Layout(ep=4, dp=4), {"num_experts": 6}, "ep may be 1, 2"),
-        (Layout(tp=4, etp=4, sequence_parallel=True), EXPERTS | {"expert_ffn_size": 10}, "width is 10; etp may be 1, 2"),
-        (Layout(tp=2), EXPERTS, "layout.sequence_parallel is false with layout.tp=2"),
-        (Layout(tp=2, sequence_parallel=True), EXPERTS, "gradients of the experts; etp may be 2, or ep more than 1"),
-        (Layout(pp=4), {}, "layout.pp=4 does not divide the model's 6 layers; pp may be 1, 2, 3, 6"),
+        (Layout(tp=3), {}, "tp is 3, which does not divide the model's 8 attention heads, 2 KV heads and feed-forward width of "
+         "96; it must be 1, 2, 4 or 8"),
+        (Layout(tp=4), {"ffn_size": 90}, "feed-forward width of 90; it must be 1 or 2"),
+        (Layout(ep=2, dp=2), {}, "ep is 2, which needs experts, and the model has none; it must be 1"),
+        (Layout(ep=4, dp=4), {"num_experts": 6}, "ep is 4, which does not divide the model's 6 experts; it must be 1 or 2"),
+        (Layout(tp=4, etp=4, sequence_parallel=True), EXPERTS | {"expert_ffn_size": 10},
+         "etp is 4, which does not divide an expert's feed-forward width of 10; it must be 1 or 2"),
+        (Layout(tp=2), EXPERTS, "sequence_parallel is false, which megatron-core cannot train experts with under tp = 2"),
+        (Layout(tp=2, sequence_parallel=True), EXPERTS, "it must be 2, or set ep to more than 1"),
+        (Layout(pp=4), {}, "pp is 4, which does not divide the model's 6 layers; it must be 1, 2, 3 or 6, or set "
+         "first_stage_layers and last_stage_layers to 1 and 1"),
+        (Layout(pp=3, first_stage_layers=5), {}, "first_stage_layers is 5, which with last_stage_layers = null leaves no "
+         "equal shares of the model's 6 layers to the other stages of pp = 3; it must be 2, with last_stage_layers = 2"),
     ],
 )  # fmt: skip
 def test_a_layout_that_cannot_hold_the_model_names_the_nearest_that_can(layout: Layout, sizes: dict, message: str) -> None:

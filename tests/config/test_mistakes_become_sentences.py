@@ -1,4 +1,4 @@
-"""Every mistake in a config is one ConfigError sentence: the field, what it was, what it may be, the nearest name."""
+"""Every mistake in a config is one ConfigError sentence: the field, its value, why not, what it must be, the nearest name."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megarl.config import check_models, load_config, parse_config
+from megarl.config import load_config, parse_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
+from megarl.models.check_layouts import check_models
 
 BASE: dict[str, Any] = {
     "model": {"path": "nowhere"},
@@ -36,7 +37,7 @@ def sentence(*overrides: str) -> str:
         ("policy.layout.tq=2", ["policy.layout.tq is not", "'policy.layout.tp'"]),
         ("rewards.0.weigth=2", ["rewards[0].weigth is not", "'rewards[0].weight'"]),
         ("run.steps=0", ["run.steps is 0", "a whole number of at least 1"]),
-        ("run.steps=ten", ["run.steps is the text 'ten'", "a whole number of at least 1"]),
+        ("run.steps=ten", ["run.steps is 'ten'", "a whole number of at least 1"]),
         ("run.steps=1.5", ["run.steps is 1.5", "a whole number"]),
         ("run.steps=true", ["run.steps is true", "a whole number"]),
         ("run.name=7", ["run.name is 7", "text"]),
@@ -46,22 +47,28 @@ def sentence(*overrides: str) -> str:
         ("rollout.port=1", ["rollout.port is not a config field"]),
         (
             "rollout.schedule.mode=asynch",
-            ["rollout.schedule.mode is", "'sync', 'one_step' or 'async'", "did you mean 'async'?"],
+            ["rollout.schedule.mode is", "'sync', 'one_step_off_policy' or 'async'", "did you mean 'async'?"],
         ),
-        ("rollout.schedule.staleness=0", ["rollout.schedule.staleness is 0", "at least 1"]),
-        ("rollout.episode.tools=f", ["rollout.episode.tools is the text 'f'", "a list of texts"]),
-        ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas is the list [0.9]", "a list of 2 numbers"]),
+        ("rollout.schedule.max_staleness=0", ["rollout.schedule.max_staleness is 0", "at least 1"]),
+        ("rollout.episode.tools=f", ["rollout.episode.tools is 'f'", "a list of texts"]),
+        ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas is [0.9]", "a list of 2 numbers"]),
         ("algorithm.name=gropo", ["'grpo', 'ppo' or 'reinforce_plus_plus'", "did you mean 'grpo'?"]),
-        ("algorithm.kl.where=reward", ["algorithm.kl.where is 'reward'", "'grpo'", "it may be 'loss'"]),
-        ("algorithm.kl.where=both", ["algorithm.kl.where is the text 'both'", "'loss' or 'reward'"]),
+        (
+            "algorithm.kl.apply_to=reward",
+            ["algorithm.kl.apply_to is 'reward'", "'grpo'", "it must be 'loss', or set algorithm.kl.coef to 0"],
+        ),
+        ("algorithm.kl.apply_to=both", ["algorithm.kl.apply_to is 'both'", "'loss' or 'reward'"]),
         ("policy.layout.tp=0", ["policy.layout.tp is 0", "at least 1"]),
-        ("policy.layout.sequence_parallel=true", ["policy.layout.sequence_parallel is true", "policy.layout.tp of at least 2"]),
-        ("reference.layout={vpp: 2}", ["reference.layout.vpp is 2", "reference.layout.pp of at least 2"]),
-        ("policy.layout.ep=2", ["policy.layout.etp=1", "ep * etp must divide the 1 ranks", "ep may be 1"]),
+        (
+            "policy.layout.sequence_parallel=true",
+            ["policy.layout.sequence_parallel needs a tp of at least 2: set tp, or remove"],
+        ),
+        ("reference.layout={vpp: 2}", ["reference.layout.vpp needs a pp of at least 2"]),
+        ("policy.layout.ep=2", ["policy.layout.ep is 2", "times etp = 1 does not divide the 1 ranks", "it must be 1"]),
         ("model={}", ["model.path is missing", "text"]),
         ("policy.optimizer.lr=.nan", ["policy.optimizer.lr is nan", "a number"]),
         ("nonsense", ["'nonsense' is not of the form key=value"]),
-        ("rewards.1.weight=1", ["rewards.1", "0 to 0"]),
+        ("rewards.1.weight=1", ["rewards.1.weight", "rewards.1 must end in 0"]),
         ("data.train.name=[a", ["not valid YAML"]),
     ],
 )
@@ -75,48 +82,70 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
     ("overrides", "parts"),
     [
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt is 1", "'grpo'", "at least 2"]),
-        (["data.eval.seed=5"], ["data.eval.seed is 5", "seeds 0 to 999", "1000 or more"]),
-        (["data.train.source=jsonl"], ["data.train.path is null", "'jsonl'"]),
+        (["data.eval.seed=5"], ["data.eval.seed is 5", "seeds 0 to 999", "at least 1000"]),
+        (["data.train.source=jsonl"], ["data.train.source = 'jsonl' needs the file of rows", "set data.train.path"]),
         (["data.train.source=python", "data.train.name=nocolon"], ["'nocolon'", "package.module:function"]),
-        (["rollout.engine=replay"], ["rollout.replay_from is null"]),
-        (["rollout.replay_from=x.jsonl"], ["rollout.replay_from is 'x.jsonl'", "only 'replay' reads it"]),
-        (["rollout.engine_args={port: 99999}"], ["rollout.engine_args.port is 99999", "from 1 to 65535"]),
-        (["rollout.engine_args={port: 65535}", "rollout.engines=2"], ["from 1 to 65534"]),
-        (["rollout.engine_args={max_total_tokens: 100}"], ["rollout.engine_args.max_total_tokens is 100", "768 or more"]),
+        (["rollout.engine=replay"], ["rollout.engine = 'replay' needs recorded responses", "set rollout.replay_from"]),
+        (["rollout.replay_from=x.jsonl"], ["rollout.replay_from needs rollout.engine = 'replay'"]),
+        (["rollout.servers={port: 99999}"], ["rollout.servers.port is 99999", "a whole number from 1 to 65535"]),
+        (["rollout.servers={port: 65535}", "rollout.engines=2"], ["from 1 to 65534"]),
+        (["rollout.engine_args={max_total_tokens: 100}"], ["rollout.engine_args.max_total_tokens is 100", "at least 768"]),
         (["rollout.engine_args={tp_size: 2}"], ["tp_size", "set by rollout.tp"]),
-        (["rollout.sync=disk"], ["rollout.engine_args has no urls", "rollout.sync is 'disk'"]),
-        (["rollout.engine_args={urls: [http://a:1]}"], ["rollout.engine_args has urls", "rollout.sync is 'tensors'"]),
-        (["rollout.sync=disk", "rollout.engine_args={urls: [http://a:1]}", "rollout.engines=2"], ["as many", "engines = 2"]),
+        (["rollout.weight_transport=folder"], ["rollout.weight_transport = 'folder' needs servers that already run"]),
+        (["rollout.servers={urls: [http://a:1]}"], ["rollout.servers.urls needs rollout.weight_transport = 'folder'"]),
         (
-            ["rollout.sync=disk", "rollout.engine_args={urls: [a:1]}"],
-            ["rollout.engine_args.urls is the list ['a:1']", "http:// addresses"],
+            ["rollout.weight_transport=folder", "rollout.servers={urls: [http://a:1]}", "rollout.engines=2"],
+            ["a list of rollout.engines = 2 URLs"],
         ),
-        (["rollout.sync=disk", "rollout.engine_args={urls: [http://a:1], port: 1}"], ["has port beside urls"]),
         (
-            ["rollout.sync=disk", "rollout.engine_args={urls: [http://a:1]}", "rollout.delta_every=2"],
-            ["delta_every is 2", "be 0"],
+            ["rollout.weight_transport=folder", "rollout.servers={urls: [a:1]}"],
+            ["rollout.servers.urls is ['a:1']", "start with http:// or https://"],
         ),
-        (["rollout.engine_args={a: 2}", "rollout.engine=embedded"], ["rollout.engine_args has a", "only 'sglang'"]),
-        (["rollout.schedule.staleness=2"], ["rollout.schedule.staleness is 2", "'sync'", "only 'async'"]),
+        (
+            ["rollout.weight_transport=folder", "rollout.servers={urls: [http://a:1], port: 1}"],
+            ["rollout.servers.port is 1, which is for servers that megarl starts"],
+        ),
+        (
+            ["rollout.weight_transport=folder", "rollout.servers={urls: [http://a:1]}", "rollout.delta_every=2"],
+            ["delta_every is 2", "it must be 0"],
+        ),
+        (["rollout.engine_args={a: 2}", "rollout.engine=embedded"], ["rollout.engine_args needs rollout.engine = 'sglang'"]),
+        (
+            ["rollout.schedule.max_staleness=2"],
+            ["rollout.schedule.max_staleness is 2", "'sync'", "only with rollout.schedule.mode = 'async'", "it must be 1"],
+        ),
         (["rollout.schedule.over_sample=9"], ["over_sample is 9", "at most rollout.prompts_per_step = 8"]),
-        ([*REPLAY, "rollout.schedule.mode=async"], ["rollout.schedule.mode is 'async'", "'replay'", "may be 'sync'"]),
+        ([*REPLAY, "rollout.schedule.mode=async"], ["rollout.schedule.mode is 'async'", "'replay'", "it must be 'sync'"]),
         ([*REPLAY, "rollout.schedule.over_sample=1"], ["over_sample is 1", "'replay'"]),
         ([*REPLAY, "rollout.episode={kind: tools, tools: ['a:b']}"], ["rollout.episode.kind is 'tools'", "'replay'"]),
-        (["algorithm.advantage=remax", "rollout.schedule.mode=one_step"], ["'remax'", "rollout.schedule.mode may be 'sync'"]),
+        (
+            ["algorithm.advantage=remax", "rollout.schedule.mode=one_step_off_policy"],
+            ["'remax'", "rollout.schedule.mode is 'one_step_off_policy'", "it must be 'sync'"],
+        ),
         (["algorithm.advantage=remax", "rollout.episode={kind: 'a:b'}"], ["rollout.episode.kind is 'a:b'", "'remax'"]),
-        (["rollout.episode.tools=['a:b']"], ["rollout.episode.tools has a:b", "calls no tools"]),
-        (["rollout.episode.kind=tools"], ["rollout.episode.tools is empty", "at least one function"]),
-        (["rollout.episode.kind=environment"], ["rollout.episode.tools is empty", "environment's class"]),
-        (["rollout.engine=embedded", "rollout.tp=2"], ["rollout.tp is 2", "it may be 1"]),
-        (["policy.max_tokens_per_micro_batch=767"], ["is 767", "768 or more"]),
+        (["rollout.episode.tools=['a:b']"], ["rollout.episode.tools needs an episode that calls them"]),
+        (
+            ["rollout.episode.kind=tools"],
+            ["rollout.episode.kind = 'tools' needs at least one function", "set rollout.episode.tools"],
+        ),
+        (["rollout.episode.kind=environment"], ["rollout.episode.kind = 'environment' needs the class of an environment"]),
+        (["rollout.engine=embedded", "rollout.tp=2"], ["rollout.tp is 2", "it must be 1"]),
+        (["policy.max_tokens_per_micro_batch=767"], ["is 767", "at least 768"]),
         (["critic.warmup_steps=3"], ["critic.warmup_steps is 3", "'gae'"]),
-        (["rewards=[]"], ["rewards is empty"]),
-        (["data.eval=null", "run.eval_every=2"], ["run.eval_every is 2", "data.eval is null"]),
-        (["data.eval=null", "run.keep_best=accuracy"], ["run.keep_best is 'accuracy'", "data.eval is null"]),
-        (["run.name=../elsewhere"], ["run.name is '../elsewhere'", "a folder inside run.folder"]),
-        (["run.guards=[stop when it hurts]"], ["run.guards[0] is 'stop when it hurts'", "<skip|rollback|stop> if <metric>"]),
-        (["run.guards=[rollback if kl/reference above 1]"], ["rollback if kl/reference above 1", "run.save_every is 0"]),
-        (["algorithm.truncated=bootstrap"], ["algorithm.truncated is 'bootstrap'", "'gae'"]),
+        (["rewards=[]"], ["needs a source of reward: set rewards, or set reward_model.path"]),
+        (
+            ["data.eval=null", "run.eval_every=2"],
+            ["run.eval_every needs an evaluation set: set data.eval, or remove run.eval_every"],
+        ),
+        (["data.eval=null", "run.keep_best=accuracy"], ["run.keep_best needs an evaluation set: set data.eval"]),
+        (["run.name=../elsewhere"], ["run.name is '../elsewhere'", "no folder inside run.folder"]),
+        (["run.guards=[stop when it hurts]"], ["run.guards[0] is 'stop when it hurts'", "a section such as {metric:"]),
+        (
+            ["run.guards=[{metric: kl/reference, above: 1, action: rollback}]"],
+            ["the guard 'rollback if kl/reference above 1' needs checkpoints: set run.save_every"],
+        ),
+        (["run.guards=[{metric: kl/reference, action: stop}]"], ["run.guards[0] needs a bound"]),
+        (["algorithm.truncated_responses=bootstrap"], ["algorithm.truncated_responses is 'bootstrap'", "'gae'"]),
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr is 1", "at most policy.optimizer.lr = 1e-06"]),
         (["algorithm.clip_low=1.0"], ["algorithm.clip_low is 1.0"]),
     ],
@@ -137,7 +166,9 @@ def test_a_key_given_twice_is_refused(tmp_path) -> None:
         load_config(tmp_path / "c.yaml")
 
 
-@pytest.mark.parametrize(("text", "part"), [("[1]", "the list [1]"), ("a: [", "not valid YAML"), ("", "null")])
+@pytest.mark.parametrize(
+    ("text", "part"), [("[1]", "holds [1]; it must hold sections"), ("a: [", "not valid YAML"), ("", "null")]
+)
 def test_a_file_that_is_no_config_is_named(tmp_path, text: str, part: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -157,7 +188,7 @@ def write_model(folder, **sizes: int) -> str:
 
     folder.mkdir()
     tree = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6, "intermediate_size": 24}
-    tree |= {"hidden_size": 64, **sizes}
+    tree |= {"hidden_size": 64, "model_type": "llama", "vocab_size": 96, "max_position_embeddings": 128, **sizes}
     (folder / "config.json").write_text(json.dumps(tree))
     return str(folder)
 
@@ -165,19 +196,19 @@ def write_model(folder, **sizes: int) -> str:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 8 attention heads"),
+        (["policy.layout.tp=3"], "policy.layout.tp is 3, which does not divide the model's 8 attention heads"),
         (
             ["policy.layout.pp=4"],
-            "policy.layout.pp=4 does not divide the model's 6 layers; pp may be 1, 2, 3, 6",
+            "policy.layout.pp is 4, which does not divide the model's 6 layers; it must be 1, 2, 3 or 6",
         ),
         (["reference.layout={tp: 16}"], "reference.layout.tp is 16"),
-        (["policy.layout={ep: 2, dp: 2}"], "policy.layout.ep is 2, but the model has no experts"),
+        (["policy.layout={ep: 2, dp: 2}"], "policy.layout.ep is 2, which needs experts, and the model has none"),
         (
             ["model.layer_spec=local", "policy.layout.cp=2"],
-            "policy.layout.cp is 2, but model.layer_spec = 'local' cannot split",
+            "policy.layout.cp is 2, which the layers of model.layer_spec = 'local' do not support",
         ),
         (["rollout.tp=3"], "rollout.tp is 3"),
-        (["model.path=models/typo"], "there is no such folder"),
+        (["model.path=models/typo"], "model.path is 'models/typo', which is no folder"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(tmp_path, overrides: list[str], part: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint.convert_plan import plan_dist, plan_hf
-from megarl.checkpoint.convert_run import Outcome, run_plan
-from megarl.checkpoint.convert_sources import open_dist, open_hf
 from megarl.config.layout import Layout
+from megarl.convert.plan import plan_dist, plan_hf
+from megarl.convert.run import ConversionResult, run_plan
+from megarl.convert.sources import open_dist, open_hf
 from megarl.models.hf_folder import HFFolder
 from tests.families import build_folder
 
@@ -40,12 +40,12 @@ def real_model() -> Path:
     return REAL_MODEL
 
 
-def imported(folder: Path, target: Path, layout: Layout, dtype: str | None = None, **options: Any) -> Outcome:
+def imported(folder: Path, target: Path, layout: Layout, dtype: str | None = None, **options: Any) -> ConversionResult:
     """`megarl convert import`."""
     return run_plan(plan_dist("import", open_hf(folder), layout, dtype), target, **options)
 
 
-def resharded(folder: Path, target: Path, layout: Layout) -> Outcome:
+def resharded(folder: Path, target: Path, layout: Layout) -> ConversionResult:
     """`megarl convert reshard`."""
     return run_plan(plan_dist("reshard", open_dist(folder), layout, None), target)
 
@@ -57,7 +57,7 @@ def exported(
     max_shard_bytes: int = 2**30,
     hf_config_from: Path | None = None,
     **options: Any,
-) -> Outcome:
+) -> ConversionResult:
     """`megarl convert export`."""
     return run_plan(plan_hf("export", open_dist(folder, hf_config_from), dtype, max_shard_bytes), target, **options)
 

@@ -142,7 +142,7 @@ def test_a_config_that_contradicts_the_weights(folder: Path, capsys: pytest.Capt
         ({"num_hidden_layers": 3}, "has no place in the model"),
         ({"num_key_value_heads": 4}, "but config.json implies [32, 32]"),
         ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel', but it may be one of"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures is 'GPT2LMHeadModel'; it must be one of"),
     ):
         (folder / "config.json").write_text(json.dumps(config | change))
         assert part in import_refused(folder, capsys)
@@ -199,11 +199,11 @@ def test_a_chunk_that_holds_another_tensor(checkpoint: Path, capsys: pytest.Capt
 def test_options_that_cannot_be(folder: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder.parent / "out"
     for arguments, part in (
-        (("import", folder, out, "--layout", "tq=2"), "--layout has 'tq=2', but it may set tp, pp"),
+        (("import", folder, out, "--layout", "tq=2"), "--layout has 'tq=2'; it must set only tp, pp"),
         (("import", folder, out, "--layout", "tp=2,tp=2"), "--layout: tp comes twice"),
-        (("import", folder, out, "--layout", "tp=x"), "--layout: tp is 'x', but it must be a whole number"),
+        (("import", folder, out, "--layout", "tp=x"), "--layout: tp is 'x'; it must be a whole number"),
         (("import", folder, out, "--layout", "tp=8"), "tp is 8"),
-        (("import", folder, out, "--shard", "3/3"), "--shard is '3/3', but it must be i/n"),
+        (("import", folder, out, "--shard", "3/3"), "--shard is '3/3'; it must be i/n"),
         (("import", folder, out, "--workers", "0"), "--workers is 0"),
         (("import", folder, out, "--dtype", "fp8-block"), "invalid choice"),
         (("import", folder, checkpoint), "exists already"),

@@ -26,10 +26,10 @@ EXPERTS = [(EP2, TP2_EP2_PP2), (TP2_EP2_PP2, ONE), (TP2_ETP2_PP2, UNEVEN)]
 def make_role(path: str, layout: Layout, spec: str, head: str = "log_probs") -> Any:
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=1)
-    return Role(ModelOptions(path, layout, layer_spec=spec, trainable=False, head=head))  # type: ignore[arg-type]
+    return RankModel(ModelOptions(path, layout, layer_spec=spec, trainable=False, head=head))  # type: ignore[arg-type]
 
 
 def state_of(role: Any) -> dict[str, torch.Tensor]:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from megarl import cli
-from megarl.checkpoint import convert_run
-from megarl.checkpoint.convert_plan import plan_dist
-from megarl.checkpoint.convert_run import run_plan
-from megarl.checkpoint.convert_sources import open_hf
 from megarl.config.layout import Layout
+from megarl.convert import run as convert_run
+from megarl.convert.plan import plan_dist
+from megarl.convert.run import run_plan
+from megarl.convert.sources import open_hf
 from megarl.errors import CheckpointError
 from tests.convert.conftest import exported, imported
 
@@ -132,11 +132,12 @@ def test_a_target_that_is_there_is_not_touched(families: Callable[[str], Path], 
     assert list(tmp_path.glob(".dist*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_command_that_was_killed_is_continued_to_the_same_bytes(
     families: Callable[[str], Path], tmp_path: Path, whole: dict[str, bytes], workers: str
 ) -> None:
-    slow = "import time, megarl.checkpoint.convert_run as r\nrun = r.run_task\n"
+    slow = "import time, megarl.convert.run as r\nrun = r.run_task\n"
     slow += "r.run_task = lambda *a: (time.sleep(0.05), run(*a))[1]\nimport sys\nfrom megarl.cli import main\nsys.exit(main())"
     arguments = ["convert", "import", str(families("mixtral")), str(tmp_path / "dist"), "--layout", "tp=2,pp=2,ep=2"]
     arguments += ["--workers", workers]
@@ -205,9 +206,10 @@ def test_a_worker_that_dies_is_named_and_its_work_is_done_by_the_next_command(
     assert files_of(tmp_path / "dist") == whole
 
 
+@pytest.mark.slow
 def test_two_commands_do_not_write_one_shard_at_once(families: Callable[[str], Path], tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("megarl.checkpoint.convert_journal._WAIT_S", 0.3)
-    from megarl.checkpoint.convert_journal import Journal
+    monkeypatch.setattr("megarl.convert.journal._WAIT_S", 0.3)
+    from megarl.convert.journal import Journal
 
     plan = plan_dist("import", open_hf(families("llama")), LAYOUT, None)
     with (

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megarl import cli
-from megarl.checkpoint.convert_sources import open_dist
 from megarl.config.layout import Layout
+from megarl.convert.sources import open_dist
 from megarl.models.hf_folder import HFFolder
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
 from tests.megatron.saving import save_role
@@ -28,14 +28,14 @@ def save_run(rank: int, world_size: int, path: str, step: str) -> dict[str, dict
     from megarl.data.stream import Response, Unit
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(LAYOUT, seed=1)
     batch = [[Unit(torch.tensor([1, 2, 3]), [Response(0, torch.tensor([4, 5, 6]), torch.ones(3, dtype=torch.bool))])]]
     found = {}
     heads: tuple[Any, ...] = (("policy", "log_probs"), ("critic", "value"))
     for name, head in heads:
-        role = Role(ModelOptions(path, LAYOUT, head=head), OptimizerOptions(lr=1e-2))
+        role = RankModel(ModelOptions(path, LAYOUT, head=head), OptimizerOptions(lr=1e-2))
         for _ in range(2):
             role.update(batch, lambda output, stream: (output.square().sum() + output.sum(), {}))
         save_role(role, f"{step}/{name}")
@@ -96,10 +96,10 @@ def test_a_resharded_run_checkpoint_loads_into_a_role(world: World, run: dict[st
 def load_and_export(rank: int, world_size: int, path: str, checkpoint: str) -> dict[str, torch.Tensor]:
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(Layout(), seed=1)
-    role = Role(ModelOptions(path, Layout(), trainable=False))
+    role = RankModel(ModelOptions(path, Layout(), trainable=False))
     role.load(checkpoint)
     return {name: value.clone() for name, value in role.export()}
 

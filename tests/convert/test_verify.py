@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl import cli
-from megarl.checkpoint.convert_plan import plan_dist, plan_hf
-from megarl.checkpoint.convert_sources import open_dist, open_hf
-from megarl.checkpoint.convert_verify import check_record, compare, open_any
 from megarl.config.layout import Layout
+from megarl.convert.plan import plan_dist, plan_hf
+from megarl.convert.sources import open_dist, open_hf
+from megarl.convert.verify import check_record, compare, open_any
 from tests.convert.conftest import exported, imported
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +114,7 @@ def test_exit_codes_and_checksums_of_the_command(trio: dict[str, Path], capsys: 
     assert cli.main(["convert", "verify", str(trio["a"])]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2", "mixtral", "deepseek_v3"])
 def test_logits_through_megatron_core_are_those_of_transformers(
     families: Callable[[str], Path], tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
@@ -170,6 +171,7 @@ def test_a_dry_run_says_the_bytes_that_a_run_moves_and_writes_nothing(
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "parameters", "layout"),
     [

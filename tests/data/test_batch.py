@@ -71,7 +71,7 @@ def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
     batch = _batch()
     column = torch.arange(15.0).reshape(5, 3) + 1
     batch.columns["advantages"] = column
-    units = batch.units([4, 2, 0, 1, 3], ["advantages"], share_prompts=share)
+    units = batch.units([4, 2, 0, 1, 3], ["advantages"], share_prefix=share)
     # Rows 0 and 2 share group and prompt; row 4 is of their group but has another prompt.
     shared = [[4], [2, 0], [1, 3]] if share else [[4], [2], [0], [1], [3]]
     assert [[response.index for response in unit.responses] for unit in units] == shared
@@ -93,6 +93,6 @@ def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
 def test_what_travels_to_a_rank_does_not_grow_with_the_batch() -> None:
     def travelling(rows: int) -> int:
         batch = Batch([_sample(row, "g", [1, 2], [10] * 50, [1] * 50) for row in range(rows)])
-        return len(pickle.dumps(batch.units(range(2), ["rollout_log_probs"], share_prompts=False)))
+        return len(pickle.dumps(batch.units(range(2), ["rollout_log_probs"], share_prefix=False)))
 
     assert travelling(64) == travelling(2)

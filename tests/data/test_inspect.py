@@ -89,9 +89,9 @@ def test_dropped_rows_are_counted_and_bad_ones_named_with_their_line(tmp_path: P
     assert "1 of 2 rows dropped as overlong" in out
     with pytest.raises(DataError, match=r"^'.*rows\.jsonl' line 2 has no key 'response'"):
         _shown(tmp_path, [{"prompt": "q", "response": "r"}, {"prompt": "q"}])
-    with pytest.raises(DataError, match=r"rows of no known kind: they have a, b, but may have 'prompt' \(prompts\)"):
+    with pytest.raises(DataError, match=r"rows of no known kind: they have a, b; they must have 'prompt' \(prompts\)"):
         _shown(tmp_path, [{"a": 1, "b": 2}])
-    with pytest.raises(DataError, match=r"ends in '\.txt', but a file of rows may be \.jsonl, \.parquet or a folder"):
+    with pytest.raises(DataError, match=r"ends in '\.txt', but rows come in a \.jsonl file, a \.parquet file or a folder"):
         inspect(str(tmp_path / "x.txt"), str(tmp_path / "model"), SETTINGS)
 
 

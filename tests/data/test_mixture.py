@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import parse_config
-from megarl.config.schema import DataConfig, SourceConfig
-from megarl.data.mixture import build_parts, weights_of
+from megarl.config.sections import DataConfig, SourceConfig
+from megarl.data.mixture import build_parts, mixture_weights
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt
 from megarl.data.sampler import MixtureSampler, RowSampler, build_sampler
@@ -76,11 +76,11 @@ def test_one_part_is_sampled_as_a_single_source() -> None:
 
 def test_a_state_of_other_data_is_refused() -> None:
     single, mixed = RowSampler(_parts(4)[0], 0), MixtureSampler(_parts(4, 5), [1, 1], 0)
-    with pytest.raises(CheckpointError, match=r"a mixture of 2 parts, but data\.train is now a single source"):
+    with pytest.raises(CheckpointError, match=r"data\.train is a single source, and a mixture of 2 parts in the checkpoint"):
         single.load_state_dict(mixed.state_dict())
-    with pytest.raises(CheckpointError, match=r"a data set of 1 part, but data\.train now has 2"):
+    with pytest.raises(CheckpointError, match=r"data\.train has 2 parts, and 1 in the checkpoint"):
         mixed.load_state_dict(single.state_dict())
-    with pytest.raises(CheckpointError, match=r"of 5 rows, but data\.train\.parts\[1\] now gives 6"):
+    with pytest.raises(CheckpointError, match=r"data\.train\.parts\[1\] has 6 rows, and 5 in the checkpoint"):
         MixtureSampler(_parts(4, 6), [1, 1], 0).load_state_dict(mixed.state_dict())
 
 
@@ -89,7 +89,7 @@ def _mixture(folder: Path, **fields: Any) -> SourceConfig:
     (folder / "b.jsonl").write_text('{"q": "b0", "r": "x"}\n\n{"q": "b1", "r": "y"}\n{"q": "b2", "r": "z"}\n')
     parts = (
         SourceConfig(source="jsonl", path=str(folder / "a.jsonl"), weight=2.0),
-        SourceConfig(source="jsonl", path=str(folder / "b.jsonl"), fields={"question": "q"}),
+        SourceConfig(source="jsonl", path=str(folder / "b.jsonl"), columns={"question": "q"}),
     )
     return SourceConfig(source="mixture", parts=parts, **fields)
 
@@ -102,13 +102,13 @@ def test_rows_of_a_mixture_are_those_of_its_parts_and_row_ids_say_which(tmp_path
         ["train-0-0", "train-0-1"], ["train-1-0", "train-1-1", "train-1-2"],
     ]  # fmt: skip
     assert [p.prompt_ids for part in prompts for p in part] == [ids_of("<s>", row["question"]) for row in load_rows(source)]
-    assert weights_of(source) == [2.0, 1.0]
+    assert mixture_weights(source) == [2.0, 1.0]
     assert [row["question"] for row in load_rows(_mixture(tmp_path, limit=1))] == ["a0", "b0"]
     alone = source.parts[0]
     assert build_parts(PromptBuilder(byte_tokenizer(None), DataConfig(train=alone)), alone, prefix="train") == [
         PromptBuilder(byte_tokenizer(None), DataConfig(train=alone)).build(load_rows(alone), prefix="train")
     ]
-    assert weights_of(alone.model_copy(update={"weight": 1.0})) == [1.0]
+    assert mixture_weights(alone.model_copy(update={"weight": 1.0})) == [1.0]
 
 
 def test_a_bad_row_is_named_with_its_part_and_line(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_bad_row_is_named_with_its_part_and_line(tmp_path: Path) -> None:
         build_parts(builder, source, prefix="train")
     with open(tmp_path / "b.jsonl", "a") as file:
         file.write('{"question": 1}\n')
-    with pytest.raises(DataError, match=r"^'.*b\.jsonl' line 5 has no key 'q' \(fields\.question\)"):
+    with pytest.raises(DataError, match=r"^'.*b\.jsonl' line 5 has no key 'q' \(columns\.question\)"):
         load_rows(source)
 
 
@@ -128,13 +128,19 @@ PART = {"source": "jsonl", "path": "rows.jsonl"}
 @pytest.mark.parametrize(
     ("train", "sentence"),
     [
-        ({"source": "mixture"}, r"data\.train\.parts is empty, but data\.train\.source = 'mixture' needs at least one"),
-        ({**PART, "parts": [PART]}, r"data\.train\.parts is set, but data\.train\.source is 'jsonl'"),
-        ({**PART, "weight": 2.0}, r"data\.train\.weight is 2\.0, but only the parts of a mixture have a weight"),
-        ({"source": "mixture", "path": "x", "parts": [PART]}, r"data\.train\.path is set, but .*data\.train\.parts"),
+        ({"source": "mixture"}, r"data\.train\.source = 'mixture' needs sources to mix: set data\.train\.parts"),
+        ({**PART, "parts": [PART]}, r"data\.train\.parts needs data\.train\.source = 'mixture'"),
+        ({**PART, "weight": 2.0}, r"data\.train\.weight is 2\.0, which only the parts of a mixture can have"),
+        (
+            {"source": "mixture", "path": "x", "parts": [PART]},
+            r"data\.train\.path is 'x', .* must be set in data\.train\.parts",
+        ),
         ({"source": "mixture", "parts": [{"source": "mixture", "parts": [PART]}]}, r"parts\[0\]\.source is 'mixture'"),
-        ({"source": "mixture", "parts": [PART, {"source": "dataset"}]}, r"parts\[1\]\.path is null, .* the folder of rows"),
-        ({"source": "mixture", "parts": [{**PART, "weight": 0}]}, r"data\.train\.parts\[0\]\.weight is 0, .* above 0"),
+        (
+            {"source": "mixture", "parts": [PART, {"source": "dataset"}]},
+            r"parts\[1\]\.source = 'dataset' needs the folder of rows: set data\.train\.parts\[1\]\.path",
+        ),
+        ({"source": "mixture", "parts": [{**PART, "weight": 0}]}, r"data\.train\.parts\[0\]\.weight is 0; .* above 0"),
         ({"source": "mixture", "parts": [{**PART, "wieght": 1}]}, r"parts\[0\]\.wieght is not a config field .*weight"),
     ],
 )
@@ -151,7 +157,10 @@ def test_held_out_ranges_are_kept_clear_of_every_part() -> None:
         "data": {"train": {"source": "mixture", "parts": parts}, "eval": {"name": "chain_sum", "seed": 505, "limit": 5}},
         "rewards": [{"name": "reasoning_gym"}],
     }
-    with pytest.raises(ConfigError, match=r"data\.eval\.seed is 505, but data\.train\.parts\[1\] already uses .* 500 to 509"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.eval\.seed is 505, .* data\.train\.parts\[1\] trains on \(seeds 500 to 509\); it must be at least 510",
+    ):
         parse_config(tree)
     tree["data"]["eval"]["seed"] = 510
     assert parse_config(tree).data.train.parts[1].seed == 500

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.config.schema import SourceConfig
+from megarl.config.sections import SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.errors import DataError
 
@@ -108,8 +108,8 @@ def test_unknown_task_and_argument_name_the_nearest() -> None:
     [
         ("def f(n): raise KeyError('x')\n", r"raised KeyError: 'x' \(.*line 1\)"),
         ("def f(n):\n    yield {}\n    1 / 0\n", r"raised ZeroDivisionError.*line 3"),
-        ("def f(n): return [{}, 7]\n", "row 1 is a int, but it must be a dict"),
-        ("def f(n): return {'question': 1}\n", "returned a dict, but it must return a list of dicts"),
+        ("def f(n): return [{}, 7]\n", "row 1 is a int; it must be a dict"),
+        ("def f(n): return {'question': 1}\n", "returned a dict; it must return a list of dicts"),
         ("def f(n): return None\n", "returned a NoneType"),
         ("def f(n): return []\n", "holds no rows"),
         ("def f(): return [{}]\n", "raised TypeError"),

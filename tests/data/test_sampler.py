@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data.sample import Prompt
-from megarl.data.sampler import RowSampler, without_held_out
+from megarl.data.sampler import RowSampler, drop_eval_overlap
 from megarl.errors import CheckpointError, DataError
 
 
 def _prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"train-{i}", "", [i], str(i), {"answer": i}, "s") for i in range(count)]
+    return [Prompt(f"train-{i}", "", [i], str(i), {"answer": i}) for i in range(count)]
 
 
 @given(st.integers(1, 12), st.lists(st.integers(0, 9), max_size=12), st.integers(0, 3))
@@ -67,14 +67,14 @@ def test_prompts_handed_out_are_copies() -> None:
 
 def test_state_of_another_data_set_is_refused() -> None:
     state = RowSampler(_prompts(4), 0).state_dict()
-    with pytest.raises(CheckpointError, match=r"4 rows, but data\.train now gives 5"):
+    with pytest.raises(CheckpointError, match=r"data\.train has 5 rows, and 4 in the checkpoint"):
         RowSampler(_prompts(5), 0).load_state_dict(state)
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:
     train = [Prompt(f"train-{n}", "", [n % 5], "") for n in range(20)]
     held_out = [Prompt("eval-0", "", [2], ""), Prompt("eval-1", "", [4], "")]
-    kept = without_held_out(train, held_out)
+    kept = drop_eval_overlap(train, held_out)
     assert [p.row_id for p in kept] == [f"train-{n}" for n in range(20) if n % 5 not in (2, 4)]
     with pytest.raises(DataError, match=r"no row that data\.eval does not hold out"):
-        without_held_out(train[2:3], held_out)
+        drop_eval_overlap(train[2:3], held_out)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.data.stream import PackedStream, Response, Unit, pack, share_of, zigzag
+from megarl.data.stream import PackedStream, Response, ScorePosition, Unit, context_parallel_shard, pack, zigzag
 
 
 def some_units(lengths: list[tuple[int, tuple[int, ...]]]) -> list[Unit]:
@@ -44,12 +44,12 @@ def test_each_sequence_is_cut_as_transformer_engine_cuts_packed_sequences(cp: in
         assert found[rank].tolist() == expected
 
 
-@pytest.mark.parametrize("score_at", [False, True])
+@pytest.mark.parametrize("position", ScorePosition)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_every_token_and_every_score_belongs_to_exactly_one_rank(cp: int, score_at: bool) -> None:
-    stream = pack(some_units(ODD), pad_to_multiple=24 * cp, segment_multiple=2 * cp, score_at=score_at)
+def test_every_token_and_every_score_belongs_to_exactly_one_rank(cp: int, position: ScorePosition) -> None:
+    stream = pack(some_units(ODD), pad_to_multiple=24 * cp, segment_multiple=2 * cp, position=position)
     assert len(stream.token_ids) % (24 * cp) == 0
-    shares = [share_of(stream, cp, rank) for rank in range(cp)]
+    shares = [context_parallel_shard(stream, cp, rank) for rank in range(cp)]
     assert torch.cat([share.positions for share in shares]).sort()[0].tolist() == list(range(len(stream.token_ids)))
     assert torch.cat([share.scored for share in shares]).sort()[0].tolist() == list(range(len(stream.rows)))
     for share in shares:
@@ -64,10 +64,10 @@ def scored(stream: PackedStream) -> list[tuple[Tensor, ...]]:
     ]
 
 
-@pytest.mark.parametrize("score_at", [False, True])
-def test_padding_segments_changes_no_score_and_no_position(score_at: bool) -> None:
-    plain = pack(some_units(ODD), score_at=score_at)
-    padded = pack(some_units(ODD), pad_to_multiple=48, segment_multiple=8, score_at=score_at)
+@pytest.mark.parametrize("position", ScorePosition)
+def test_padding_segments_changes_no_score_and_no_position(position: ScorePosition) -> None:
+    plain = pack(some_units(ODD), position=position)
+    padded = pack(some_units(ODD), pad_to_multiple=48, segment_multiple=8, position=position)
     assert scored(padded) == scored(plain)
     assert padded.owners[3][0] == plain.owners[3][0]
     assert len(plain.token_ids) == sum(segment.length for segment in plain.segments) == plain.boundaries[-1]

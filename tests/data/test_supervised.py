@@ -180,10 +180,15 @@ PARTS_AT_USER = [[_turn("user", u), _turn("assistant", "b")] for u in ("q", "r")
         ("sft", {"m": [_turn("user", "q")]}, {"messages_key": "m"}, "has no assistant turn to train on"),
         ("sft", {"m": [_turn("assistant", "q")]}, {"messages_key": "m"}, "begins with an assistant turn"),
         ("sft", {"m": CONVERSATION}, {"messages_key": "m", "chat_template": "never"}, "data.chat_template is 'never'"),
-        ("pairs", {"prompt": "q", "chosen": "a", "rejected": [_turn("assistant", "b")]}, {}, "both may be text, or both lists"),
+        (
+            "pairs",
+            {"prompt": "q", "chosen": "a", "rejected": [_turn("assistant", "b")]},
+            {},
+            "both must be text, or both lists",
+        ),
         ("pairs", dict(zip(("chosen", "rejected"), PARTS_AT_USER, strict=True)), {}, "must share their beginning"),
         ("pairs", {"chosen": CONVERSATION, "rejected": CONVERSATION[:3]}, {}, "'rejected' has the end"),
-        ("kto", {"prompt": "q", "response": "r", "label": 1}, {}, "has 1 under 'label', .* true or false"),
+        ("kto", {"prompt": "q", "response": "r", "label": 1}, {}, "has 1 under 'label'; .* true or false"),
         ("steps", {"prompt": "q", "steps": ["a", " "], "label": [1, 0]}, {}, "list of texts, none of them empty"),
         ("steps", {"prompt": "q", "steps": ["a", "b"], "label": [1]}, {}, "1 labels under 'label' for 2 steps"),
         ("steps", {"prompt": "q", "steps": ["a"], "label": [2]}, {}, "numbers from 0 to 1"),
@@ -203,7 +208,7 @@ def test_a_template_whose_prefixes_do_not_match_is_refused() -> None:
 
 
 def test_unknown_kind_names_the_nearest_and_an_empty_prompt_without_bos_is_refused() -> None:
-    with pytest.raises(DataError, match=r"'pair' \(did you mean 'pairs'\?\); it may be one of sft, pairs, kto, steps"):
+    with pytest.raises(DataError, match=r"'pair' \(did you mean 'pairs'\?\); it must be one of sft, pairs, kto, steps"):
         SupervisedBuilder(CHAT, "pair", SupervisedSettings())  # type: ignore[arg-type]
     with pytest.raises(DataError, match="no token before the first one to be trained on"):
         bare = byte_tokenizer(None)

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from megarl.config.schema import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError
@@ -47,7 +47,6 @@ def test_prompt_ids_are_those_of_the_tokenizers_own_template() -> None:
     assert prompts[1].prompt_ids == _template_ids(tokenizer, rows[1]["question"])  # type: ignore[arg-type]
     assert prompts[0].prompt_text == "[user]1 + 1?</s>[assistant]"
     assert [p.row_id for p in prompts] == ["train-0", "train-1"]
-    assert [p.data_source for p in prompts] == ["sums", ""]
     assert prompts[0].row is rows[0]
     assert prompts[0].group_id == ""
 
@@ -83,7 +82,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_an_error() -> None:
     ("row", "fields", "sentence"),
     [
         ({"qestion": "q", "a": 1}, {}, r"row 0 .* has no key 'question' .*\(did you mean 'qestion'\?\); it has qestion, a"),
-        ({"question": 7}, {}, "has a int under 'question', but it may be text or a list of chat messages"),
+        ({"question": 7}, {}, "has a int under 'question'; it must be text or a list of chat messages"),
         ({"question": []}, {}, "has a list under 'question'"),
         ({"question": [{"role": "user"}]}, {}, "each with 'role' and 'content'"),
         ({"question": [{"role": "user", "content": "q"}]}, {"chat_template": "never"}, "data.chat_template is 'never'"),

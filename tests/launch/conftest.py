@@ -11,6 +11,7 @@ import yaml
 SIZES = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 64, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from megarl.launch.cluster_profile import ClusterProfile
 from megarl.launch.job import places_needed, plan_job
 from megarl.launch.preflight import check_partition, check_site, checkpoint_bytes, parse_partitions
 from megarl.launch.submit import job_number
-from megarl.trainers.roles import group_requests
+from megarl.trainers.run.roles import group_requests
 from megarl.workers.cluster import assign_places
 
 SINFO = "debug*|up|30:00|2|(null)\nh100|up|2-00:00:00|16|gpu:h100:8(S:0-1)\nold|down|infinite|4|gpu:4\n"
@@ -42,12 +42,12 @@ MISTAKES = {
         "warn_s is 300, but the step in progress is finished before the run saves and takes 400 s; set --warn-s to 600 or more",
     ),
     "a warning before the start": (["--time", "00:05:00"], "time is 00:05:00, but the run is to be warned 300 s before"),
-    "no such time": (["--time", "soon"], "cluster profile: time is 'soon', but it must be HH:MM:SS or DAYS-HH:MM:SS"),
+    "no such time": (["--time", "soon"], "cluster profile: time is 'soon'; it must be HH:MM:SS or DAYS-HH:MM:SS"),
     "a missing image": (["--runtime", "pyxis"], "runtime is pyxis, but image is missing; name the container image"),
     "no such runtime": (["--runtime", "apptiner"], "(did you mean 'apptainer'?)"),
     "CPU nodes without places": (["--gpus-per-node", "0"], "gpus_per_node is 0, but places_per_node is missing"),
-    "seeds in words": (["--seeds", "one"], "--seeds is 'one', but it must be whole numbers with commas between them"),
-    "an option without a value": (["--env", "A"], "--env is 'A', but it must be KEY=VALUE"),
+    "seeds in words": (["--seeds", "one"], "--seeds is 'one'; it must be whole numbers with commas between them"),
+    "an option without a value": (["--env", "A"], "--env is 'A'; it must be KEY=VALUE"),
     "a Ray of somebody else": (["resources.ray_address=auto"], "ray_address is 'auto', but the job starts a Ray of its own"),
 }  # fmt: skip
 
@@ -67,7 +67,7 @@ def test_a_layout_that_nodes_cannot_share_evenly_is_refused(sft_yaml: Path) -> N
     with pytest.raises(ConfigError, match="6 ranks, but 4 nodes of 4 GPUs cannot hold an equal share each; ask for --nodes 2"):
         plan_job(sft_yaml, ["policy.layout.dp=6"], ClusterProfile(nodes=4, gpus_per_node=4))
     job = plan_job(sft_yaml, ["policy.layout.dp=6"], ClusterProfile(gpus_per_node=4))
-    assert (job.launcher, job.command, job.nodes, job.ranks_per_node) == ("torchrun", "sft", 2, 3)
+    assert (job.launcher, job.nodes, job.ranks_per_node) == ("torchrun", 2, 3)
 
 
 def test_a_profile_with_an_unknown_field_names_the_nearest(
@@ -98,8 +98,8 @@ def test_places_are_counted_as_the_cluster_takes_them(rl_yaml: Path, placement: 
     words = [f"resources.placement={placement}", "policy.layout.dp=4", "rollout.engines=3", "rollout.tp=2", *extra]
     config = load_config(rl_yaml, words)
     assert places_needed(config) == assign_places(group_requests(config), 3, 2, colocated=placement == "colocated").bundles
-    urls = "rollout.engine_args={urls: [http://a:1, http://b:1, http://c:1]}"
-    elsewhere = load_config(rl_yaml, [*words, "rollout.sync=disk", urls])
+    urls = "rollout.servers={urls: [http://a:1, http://b:1, http://c:1]}"
+    elsewhere = load_config(rl_yaml, [*words, "rollout.weight_transport=folder", urls])
     without = assign_places(group_requests(config), 3, 0, colocated=placement == "colocated")
     assert places_needed(elsewhere) == without.bundles > max(without.engines)
 
@@ -117,7 +117,7 @@ def test_partitions_are_read_from_sinfo_and_refused_with_a_way_out(rl_yaml: Path
         return str(error.value)
 
     assert "partition is 'h10', but the cluster has debug, h100, old (did you mean 'h100'?)" in refused([], partition="h10")
-    assert "partition 'old' is down; it may be debug, h100" in refused([], partition="old")
+    assert "partition 'old' is down; it must be debug, h100" in refused([], partition="old")
     assert "gpus_per_node is 8, but partition 'debug' has nodes of 0" in refused([])
     many = ["policy.layout.dp=136", "rollout.prompts_per_step=136"]
     assert "the job needs 17 nodes, but partition 'h100' has 16" in refused(many, partition="h100")

@@ -20,6 +20,7 @@ def text_of(findings: list[doctor.Finding]) -> str:
     return console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_this_machine_is_described_by_what_a_run_would_use() -> None:
     findings = {finding.subject: finding for finding in doctor.examine()}
     assert findings["layer spec"].what.split(":")[0] in ("reference", "transformer_engine")

@@ -17,7 +17,7 @@ from megarl.errors import ConfigError
 from megarl.launch.agree import agree, choose_interface, choose_ports, verdicts
 from megarl.launch.cluster_doctor import compare, examine_cluster
 from megarl.launch.node_facts import (
-    Gpu,
+    GpuStatus,
     NodeFacts,
     describe_node,
     facts_from,
@@ -28,7 +28,7 @@ from megarl.launch.node_facts import (
 )
 
 GIB = 1024**3
-GPU = Gpu("H100", "580.1", 4, 81_559, 35, 0, False)
+GPU = GpuStatus("H100", "580.1", 4, 81_559, 35, 0, False)
 
 
 def node(name: str, number: int, **changes: object) -> NodeFacts:
@@ -45,7 +45,7 @@ def test_the_fastest_interface_that_all_have_is_chosen_and_a_wrong_one_refused()
     nodes = [node("a", 1), node("b", 2)]
     assert choose_interface(nodes, None) == "ib0"
     assert choose_interface(nodes, "eth0") == "eth0"
-    with pytest.raises(ConfigError, match="interface is 'ib1', but it is not up on every node; it may be eth0, ib0"):
+    with pytest.raises(ConfigError, match="interface is 'ib1', but it is not up on every node; it must be eth0, ib0"):
         choose_interface(nodes, "ib1")
     same = ("172.17.0.1", 16, 200_000)  # docker0 has one address everywhere
     bridged = [replace(n, interfaces=n.interfaces | {"docker0": same}) for n in nodes]
@@ -148,6 +148,7 @@ def test_doctor_over_one_node_says_that_it_is_alone(
     assert main(["doctor", "--cluster", "--shared", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.slow
 def test_clocks_and_links_are_measured_between_processes() -> None:
     port = free_port_blocks()[-1]
     measure = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from tests.parallel.worlds import MODES, micro_batches, objective
+from tests.themes.parallel.worlds import MODES, micro_batches, objective
 
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -18,7 +18,7 @@ def role_in(layout: Layout, folder: Path, dtype: str = "float32", offload_fracti
     """A role on this rank, its optimizer with a schedule and weight decay."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=11)
     options = ModelOptions(str(folder), layout, dtype=dtype, logit_chunk_tokens=5)
@@ -31,7 +31,7 @@ def role_in(layout: Layout, folder: Path, dtype: str = "float32", offload_fracti
         total_steps=10,
         offload_fraction=offload_fraction,
     )
-    return Role(options, adam)
+    return RankModel(options, adam)
 
 
 def update(role: Any, rank: int) -> None:

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from megarl.data.stream import Response, Unit, split_shared_prompts
+from megarl.data.stream import Response, ScorePosition, Unit, split_shared_prompts
 from megarl.errors import LayoutError
 from megarl.megatron.options import ModelOptions
 from tests.world import World
@@ -92,7 +92,7 @@ def run_cases(rank: int, world_size: int, folder: str, layout: Layout, names: li
     """By case: `values` by response, metric sums, and `gradients` by hub name on each stage's leading rank."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
 
     initialize_layout(layout, seed=1)
@@ -103,15 +103,15 @@ def run_cases(rank: int, world_size: int, folder: str, layout: Layout, names: li
             f"{folder}/{head}", layout, head=head, temperature=TEMPERATURE, logit_chunk_tokens=5, recompute=recompute,
             token_multiple=multiple,
         )  # fmt: skip
-        role = Role(options, OptimizerOptions(lr=1e-3))
+        role = RankModel(options, OptimizerOptions(lr=1e-3))
         mine = units(layout.dp, head)[layout.coords(rank).dp]
         mine = mine if shared else split_shared_prompts(mine)
         micro_batches = [mine[at : at + per_micro_batch] for at in range(0, len(mine), per_micro_batch)]
-        score_at = head == "value"
-        values = role.forward(micro_batches, score_at=score_at)
+        position = ScorePosition.AT if head == "value" else ScorePosition.NEXT
+        values = role.forward(micro_batches, position=position)
         for chunk in role.chunks:
             chunk.train()
-        metrics = forward_backward(role.chunks, options, micro_batches, objective, score_at=score_at)
+        metrics = forward_backward(role.chunks, options, micro_batches, objective, position=position)
         answers[name] = {"values": values, "metrics": metrics if role.reports else {}, "gradients": gradients(role)}
     return answers
 
@@ -207,9 +207,9 @@ def test_every_layout_computes_what_one_rank_and_hugging_face_compute_and_recomp
 
 
 def test_megatron_cores_local_spec_is_refused_where_sequences_are_split() -> None:
-    with pytest.raises(LayoutError, match=r"layout\.cp is 2, but model\.layer_spec = 'local' cannot split sequences"):
+    with pytest.raises(LayoutError, match=r"cp is 2, which the layers of model\.layer_spec = 'local' do not support"):
         ModelOptions("folder", Layout(cp=2), layer_spec="local")
-    with pytest.raises(LayoutError, match=r"layout\.sequence_parallel is true, but model\.layer_spec = 'local'"):
+    with pytest.raises(LayoutError, match=r"sequence_parallel is true, which the layers of model\.layer_spec = 'local'"):
         ModelOptions("folder", Layout(tp=2, sequence_parallel=True), layer_spec="local")
 
 
@@ -231,7 +231,7 @@ def test_packed_lengths_and_token_order_are_those_of_megatron_cores_rotary_embed
     """megatron-core cuts the rotary angles of packed sequences by itself: our tokens must be in the order it assumes."""
     from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_thd
 
-    from megarl.data.stream import pack, share_of
+    from megarl.data.stream import context_parallel_shard, pack
     from megarl.megatron.step import packed_lengths
 
     alone = split_shared_prompts(units(1, "log_probs")[0])
@@ -249,7 +249,7 @@ def test_packed_lengths_and_token_order_are_those_of_megatron_cores_rotary_embed
     assert packed.max_seqlen_q == packed.max_seqlen_kv == longest
     angles = torch.outer(torch.arange(float(longest)), torch.tensor([1.0, 0.1]))[:, None, None].repeat(1, 1, 1, 2)
     for rank in range(cp):
-        share = share_of(stream, cp, rank)
+        share = context_parallel_shard(stream, cp, rank)
         ones = torch.ones(len(share.positions), 1, 4)
         turned = _apply_rotary_pos_emb_thd(ones, packed.cu_seqlens_q_padded, angles, cp_group=GroupOf(cp, rank))
         places = torch.cat([torch.arange(end - start) for start, end in pairwise(expected)])

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from megarl.config import check_models, parse_config
+from megarl.config import parse_config
 from megarl.config.layout import Layout
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
 from megarl.megatron import options as megatron_options
 from megarl.megatron.options import ModelOptions, OptimizerOptions, choose_layer_spec
+from megarl.models.check_layouts import check_models
 from tests.world import World
 
 HF_CONFIG = {
@@ -127,14 +128,14 @@ class RecordingGroup:
     def __init__(self) -> None:
         self.sent: list[tuple[Any, ...]] = []
 
-    def call(self, method: str, arguments: tuple[Any, ...], **deadline: Any) -> list[str]:
+    def call(self, method: Any, *arguments: Any, **deadline: Any) -> list[str]:
         self.sent.append(arguments)
         return ["an Adam"]
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
 def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: int) -> None:
-    from megarl.trainers.roles import Roles, role_specs
+    from megarl.trainers.run.roles import Roles, role_specs
 
     group: Any = RecordingGroup()
     overrides = [f"model.fp8_recipe={recipe}", "model.fp8_bf16_layers=[1, 1]", "policy.optimizer.offload_fraction=0.25"]
@@ -153,7 +154,7 @@ def test_fp8_without_transformer_engine_is_refused_where_the_platform_is_known(m
     monkeypatch.setattr(megatron_options, "has_transformer_engine", lambda: False)
     assert choose_layer_spec("auto", "cuda") == "reference"
     for platform_name, why in (("cpu", "there is no GPU here"), ("cuda", "transformer_engine cannot be imported here")):
-        with pytest.raises(ConfigError, match=f"model.fp8 is 'e4m3', but {why}; it may be 'none'"):
+        with pytest.raises(ConfigError, match=f"model.fp8 is 'e4m3', but {why}; it must be 'none'"):
             choose_layer_spec("auto", platform_name, "e4m3")
     monkeypatch.setattr(megatron_options, "has_transformer_engine", lambda: True)
     assert choose_layer_spec("auto", "cuda", "e4m3") == "transformer_engine"
@@ -162,8 +163,8 @@ def test_fp8_without_transformer_engine_is_refused_where_the_platform_is_known(m
 def test_a_rank_on_the_wrong_gpu_says_what_the_recipe_needs(world: World) -> None:
     answer = world.call(on_a_hopper, options_for(fp8="e4m3", fp8_recipe="mxfp8"), size=1)[0]
     assert answer == (
-        "model.fp8_recipe is 'mxfp8', which needs Blackwell of compute capability 10, but this GPU has compute capability 9.0 "
-        "under CUDA 13.0; model.fp8 may be 'none'"
+        "model.fp8_recipe is 'mxfp8', which needs Blackwell of compute capability 10; this GPU has compute capability 9.0 "
+        "under CUDA 13.0; set model.fp8 to 'none'"
     )
     assert world.call(on_a_hopper, options_for(fp8="e4m3", fp8_recipe="blockwise"), size=1)[0] is None
 

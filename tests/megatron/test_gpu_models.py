@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from tests.gpu.models import (
+from tests.themes.gpu.models import (
     gradients_of,
     hugging_face,
     hugging_face_answer,

@@ -1,4 +1,6 @@
-"""METHODS §2 on the real training step: a gradient is the same however the step's samples are packed, ordered and shared out.
+"""Aggregation on the real training step: a gradient is the same however the step's samples are packed, ordered and shared out.
+
+Formulas and sources: docs/methods.md#aggregation.
 
 Adam with an epsilon of 1 moves each weight by lr·g/(|g| + 1), so weights after one update compare gradients element by
 element.
@@ -16,10 +18,11 @@ import transformers
 from megarl.algorithms import AGGREGATIONS, LossSettings, token_weights
 from megarl.config.layout import Layout
 from megarl.data.batch import Batch
-from megarl.data.plan import FlopsModel, UnitSize, plan_micro_batches
+from megarl.data.micro_batches import UnitSize, plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.data.stream import Unit
-from megarl.trainers.objectives import PolicyObjective
+from megarl.models.flops import FlopsModel
+from megarl.trainers.rl.objectives import PolicyObjective
 from tests.world import World
 
 VOCAB = 67
@@ -64,12 +67,12 @@ def weights_after(rank: int, world_size: int, path: str, layout: Layout, cases: 
     """For each case (loss, aggregation, variant) the Hugging Face weights after one update, on the leading rank."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=1)
     answers = []
-    for loss, aggregation, (max_tokens, order_seed, share_prompts) in cases:
-        role = Role(ModelOptions(path, layout), OptimizerOptions(lr=0.1, eps=1.0, clip_grad=0.0))
+    for loss, aggregation, (max_tokens, order_seed, share_prefix) in cases:
+        role = RankModel(ModelOptions(path, layout), OptimizerOptions(lr=0.1, eps=1.0, clip_grad=0.0))
         ordered = samples()
         if order_seed is not None:
             random.Random(order_seed).shuffle(ordered)
@@ -80,7 +83,7 @@ def weights_after(rank: int, world_size: int, path: str, layout: Layout, cases: 
         batch.columns["reference_log_probs"] = batch.columns["rollout_log_probs"] * 0.9
         batch.columns["weights"] = token_weights(batch.mask, aggregation, norm_length=7)
         columns = ["advantages", "old_log_probs", "reference_log_probs", "rollout_log_probs", "weights"]
-        units = batch.units(range(len(batch)), columns, share_prompts=share_prompts)
+        units = batch.units(range(len(batch)), columns, share_prefix=share_prefix)
         sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
         plan = plan_micro_batches(sizes, ranks=layout.dp, max_tokens=max_tokens, flops=FLOPS)
         mine = [

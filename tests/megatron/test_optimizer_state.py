@@ -1,7 +1,7 @@
 """Offloaded optimizer state: megatron-core's HybridDeviceOptimizer updates as the plain one does, checkpoints are the same.
 
 Here main memory plays both parts: while the optimizer is built, every tensor says that it is on a GPU until `.cpu()` brings it
-to the other side. From there on the code that runs is megatron-core's own; tests/gpu has it on a real GPU.
+to the other side. From there on the code that runs is megatron-core's own; tests/themes/gpu has it on a real GPU.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.data.stream import Response, Unit, pack, share_of, split_shared_prompts
+from megarl.data.stream import Response, ScorePosition, Unit, context_parallel_shard, pack, split_shared_prompts
 from megarl.megatron.attention import ReferenceAttention, stream_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -49,7 +49,7 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(share: b
     features = table[stream.token_ids, stream.position_ids].requires_grad_()
     query, key, value = features.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
     attention = ReferenceAttention(None, 1, None, "self")
-    packed = stream_attention(stream, share_of(stream, 1, 0), torch.float32)
+    packed = stream_attention(stream, context_parallel_shard(stream, 1, 0), torch.float32)
     out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
     scored = out[stream.rows, 0].view(-1, HEADS, DIM)
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
@@ -97,6 +97,6 @@ def test_a_reward_model_scores_the_last_token_of_each_response() -> None:
     for unit in units:
         for response in unit.responses:
             response.mask = torch.arange(len(response.token_ids)) == len(response.token_ids) - 1
-    stream = pack(units, score_at=True)
+    stream = pack(units, position=ScorePosition.AT)
     lasts = [r.token_ids[-1] for u in units for r in u.responses]
     assert torch.equal(stream.token_ids[stream.rows], torch.stack(lasts))

@@ -42,10 +42,10 @@ def units() -> list[Unit]:
 def policy_log_probs(rank: int, world_size: int, layout: Layout, packed: bool) -> dict[int, torch.Tensor]:
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=0)
-    role = Role(ModelOptions(str(MODEL), layout, trainable=False))
+    role = RankModel(ModelOptions(str(MODEL), layout, trainable=False))
     micro_batches = [units()] if packed else [[unit] for unit in split_shared_prompts(units())]
     return role.forward(micro_batches)
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.guard_rules import parse_guards
+from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
 from tests.families import build_folder
 from tests.megatron.moments import assert_equal, everything, merged, role_in, update
-from tests.parallel.worlds import MODES, micro_batches, objective
+from tests.themes.parallel.worlds import MODES, micro_batches, objective
 from tests.world import World
 
 
@@ -41,7 +41,10 @@ def poisoned_reward(output: torch.Tensor, stream: Any) -> tuple[torch.Tensor, di
 
 
 BROKEN = (nan_loss, nan_gradient, overflowing)
-RULES = ("skip if grad_norm above 1000", "skip if kl/reference above 2.9", "skip if mismatch/log_prob_max above 8.9")
+RULES = tuple(
+    GuardRule("skip", metric, "above", bound)
+    for metric, bound in (("grad_norm", 1000), ("kl/reference", 2.9), ("mismatch/log_prob_max", 8.9))
+)
 
 
 def train(rank: int, world_size: int, layout: Layout, folder: Path, disturbed: bool) -> dict[str, Any]:
@@ -56,9 +59,12 @@ def train(rank: int, world_size: int, layout: Layout, folder: Path, disturbed: b
                 said[f"{broken.__name__} {good}"] = role.update(mine, broken if layout.coords(rank).dp == 0 else objective)
         if disturbed and good:
             for rule in RULES:
-                role.skip_rules = parse_guards([rule])
+                role.skip_rules = (rule,)
                 said[f"{rule} {good}"] = role.update(mine, poisoned_reward)
-            role.skip_rules = parse_guards(["skip if kl/reference above 3.1", "skip if kl/unknown above 0"])
+            role.skip_rules = (
+                GuardRule("skip", "kl/reference", "above", 3.1),
+                GuardRule("skip", "kl/unknown", "above", 0),
+            )
         update(role, rank)
     return {"tensors": everything(role), "said": said, "lr": role.optimizer.param_groups[0]["lr"]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,9 +10,34 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Response, Unit
+from megarl.models.weight_map import WeightMap
 
 TEMPERATURE = 0.7
 PROMPTS = ([5, 130, 0, 77, 12, 41], [90, 3, 3, 118, 60, 7, 22, 125, 9])
+
+
+def megatron_names(
+    weight_map: WeightMap,
+    layer_indices: Iterable[int],
+    pre_process: bool,
+    post_process: bool,
+    *,
+    experts: Iterable[int] | None = None,
+    te_names: bool = False,
+) -> list[str]:
+    """Every parameter of a pipeline stage holding these layers, these experts of each (all by default), the embedding
+    (`pre_process`) and the output (`post_process`). `te_names` gives the Transformer Engine spec's spelling.
+    """
+    layers, experts = list(layer_indices), list(range(weight_map.num_experts) if experts is None else experts)
+    names = []
+    for rule in weight_map.rules:
+        name = rule.spellings()[-1 if te_names else 0]
+        if rule.stage == "layer":
+            for layer in filter(rule.has_layer, layers):
+                names += [name.format(layer=layer, expert=expert) for expert in (experts if rule.is_expert else (None,))]
+        elif pre_process if rule.stage == "first" else post_process and not (rule.tied_copy and pre_process):
+            names.append(name)
+    return names
 
 
 def units() -> list[Unit]:
@@ -46,12 +72,12 @@ def facts(rank: int, world_size: int, folders: list[str], layer_spec: str) -> di
 
 def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
     from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
     from megarl.megatron.weights import global_tensors
 
     options = ModelOptions(folder, Layout(), layer_spec=layer_spec, temperature=TEMPERATURE, logit_chunk_tokens=5)
-    role = Role(options, OptimizerOptions(lr=1e-2))
+    role = RankModel(options, OptimizerOptions(lr=1e-2))
     core = role.chunks[0].module
     found: dict[str, Any] = {
         "shapes": {name: list(tensor.shape) for name, tensor in global_tensors(role.chunks)},
@@ -69,7 +95,7 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
     found["after"] = {name: tensor.clone() for name, tensor in role.export()}
     for chunk in role.chunks:
         chunk.train()
-    again = Role(options, OptimizerOptions(lr=1e-2))
+    again = RankModel(options, OptimizerOptions(lr=1e-2))
     forward_backward(again.chunks, options, [units()], objective)
     with torch.no_grad():
         for parameter in again.chunks[0].parameters():
@@ -100,7 +126,7 @@ def load_and_write(rank: int, world_size: int, folder: str, target: str) -> list
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.hf_export import write_role
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(Layout(), seed=1)
     messages: list[str] = []
@@ -108,7 +134,7 @@ def load_and_write(rank: int, world_size: int, folder: str, target: str) -> list
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megarl").addHandler(handler)
     try:
-        write_role(Role(ModelOptions(folder, Layout(), trainable=False)), target)
+        write_role(RankModel(ModelOptions(folder, Layout(), trainable=False)), target)
     finally:
         logging.getLogger("megarl").removeHandler(handler)
     return messages

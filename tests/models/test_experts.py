@@ -17,7 +17,9 @@ from megarl.errors import LayoutError, ModelError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
+from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 from tests.families import VARIANTS, hub_tensors, hugging_face
+from tests.models.megatron_models import megatron_names
 
 EXPERT_MODELS = [name for name, family in VARIANTS.items() if family.num_experts]
 PADDED_VOCAB = 132
@@ -49,15 +51,15 @@ def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp
     exported: dict[str, Tensor] = {}
     for ep_rank in range(ep):
         mine = range(ep_rank * per_rank, (ep_rank + 1) * per_rank)
-        for megatron_name in weight_map.megatron_names(range(4), True, True, experts=mine):
+        for megatron_name in megatron_names(weight_map, range(4), True, True, experts=mine):
             rule = weight_map.rule_for(megatron_name)
             if rule.expert is None and ep_rank:
                 continue
             assert rule.expert is None or rule.expert // per_rank == ep_rank
             size = tp if rule.expert is None else etp
-            shards = [rule.shard_from_hf(tensors.__getitem__, rank, size, PADDED_VOCAB) for rank in range(size)]
+            shards = [shard_from_hf(rule, tensors.__getitem__, rank, size, PADDED_VOCAB) for rank in range(size)]
             assert {tuple(shard.shape) for shard in shards} == {rule.shape(size, PADDED_VOCAB)}
-            for hf_name, tensor in rule.hf_from_shards(shards):
+            for hf_name, tensor in hf_from_shards(rule, shards):
                 assert hf_name not in exported
                 exported[hf_name] = tensor
     assert exported.keys() == tensors.keys() == set(weight_map.hf_names())
@@ -76,17 +78,17 @@ def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: A
         fc1, fc2 = weight_map.rule_for(prefix + "linear_fc1.weight"), weight_map.rule_for(prefix + "linear_fc2.weight")
         of = {which: tensors[f"{layer}.experts.{expert}.{which}.weight"] for which in (gate, up, down)}
         for rank in range(etp):
-            halves = fc1.shard_from_hf(tensors.__getitem__, rank, etp).chunk(2)
+            halves = shard_from_hf(fc1, tensors.__getitem__, rank, etp).chunk(2)
             assert torch.equal(halves[0], of[gate].chunk(etp)[rank])
             assert torch.equal(halves[1], of[up].chunk(etp)[rank])
-            assert torch.equal(fc2.shard_from_hf(tensors.__getitem__, rank, etp), of[down].chunk(etp, dim=1)[rank])
+            assert torch.equal(shard_from_hf(fc2, tensors.__getitem__, rank, etp), of[down].chunk(etp, dim=1)[rank])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_parameter_is_bound_once_and_found_again_in_every_spelling(models: Any, name: str) -> None:
     _, weight_map, _ = models[name]
     bound = list(weight_map.bound_rules())
-    plain = weight_map.megatron_names(range(4), True, True)
+    plain = megatron_names(weight_map, range(4), True, True)
     assert sorted(rule.megatron_name for rule in bound) == sorted(
         each for each in plain if not weight_map.rule_for(each).tied_copy
     )
@@ -94,7 +96,7 @@ def test_every_parameter_is_bound_once_and_found_again_in_every_spelling(models:
         assert weight_map.rule_for(rule.megatron_name) == rule
         assert (f".layers.{rule.layer}." in rule.megatron_name) == (rule.layer is not None)
         assert (f".local_experts.{rule.expert}." in rule.megatron_name) == (rule.expert is not None)
-    for own, te_name in zip(plain, weight_map.megatron_names(range(4), True, True, te_names=True), strict=True):
+    for own, te_name in zip(plain, megatron_names(weight_map, range(4), True, True, te_names=True), strict=True):
         assert weight_map.rule_for(own) == weight_map.rule_for(te_name)
     order = [rule.layer for rule in bound if rule.layer is not None]
     assert order == sorted(order)
@@ -106,7 +108,7 @@ def test_transformer_engines_names_of_experts_and_norms(models: Any) -> None:
 
     def te_names(name: str, layer: int) -> set[str]:
         _, weight_map, _ = models[name]
-        names = weight_map.megatron_names([layer], False, False, experts=[1], te_names=True)
+        names = megatron_names(weight_map, [layer], False, False, experts=[1], te_names=True)
         return {each.removeprefix(f"decoder.layers.{layer}.") for each in names}
 
     experts = {"mlp.router.weight", "mlp.experts.linear_fc1.weight1", "mlp.experts.linear_fc2.weight1"}
@@ -141,13 +143,13 @@ def test_what_does_not_fit_is_a_sentence(models: Any) -> None:
     with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts\S* is not in this model's weight map"):
         weight_map.rule_for(fc1.format(0, 1))  # the first layer is dense
     with pytest.raises(LayoutError, match="tp is 3"):
-        weight_map.rule_for(fc1.format(1, 1)).shard_from_hf(tensors.__getitem__, 0, 3)
+        shard_from_hf(weight_map.rule_for(fc1.format(1, 1)), tensors.__getitem__, 0, 3)
 
 
 def test_the_expert_bias_stays_float32_and_whole(models: Any) -> None:
     _, weight_map, _ = models["deepseek_v3"]
     rule = weight_map.rule_for("decoder.layers.1.mlp.router.expert_bias")
-    assert (rule.dtype, rule.tp_axis, rule.expert, rule.shape(4)) == (torch.float32, None, None, (8,))
+    assert (rule.dtype, rule.tp_axis, rule.expert, rule.shape(4)) == ("float32", None, None, (8,))
     assert {rule.dtype for rule in weight_map.bound_rules() if "expert_bias" not in rule.megatron_name} == {None}
 
 

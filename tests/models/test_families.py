@@ -14,7 +14,7 @@ from megarl.data.stream import split_shared_prompts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from tests.families import VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
-from tests.models.megatron_models import TEMPERATURE, facts, load_and_write, units
+from tests.models.megatron_models import TEMPERATURE, facts, load_and_write, megatron_names, units
 from tests.world import World
 
 DENSE = [name for name, family in VARIANTS.items() if family.num_experts is None]
@@ -101,8 +101,8 @@ def test_what_was_loaded_is_exported_byte_for_byte(by_reference: Any, by_transfo
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_map_names_everything_a_checkpoint_of_megatron_core_holds(by_reference: Any, folders: Any, name: str) -> None:
     weight_map = _weight_map(folders[name])
-    names = weight_map.megatron_names(range(4), True, True)
-    assert {each: list(weight_map.megatron_shape(each, 1)) for each in names} == by_reference[name]["shapes"]
+    names = megatron_names(weight_map, range(4), True, True)
+    assert {each: list(weight_map.rule_for(each).shape(1)) for each in names} == by_reference[name]["shapes"]
     assert sorted(names) == sorted(by_reference[name]["state"])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.errors import ModelError
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
+from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_damaged_folders_are_sentences(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json' is not valid JSON"):
         HFFolder(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ModelError, match="holds a JSON list, but it must be an object"):
+    with pytest.raises(ModelError, match="holds a JSON list; it must be an object"):
         HFFolder(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config\.json"):
@@ -160,7 +161,7 @@ def test_the_real_model_survives_sharding_and_export_byte_for_byte(real_model: P
 
     def exported() -> Iterator[tuple[str, Tensor]]:
         for rule in weight_map.bound_rules():
-            yield from rule.hf_from_shards([rule.shard_from_hf(source.get_slice, rank, 3, 49155) for rank in range(3)])
+            yield from hf_from_shards(rule, [shard_from_hf(rule, source.get_slice, rank, 3, 49155) for rank in range(3)])
 
     write_hf_folder(tmp_path / "copy", exported(), source.config, extra_files_from=real_model, max_shard_bytes=200 * 2**20)
     copy = HFFolder(tmp_path / "copy")

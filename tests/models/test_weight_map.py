@@ -14,6 +14,8 @@ from megarl.errors import LayoutError, ModelError
 from megarl.models.packings import GateUp, GroupedQKV, Vocabulary
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import BoundRule
+from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
+from tests.models.megatron_models import megatron_names
 
 CASES = [
     pytest.param(family, heads, groups, tied, id=f"{family}-{heads}:{groups}-{'tied' if tied else 'untied'}")
@@ -25,7 +27,7 @@ PADDED_VOCAB = 72  # of 61: with tp 4 the last rank holds nothing but padding an
 
 
 def _shards(rule: BoundRule, tensors: dict[str, Tensor], tp_size: int, padded_vocab: int | None = PADDED_VOCAB) -> list[Tensor]:
-    return [rule.shard_from_hf(tensors.__getitem__, rank, tp_size, padded_vocab) for rank in range(tp_size)]
+    return [shard_from_hf(rule, tensors.__getitem__, rank, tp_size, padded_vocab) for rank in range(tp_size)]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
@@ -36,11 +38,11 @@ def test_hf_to_shards_to_hf_is_byte_equal_and_complete(
     model = tiny(family, heads=heads, groups=groups, tied=tied)
     weight_map = architecture_for(model.hf_config).weight_map(model.hf_config)
     exported: dict[str, Tensor] = {}
-    for name in weight_map.megatron_names(range(3), True, True):
+    for name in megatron_names(weight_map, range(3), True, True):
         rule = weight_map.rule_for(name)
         shards = _shards(rule, model.tensors, tp_size)
-        assert {tuple(shard.shape) for shard in shards} == {weight_map.megatron_shape(name, tp_size, PADDED_VOCAB)}
-        for hf_name, tensor in rule.hf_from_shards(shards):
+        assert {tuple(shard.shape) for shard in shards} == {weight_map.rule_for(name).shape(tp_size, PADDED_VOCAB)}
+        for hf_name, tensor in hf_from_shards(rule, shards):
             assert hf_name not in exported
             exported[hf_name] = tensor
     assert exported.keys() == model.tensors.keys() == set(weight_map.hf_names())
@@ -62,10 +64,10 @@ def test_a_packed_projection_gives_every_head_its_own_q_k_and_v(
     outputs = []
     for rank in range(tp_size):
         prefix = "decoder.layers.1.self_attention.linear_qkv."
-        weight = weight_map.rule_for(prefix + "weight").shard_from_hf(model.tensors.__getitem__, rank, tp_size)
+        weight = shard_from_hf(weight_map.rule_for(prefix + "weight"), model.tensors.__getitem__, rank, tp_size)
         output = hidden @ weight.double().T
         if family == "qwen2":
-            output += weight_map.rule_for(prefix + "bias").shard_from_hf(model.tensors.__getitem__, rank, tp_size).double()
+            output += shard_from_hf(weight_map.rule_for(prefix + "bias"), model.tensors.__getitem__, rank, tp_size).double()
         outputs.append(output)
     if groups < tp_size:
         by_group = list(torch.cat(outputs, dim=-1).chunk(groups, dim=-1))
@@ -130,7 +132,7 @@ def test_vocabulary_padding_is_zero_and_never_leaves(tiny: Any, tp_size: int) ->
         assert torch.equal(whole[:61], model.tensors[hf_name])
         assert not whole[61:].any()
         whole[61:] = torch.nan  # whatever training leaves in the padding
-        [(exported_name, exported)] = rule.hf_from_shards(list(whole.chunk(tp_size)))
+        [(exported_name, exported)] = hf_from_shards(rule, list(whole.chunk(tp_size)))
         assert exported_name == hf_name
         assert torch.equal(exported, model.tensors[hf_name])
 
@@ -138,8 +140,8 @@ def test_vocabulary_padding_is_zero_and_never_leaves(tiny: Any, tp_size: int) ->
 def test_both_layer_spec_spellings_mean_the_same_tensors(tiny: Any) -> None:
     model = tiny("qwen3")
     weight_map = architecture_for(model.hf_config).weight_map(model.hf_config)
-    local = weight_map.megatron_names([1], True, True)
-    fused = weight_map.megatron_names([1], True, True, te_names=True)
+    local = megatron_names(weight_map, [1], True, True)
+    fused = megatron_names(weight_map, [1], True, True, te_names=True)
     differing = {(a, b) for a, b in zip(local, fused, strict=True) if a != b}
     layer = "decoder.layers.1."
     assert differing == {
@@ -155,13 +157,13 @@ def test_pipeline_stages_export_every_tensor_exactly_once(tiny: Any, tied: bool)
     model = tiny("qwen2", tied=tied)
     weight_map = architecture_for(model.hf_config).weight_map(model.hf_config)
     stages = [([0], True, False), ([1], False, False), ([2], False, True)]
-    names = [weight_map.megatron_names(*stage) for stage in stages]
+    names = [megatron_names(weight_map, *stage) for stage in stages]
     assert ["output_layer.weight" in stage for stage in names] == [False, False, True]
     exported = [
         hf_name
         for stage in names
         for name in stage
-        for hf_name, _ in weight_map.rule_for(name).hf_from_shards(_shards(weight_map.rule_for(name), model.tensors, 2))
+        for hf_name, _ in hf_from_shards(weight_map.rule_for(name), _shards(weight_map.rule_for(name), model.tensors, 2))
     ]
     assert sorted(exported) == sorted(model.tensors)
 
@@ -169,19 +171,19 @@ def test_pipeline_stages_export_every_tensor_exactly_once(tiny: Any, tied: bool)
 def test_a_tied_output_layer_is_filled_from_the_embedding_and_absent_where_the_embedding_is(tiny: Any) -> None:
     model = tiny("llama", tied=True)
     weight_map = architecture_for(model.hf_config).weight_map(model.hf_config)
-    assert "output_layer.weight" not in weight_map.megatron_names(range(3), True, True)
+    assert "output_layer.weight" not in megatron_names(weight_map, range(3), True, True)
     last = weight_map.rule_for("output_layer.weight")
     first = weight_map.rule_for("embedding.word_embeddings.weight")
     for a, b in zip(_shards(last, model.tensors, 4), _shards(first, model.tensors, 4), strict=True):
         assert torch.equal(a, b)
-    assert last.hf_from_shards(_shards(last, model.tensors, 4)) == []
+    assert hf_from_shards(last, _shards(last, model.tensors, 4)) == []
 
 
 def test_a_critic_has_no_output_layer_and_a_reward_model_has_a_score_head(tiny: Any) -> None:
     model = tiny("llama")
     architecture = architecture_for(model.hf_config)
     critic = architecture.weight_map(model.hf_config).without_output()
-    assert "output_layer.weight" not in critic.megatron_names(range(3), True, True)
+    assert "output_layer.weight" not in megatron_names(critic, range(3), True, True)
     assert "lm_head.weight" not in critic.hf_names()
     reward_config = model.hf_config | {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
     head = architecture_for(reward_config).weight_map(reward_config).rule_for("output_layer.weight")
@@ -211,7 +213,7 @@ def test_a_rank_reads_no_more_than_its_shard(tiny: Any, tp_size: int) -> None:
     for rule in weight_map.bound_rules():
         for rank in range(tp_size):
             sources = {name: Recording(model.tensors[name]) for name in rule.hf_names}
-            shard = rule.shard_from_hf(sources.__getitem__, rank, tp_size, PADDED_VOCAB)
+            shard = shard_from_hf(rule, sources.__getitem__, rank, tp_size, PADDED_VOCAB)
             pieces = rule.pieces(rank, tp_size, PADDED_VOCAB)
             padding = sum(piece.stop - piece.start for piece in pieces if piece.hf_name is None)
             one_row = 32 if padding == shard.shape[0] else 0  # nothing but padding: a row is read for its dtype
@@ -256,18 +258,18 @@ def test_what_does_not_fit_is_a_sentence(tiny: Any) -> None:
     with pytest.raises(ModelError, match="of 3 layers"):
         weight_map.rule_for("decoder.layers.3.input_layernorm.weight")
     qkv = weight_map.rule_for("decoder.layers.0.self_attention.linear_qkv.weight")
-    with pytest.raises(LayoutError, match="tp is 3, but it must divide num_attention_heads, which is 4"):
-        qkv.shard_from_hf(model.tensors.__getitem__, 0, 3)
+    with pytest.raises(LayoutError, match="tp is 3; it must divide num_attention_heads, which is 4"):
+        shard_from_hf(qkv, model.tensors.__getitem__, 0, 3)
     with pytest.raises(LayoutError, match="must divide num_key_value_heads=2 or be a multiple"):
         GroupedQKV(6, 2, 4, None).runs(0, 3, None)
     with pytest.raises(LayoutError, match="padded vocabulary, which is 61"):
-        weight_map.rule_for("output_layer.weight").shard_from_hf(model.tensors.__getitem__, 0, 2)
+        shard_from_hf(weight_map.rule_for("output_layer.weight"), model.tensors.__getitem__, 0, 2)
     with pytest.raises(LayoutError, match="padded_vocab is 60"):
-        weight_map.rule_for("output_layer.weight").shard_from_hf(model.tensors.__getitem__, 0, 2, 60)
+        shard_from_hf(weight_map.rule_for("output_layer.weight"), model.tensors.__getitem__, 0, 2, 60)
     wrong = model.tensors | {"model.layers.0.self_attn.k_proj.weight": torch.zeros(23, 32)}
     with pytest.raises(ModelError, match=r"k_proj.weight' has shape \[23, 32\], but .* implies \[24, 32\]"):
-        qkv.shard_from_hf(wrong.__getitem__, 0, 1)
+        shard_from_hf(qkv, wrong.__getitem__, 0, 1)
     with pytest.raises(
         ModelError, match=r"shard 1 of 2 of 'decoder.layers.0.self_attention.linear_qkv.weight' has shape \[47, 32\]"
     ):
-        qkv.hf_from_shards([torch.zeros(48, 32), torch.zeros(47, 32)])
+        hf_from_shards(qkv, [torch.zeros(48, 32), torch.zeros(47, 32)])

@@ -1,4 +1,4 @@
-"""docs/metrics.md: every name has a unit and a meaning; tests/e2e/conftest.py holds it against what runs log."""
+"""docs/metrics.md: every name has a unit and a meaning; tests/themes/e2e/conftest.py holds it against what runs log."""
 
 from __future__ import annotations
 
@@ -15,5 +15,13 @@ def test_names_are_grouped_once_and_have_units() -> None:
 
 
 def test_a_name_that_is_not_on_the_page_is_found() -> None:
-    names = ["step", "reward/mean", "time/generate_s", "share/other", "memory/policy_peak_gib", "reward/meen", "time/generate"]
+    names = [
+        "step",
+        "reward/mean",
+        "time/generate_s",
+        "time_fraction/other",
+        "memory/policy_peak_gib",
+        "reward/meen",
+        "time/generate",
+    ]
     assert undocumented(names) == ["reward/meen", "time/generate"]

@@ -39,7 +39,7 @@ def test_nested_phases_and_other_add_up_to_the_step() -> None:
     metrics = phases.last_step.metrics()
     assert metrics["time/step_s"] == 63
     assert metrics["time/train_s"] == 26
-    assert metrics["share/other"] == pytest.approx(33 / 63)
+    assert metrics["time_fraction/other"] == pytest.approx(33 / 63)
 
 
 def test_totals_are_over_steps_and_evaluation_outside_is_apart() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from megarl.config.layout import Layout
-from megarl.config.schema import PolicyConfig
+from megarl.config.sections import PolicyConfig
+from megarl.models.shape import shape_of
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, in_flight, role_memory
-from megarl.planning.roles import Role
-from megarl.planning.shape import shape_of
+from megarl.planning.roles import PlannedRole
 from tests.planning.ranks import VOCABULARY, held
 from tests.world import World
 
@@ -81,7 +81,9 @@ class Case:
 
     def planned(self, stage: int) -> dict[str, float]:
         """Planned bytes of a rank of a stage."""
-        role = Role("policy", "policy", shape_of(COMMON | MODELS[self.model]), self.layout, False, PolicyConfig(), TOKENS, None)
+        role = PlannedRole(
+            "policy", "policy", shape_of(COMMON | MODELS[self.model]), self.layout, False, PolicyConfig(), TOKENS, None
+        )
         itemsize = 2 if self.options.get("dtype") == "bfloat16" else 4
         precision = Precision("reference", itemsize, self.options.get("recompute", "none"))
         return dict(role_memory(role, stage, precision, Workload(TOKENS, SCORED, self.micro_batches, TOKENS / 2)).parts)

@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
+from megarl.models.shape import ModelShape, shape_of
 from megarl.planning.parameters import stage_parameters
-from megarl.planning.shape import ModelShape, shape_of
 from tests.families import FAMILIES, SIZES, VARIANTS
 from tests.planning.ranks import Case, meta_counts
 from tests.world import World

@@ -112,6 +112,14 @@ def test_a_search_ranks_what_fits_and_says_why_the_rest_does_not(capsys: pytest.
     assert any("too small" in why for why in found["refused"])
 
 
+def test_a_search_counts_refusals_by_the_rule_that_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "examples/plans/llama-3.1-8b-grpo-8xh100.yaml"
+    few = ["rollout.prompts_per_step=1", "policy.layout.dp=2", "policy.layout.tp=4", "rollout.samples_per_prompt=2"]
+    refused = planned(capsys, path, "--search", *few)["search"]["refused"]
+    assert refused["policy.layout.dp does not divide the sequences of a mini-batch"] > 1
+    assert not any(re.search(r"\d", why) for why in refused)
+
+
 def test_gpus_that_no_layout_fits_are_a_sentence_that_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "examples/plans/llama-3.1-405b-grpo-512xh200.yaml", "--gpus", "1"]) == 2
     error = capsys.readouterr().err
@@ -122,13 +130,13 @@ def test_gpus_that_no_layout_fits_are_a_sentence_that_says_why(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "h1000"], "--gpu is 'h1000', but it may be h100, h200"),
-        (["--gpus", "0"], "--gpus is 0, but it must be a whole number above 0"),
+        (["--gpu", "h1000"], "--gpu is 'h1000'; it must be h100, h200"),
+        (["--gpus", "0"], "--gpus is 0; it must be a whole number above 0"),
         (["--gpus", "4"], "the run takes 8 GPUs, but there are 4"),
-        (["--response-tokens", "-1"], "--response-tokens is -1, but it must be a number above 0"),
+        (["--response-tokens", "-1"], "--response-tokens is -1; it must be a number above 0"),
         (["--cluster", "x.yaml"], "--cluster is for `megarl plan --reshard`"),
         (["--calibrate", "nowhere"], "'nowhere/config.yaml' cannot be read"),
-        (["policy.layout.tp=3"], "policy.layout.tp is 3, but the model has 32 attention heads"),
+        (["policy.layout.tp=3"], "policy.layout.tp is 3, which does not divide the model's 32 attention heads"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

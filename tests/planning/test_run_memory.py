@@ -9,11 +9,11 @@ import pytest
 
 from megarl.config import load_config
 from megarl.config.layout import Layout
+from megarl.models.shape import ModelShape
 from megarl.planning.activations import Precision, layer_activations
 from megarl.planning.gpus import gpu_named
 from megarl.planning.memory import GpuMemory
-from megarl.planning.plan import Plan, make_plan
-from megarl.planning.shape import ModelShape
+from megarl.planning.plan import CapacityPlan, make_plan
 
 ROOT = Path(__file__).parents[2]
 OF_8B = 8_030_261_248
@@ -25,7 +25,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def planned(*overrides: str, name: str = "llama-3.1-8b-grpo-8xh100", gpu: str = "h200") -> Plan:
+def planned(*overrides: str, name: str = "llama-3.1-8b-grpo-8xh100", gpu: str = "h200") -> CapacityPlan:
     return make_plan(load_config(f"examples/plans/{name}.yaml", overrides), gpu_named(gpu))
 
 
@@ -64,7 +64,7 @@ def test_separate_roles_and_engines_have_gpus_of_their_own() -> None:
 def test_buffers_are_for_weights_that_are_read_from_them() -> None:
     apart = ["policy.layout={dp: 8}", "resources.placement=separate"]
     assert planned(*apart).memory.worst.parts["policy", "staging"] == 2 * 128 * 2**20
-    assert ("policy", "staging") not in planned(*apart, "rollout.sync=process_group").memory.worst.parts
+    assert ("policy", "staging") not in planned(*apart, "rollout.weight_transport=process_group").memory.worst.parts
 
 
 def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> None:

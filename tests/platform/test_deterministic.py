@@ -14,21 +14,21 @@ from megarl.config.layout import Layout
 from megarl.platform.deterministic import ENVIRONMENT
 from tests.config.test_schema import BASE
 from tests.families import build_folder
-from tests.parallel.worlds import MODES, micro_batches, objective
+from tests.themes.parallel.worlds import MODES, micro_batches, objective
 from tests.world import World
 
 
 def train(rank: int, world_size: int, folder: Path, deterministic: bool) -> dict[str, Any]:
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     layout = Layout(dp=2, ep=2)
     initialize_layout(layout, seed=1)
     before = {name: os.environ.pop(name, None) for name in ENVIRONMENT}
     try:
         options = ModelOptions(str(folder), layout, deterministic=deterministic)
-        role = Role(options, OptimizerOptions(lr=1e-2))
+        role = RankModel(options, OptimizerOptions(lr=1e-2))
         for _ in range(2):
             role.update(micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp], objective)
         return {

@@ -28,6 +28,7 @@ def _changed_attributes(machine: str) -> set[str]:
     return set(ran.stdout.split())
 
 
+@pytest.mark.slow
 def test_with_cuda_torch_is_left_untouched() -> None:
     assert _changed_attributes("cuda") == set()
 
@@ -39,6 +40,7 @@ def test_without_cuda_only_the_listed_redirects_change_torch() -> None:
     assert changed == {f"{redirect.owner.__name__}.{redirect.attribute}" for redirect in redirects()}
 
 
+@pytest.mark.slow
 def test_installing_after_megatron_is_refused_without_cuda() -> None:
     ran = _python("-c", "import megatron.core; from megarl import platform; platform.install()")
     assert ran.returncode == 1
@@ -149,6 +151,7 @@ def test_gloo_gathers_tensors_of_unequal_and_zero_length(world: World, async_op:
     assert world.call(_gather_rows, async_op, size=3) == [expected] * 3
 
 
+@pytest.mark.slow
 def test_a_worker_started_with_worker_env_keeps_freed_memory() -> None:
     program = (
         "import resource, torch\n"

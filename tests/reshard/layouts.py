@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.naming import padded_vocab
 from megarl.config.layout import Layout
+from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
-from megarl.reshard.targets import DP_ATTENTION, Target
+from megarl.models.weight_tensors import shard_from_hf
+from megarl.reshard.targets import EngineTarget
 from tests.families import FAMILIES, SIZES, VOCAB_SIZE
 
 # of 4 layers; etp is tp where ep is 1, as training needs it
@@ -29,16 +30,16 @@ SOURCES: dict[str, dict[str, int]] = {
     "ep4 tp2": {"tp": 2, "dp": 4, "pp": 2, "ep": 4},
     "ep2 etp2": {"tp": 4, "dp": 2, "pp": 2, "ep": 2, "etp": 2},
 }
-TARGETS: dict[str, Target] = {
-    "one rank": Target(),
-    "5 engines": Target(engines=5),
-    "tp2": Target(tp=2, engines=2),
-    "tp4": Target(tp=4, engines=3),
-    "tp2 ep2": Target(tp=2, ep=2),
-    "tp4 ep2": Target(tp=4, ep=2, engines=2),
-    "tp2 dp2 ep4": Target(tp=2, dp=2, ep=4, engines=4),
-    "tp4 ep2, whole experts": Target(tp=4, ep=2, whole="experts"),
-    "tp2 whole": Target(tp=2, engines=2, whole="all"),
+TARGETS: dict[str, EngineTarget] = {
+    "one rank": EngineTarget(),
+    "5 engines": EngineTarget(engines=5),
+    "tp2": EngineTarget(tp=2, engines=2),
+    "tp4": EngineTarget(tp=4, engines=3),
+    "tp2 ep2": EngineTarget(tp=2, ep=2),
+    "tp4 ep2": EngineTarget(tp=4, ep=2, engines=2),
+    "tp2 dp2 ep4": EngineTarget(tp=2, dp=2, ep=4, engines=4),
+    "tp4 ep2, whole experts": EngineTarget(tp=4, ep=2, whole="experts"),
+    "tp2 whole": EngineTarget(tp=2, engines=2, whole="all"),
 }
 
 
@@ -56,12 +57,12 @@ def source(name: str, family: str) -> Layout:
     )
 
 
-def target(name: str, family: str) -> Target:
+def target(name: str, family: str) -> EngineTarget:
     """A target of `TARGETS`; expert parallelism and replicated attention are left out where SGLang does not have them."""
     wanted = TARGETS[name]
-    dp = wanted.dp if family in DP_ATTENTION else 1
+    dp = wanted.dp if architecture_for(hf_config(family)).sglang.replicates_attention else 1
     ep = wanted.ep if FAMILIES[family].num_experts and wanted.tp * dp % wanted.ep == 0 else 1
-    return Target(wanted.tp, ep, dp, wanted.engines, wanted.whole)
+    return EngineTarget(wanted.tp, ep, dp, wanted.engines, wanted.whole)
 
 
 def weight_map(family: str) -> WeightMap:
@@ -101,7 +102,7 @@ def shards_of_ranks(tensors: dict[str, Tensor], family: str, layout: Layout) -> 
             key = (rule.megatron_name, place)
             if key not in made:
                 is_vocabulary = is_first or rule.megatron_name == "output_layer.weight"
-                shard = rule.shard_from_hf(tensors.__getitem__, place, size, padded if is_vocabulary else None)
+                shard = shard_from_hf(rule, tensors.__getitem__, place, size, padded if is_vocabulary else None)
                 made[key] = shard.reshape(len(shard), -1)
             held[rule.megatron_name] = made[key]
         ranks.append(held)

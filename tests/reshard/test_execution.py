@@ -19,7 +19,7 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
 from megarl.reshard.plan import plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 from tests.families import build_folder
 from tests.world import World
 
@@ -36,9 +36,9 @@ class Collecting:
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Any]:
         """As a sender of whole tensors."""
-        from megarl.reshard.pieces import Held, Piece
+        from megarl.reshard.rank_plan import SliceKey, WeightSlice
 
-        return [Piece(Held.whole(name, weight), weight) for name, weight in bucket]
+        return [WeightSlice(SliceKey.whole(name, weight), weight) for name, weight in bucket]
 
     def held(self, staged: Any) -> list[Any]:
         """The bytes themselves are compared."""
@@ -60,39 +60,43 @@ class Collecting:
 
 def engine_layout(folder: str, tp: int, ep: int = 1) -> Any:
     """How an engine of `tp` ranks holds the model of `folder`."""
-    from megarl.rollout.checksums import EngineLayout
-    from megarl.rollout.same_model import ModelFacts
+    from megarl.weight_sync.checksums import EngineLayout
+    from megarl.weight_sync.model_compatibility import ServedModel
 
-    return EngineLayout(ModelFacts(load_hf_config(folder), "float32"), Target(tp=tp, ep=ep))
+    return EngineLayout(ServedModel(load_hf_config(folder), "float32"), EngineTarget(tp=tp, ep=ep))
 
 
 def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32") -> Any:
     """This process as a rank of a run, with the model loaded."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
-    from megarl.workers.rank import Rank
+    from megarl.megatron.rank_model import RankModel
+    from megarl.workers.rank_actor import start_rank
 
     initialize_layout(layout, seed=1)
-    mine = Rank("policy", rank, layout, threads=1)
-    mine.roles["policy"] = Role(ModelOptions(folder, layout, dtype=dtype))
+    mine = start_rank("policy", rank, layout, threads=1)
+    mine.roles["policy"] = RankModel(ModelOptions(folder, layout, dtype=dtype))
     return mine
 
 
 def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, None]], planned: bool) -> list[Any]:
     """What this rank, as a run drives it, gives to engines that take slices (`planned`) or whole tensors."""
-    from megarl.rollout.sglang_senders import Endpoint
-    from megarl.workers import weight_sync
+    from megarl.weight_sync import pusher
+    from megarl.weight_sync.sglang_senders import ServerEndpoint
+    from megarl.workers import senders
 
     def opened(target: Any, *_: Any) -> Collecting:
         return engines[int(target.url)] if planned else target
 
     targets = {
-        number: Endpoint(str(number), engine.layout, "token") if planned else engine for number, engine in engines.items()
+        number: ServerEndpoint(str(number), engine.layout, "token") if planned else engine for number, engine in engines.items()
     }
     found = []
-    with mock.patch.multiple(weight_sync, model_of=lambda target: None, open_sender=opened, LOAD_BYTES=2**13):
-        mine.open_senders(targets, "tensors" if engines[0].stages else "process_group")
+    with (
+        mock.patch.multiple(senders, model_of=lambda target: None, open_sender=opened),
+        mock.patch.object(pusher, "LOAD_BYTES", 2**13),
+    ):
+        mine.open_senders(targets, "shared_memory" if engines[0].stages else "process_group")
         for some in bases:
             pushed = mine.push_weights("policy", some)
             assert all(one.error is None for one in pushed.values())
@@ -146,7 +150,7 @@ def test_every_rank_of_an_engine_is_handed_the_bytes_of_its_boxes_once_by_the_ra
     targets = [(1, 1), (2, 1), (4, 1), *([(2, 2), (4, 2)] if has_experts else [])]
     answers = world.call(sent_in_turn, str(tmp_path / "model"), layout, targets, size=layout.world_size)
     for number, (tp, ep) in enumerate(targets):
-        plan = plan_reshard(load_hf_config(tmp_path / "model"), layout, Target(tp=tp, ep=ep))
+        plan = plan_reshard(load_hf_config(tmp_path / "model"), layout, EngineTarget(tp=tp, ep=ep))
         for engine, engine_rank in product(range(2), range(tp)):
             values, counts = together([answer[number] for answer in answers], engine, engine_rank)
             boxes = plan.slices(engine_rank)
@@ -162,10 +166,10 @@ def exported_by_replicas(rank: int, world_size: int, folder: str, layout: Layout
     """What this rank exports when both replicas do, when the second does, and when none does."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=1)
-    role = Role(ModelOptions(folder, layout))
+    role = RankModel(ModelOptions(folder, layout))
     return [{name: value.clone() for name, value in role.export(replicas=given)} for given in ((0, 1), (1,), ())]
 
 

@@ -13,9 +13,9 @@ from megarl.config.layout import Layout
 from megarl.errors import EngineError, LayoutError
 from megarl.models.registry import load_hf_config
 from megarl.reshard.plan import plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 from megarl.reshard.verify import verify
-from megarl.rollout.same_model import ModelFacts
+from megarl.weight_sync.model_compatibility import ServedModel
 from tests.families import build_folder
 from tests.reshard.test_execution import Collecting, given, rank_of, together
 from tests.world import World
@@ -23,14 +23,15 @@ from tests.world import World
 
 def differences(rank: int, world_size: int, folder: str, layout: Layout) -> tuple[list[str], int]:
     """On a leading rank: the tensors that are not what they must be, and how many are in FP8."""
-    from megarl.checkpoint.fp8 import SCALE_SUFFIX, quantise_rows
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
+    from megarl.models.fp8_blocks import quantise_rows
+    from megarl.models.packings import SCALE_SUFFIX
     from megarl.reshard.quantise import Fp8Quantiser
 
     initialize_layout(layout, seed=1)
-    role = Role(ModelOptions(folder, layout, dtype="bfloat16"))
+    role = RankModel(ModelOptions(folder, layout, dtype="bfloat16"))
     expected: dict[str, torch.Tensor] = {}
     for name, tensor in role.export():
         is_linear = (tensor.ndim == 2 and "_proj" in name) or ".experts." in name
@@ -83,12 +84,12 @@ def wide_folder(family: str, folder: Path) -> Path:
 
 def pushed_in_fp8(rank: int, world_size: int, folder: str, layout: Layout, targets: list[tuple[int, int]]) -> list[Any]:
     """What this rank, as a run drives it, sends to an FP8 engine of each of `targets` (tp, ep)."""
-    from megarl.rollout.checksums import EngineLayout
+    from megarl.weight_sync.checksums import EngineLayout
 
     mine, found = rank_of(rank, folder, layout, dtype="bfloat16"), []
     for tp, ep in targets:
         config = load_hf_config(folder) | {"quantization_config": FP8}
-        engine = Collecting(EngineLayout(ModelFacts(config, "bfloat16"), Target(tp=tp, ep=ep)))
+        engine = Collecting(EngineLayout(ServedModel(config, "bfloat16"), EngineTarget(tp=tp, ep=ep)))
         mine.plan, mine.pusher, mine.engines = None, None, set()
         found += given(mine, {0: engine}, [{0: None}], planned=True)
     return found
@@ -106,7 +107,8 @@ def pushed_in_fp8(rank: int, world_size: int, folder: str, layout: Layout, targe
 def test_a_run_sends_an_fp8_engines_ranks_their_boxes_of_the_whole_tensors_quantised(
     world: World, tmp_path: Path, family: str, layout: Layout
 ) -> None:
-    from megarl.checkpoint.fp8 import SCALE_SUFFIX, quantise_rows
+    from megarl.models.fp8_blocks import quantise_rows
+    from megarl.models.packings import SCALE_SUFFIX
 
     folder = wide_folder(family, tmp_path / "model")
     expected: dict[str, torch.Tensor] = {}
@@ -117,7 +119,7 @@ def test_a_run_sends_an_fp8_engines_ranks_their_boxes_of_the_whole_tensors_quant
     targets = [(1, 1), (2, 1), *([(2, 2)] if family == "Mixtral" else [])]
     answers = world.call(pushed_in_fp8, str(folder), layout, targets, size=layout.world_size)
     for number, (tp, ep) in enumerate(targets):
-        plan = plan_reshard(load_hf_config(folder), layout, Target(tp=tp, ep=ep), fp8=True)
+        plan = plan_reshard(load_hf_config(folder), layout, EngineTarget(tp=tp, ep=ep), fp8=True)
         verify(plan)
         for engine_rank in range(tp):
             values, counts = together([answer[number] for answer in answers], 0, engine_rank)
@@ -133,7 +135,7 @@ def test_a_run_sends_an_fp8_engines_ranks_their_boxes_of_the_whole_tensors_quant
 def test_an_engine_whose_ranks_would_share_a_block_is_refused(tmp_path: Path) -> None:
     folder = wide_folder("Llama", tmp_path / "model")
     with pytest.raises(LayoutError, match=r"0 to 64 of '.*_scale_inv'.*whole blocks of 128; use a smaller target tp"):
-        plan_reshard(load_hf_config(folder), Layout(), Target(tp=4), fp8=True)
+        plan_reshard(load_hf_config(folder), Layout(), EngineTarget(tp=4), fp8=True)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +143,6 @@ def test_an_engine_whose_ranks_would_share_a_block_is_refused(tmp_path: Path) ->
     [(None, None), (FP8, "float"), (FP8 | {"scale_fmt": "ue8m0"}, "power_of_two")],
 )
 def test_how_an_engines_model_is_quantised_decides_what_it_is_sent(quantisation: Any, scales: str | None) -> None:
-    assert ModelFacts({"quantization_config": quantisation}, "bfloat16").fp8_scales == scales
+    assert ServedModel({"quantization_config": quantisation}, "bfloat16").fp8_scales == scales
     with pytest.raises(EngineError, match=r"says 'awq' with weight_block_size None.*or 'fp8' with \[128, 128\]"):
-        _ = ModelFacts({"quantization_config": {"quant_method": "awq"}}, "bfloat16").fp8_scales
+        _ = ServedModel({"quantization_config": {"quant_method": "awq"}}, "bfloat16").fp8_scales

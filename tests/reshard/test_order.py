@@ -11,7 +11,7 @@ import pytest
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
 from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "llama-3.1-70b"
 
@@ -45,13 +45,13 @@ def played_through(plan: ReshardPlan) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("layout", "target"),
     [
-        (Layout(tp=8, pp=8, dp=2), Target(tp=8, engines=16)),
-        (Layout(tp=4, pp=4, dp=4), Target(tp=8, engines=8)),
-        (Layout(tp=8, pp=2, dp=2), Target(tp=4, engines=8)),
-        (Layout(tp=2, pp=8, dp=4), Target(tp=8, engines=2)),
+        (Layout(tp=8, pp=8, dp=2), EngineTarget(tp=8, engines=16)),
+        (Layout(tp=4, pp=4, dp=4), EngineTarget(tp=8, engines=8)),
+        (Layout(tp=8, pp=2, dp=2), EngineTarget(tp=4, engines=8)),
+        (Layout(tp=2, pp=8, dp=4), EngineTarget(tp=8, engines=2)),
     ],
     ids=["as many of all", "smaller tp", "larger tp", "more replicas than engines"],
 )
-def test_the_last_byte_arrives_nearly_as_soon_as_the_busiest_link_allows(layout: Layout, target: Target) -> None:
+def test_the_last_byte_arrives_nearly_as_soon_as_the_busiest_link_allows(layout: Layout, target: EngineTarget) -> None:
     ended, busiest = played_through(plan_reshard(load_hf_config(MODEL), layout, target))
     assert busiest <= ended <= 1.12 * busiest

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.errors import LayoutError
 from megarl.reshard.plan import ReshardPlan, Transfer, plan_reshard
-from megarl.reshard.targets import EVERY_RANK, Target
+from megarl.reshard.targets import EVERY_RANK, EngineTarget
 from megarl.reshard.template import Transfers
 from megarl.reshard.verify import verify
 from tests.families import FAMILIES, VOCAB_SIZE
@@ -23,7 +23,7 @@ from tests.reshard.layouts import SOURCES, TARGETS, hf_config, random_tensors, s
 BUCKET_BYTES = 3000  # several buckets per rank, and the embedding in several pieces
 
 
-def slice_of_rank(name: str, tensor: Tensor, rank: int, to: Target, family: str) -> Tensor:
+def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family: str) -> Tensor:
     """What SGLang's rank holds of a tensor, by the tensor's name; empty if that is nothing. Without vocabulary padding."""
     config, ranks = hf_config(family), to.tp * to.dp
     if to.whole == "all" or (to.whole == "experts" and ".experts." in name):
@@ -61,7 +61,7 @@ Held = dict[tuple[int, str], Tensor]
 """(rank of an engine, tensor) -> its slice as a matrix."""
 
 
-def wanted_by(to: Target, tensors: dict[str, Tensor], family: str) -> Held:
+def wanted_by(to: EngineTarget, tensors: dict[str, Tensor], family: str) -> Held:
     """What the ranks of one engine hold."""
     every = {(rank, name): slice_of_rank(name, tensors[name], rank, to, family) for name in tensors for rank in range(to.ranks)}
     return {key: part.reshape(len(part), -1) for key, part in every.items() if part.numel()}
@@ -106,7 +106,7 @@ def test_every_rank_of_an_engine_gets_its_slices_of_the_full_tensors_from_every_
             assert proof.nbytes == to.engines * sum(part.nbytes for part in wanted.values())
 
 
-def small_plan(from_name: str = "ep2 etp2", to: Target | None = None, family: str = "deepseek_v3") -> ReshardPlan:
+def small_plan(from_name: str = "ep2 etp2", to: EngineTarget | None = None, family: str = "deepseek_v3") -> ReshardPlan:
     layout = source(from_name, family)
     goal = to or target("tp4 ep2", family)
     return plan_reshard(hf_config(family), layout, goal, itemsize=4, bucket_bytes=BUCKET_BYTES)
@@ -187,7 +187,7 @@ def test_a_rank_that_is_taken_for_another_ones_replica_is_refused() -> None:
 
 @pytest.mark.parametrize("engines", [1, 2, 3, 4, 7, 8, 20])
 def test_what_ranks_send_is_what_engines_receive_and_replicas_share_it(engines: int) -> None:
-    plan = small_plan("cp2 dp3", Target(tp=2, engines=engines), "llama")  # 6 replicas of the model
+    plan = small_plan("cp2 dp3", EngineTarget(tp=2, engines=engines), "llama")  # 6 replicas of the model
     sent = [(bucket.number, engine, rank) for rank in range(6) for bucket in plan.sends(rank) for engine in bucket.engines]
     received = set()
     for engine in range(engines):
@@ -202,28 +202,28 @@ def test_what_ranks_send_is_what_engines_receive_and_replicas_share_it(engines: 
 
 
 def test_stages_begin_with_different_engines() -> None:
-    plan = plan_reshard(hf_config("llama"), source("pp4", "llama"), Target(engines=4), itemsize=4)
+    plan = plan_reshard(hf_config("llama"), source("pp4", "llama"), EngineTarget(engines=4), itemsize=4)
     assert [[bucket.engines for bucket in plan.sends(rank)] for rank in range(4)] == [
         [(0, 1, 2, 3)], [(1, 2, 3, 0)], [(2, 3, 0, 1)], [(3, 0, 1, 2)],
     ]  # fmt: skip
 
 
 def test_engines_are_served_by_the_replicas_next_to_them() -> None:
-    plan = plan_reshard(hf_config("llama"), source("ep2 dp4", "llama"), Target(engines=8), itemsize=4)
+    plan = plan_reshard(hf_config("llama"), source("ep2 dp4", "llama"), EngineTarget(engines=8), itemsize=4)
     assert [{e for bucket in plan.sends(rank) for e in bucket.engines} for rank in range(4)] == [{0, 4}, {1, 5}, {2, 6}, {3, 7}]
 
 
 def test_what_is_taken_whole_is_recorded_and_makes_the_plan_redundant() -> None:
     names = small_plan().tensors.names
     assert small_plan().taken_whole == []
-    assert small_plan(to=Target(whole="all")).taken_whole == []  # a single rank holds everything
+    assert small_plan(to=EngineTarget(whole="all")).taken_whole == []  # a single rank holds everything
     of_experts = [name for name in names if ".experts." in name]
-    plan = small_plan(to=Target(tp=2, ep=2, whole="experts"))
+    plan = small_plan(to=EngineTarget(tp=2, ep=2, whole="experts"))
     assert plan.taken_whole == of_experts
     own, experts = plan.own_bytes, sum(int(plan.tensors.nbytes[names.index(name)]) for name in of_experts)
     assert plan.received_bytes.sum() == own + experts
     whole = [name for name in names if not re.search(r"norm|mlp\.gate\.|q_a_proj|kv_a_proj", name)]
-    plan = small_plan(to=Target(tp=2, whole="all"))
+    plan = small_plan(to=EngineTarget(tp=2, whole="all"))
     assert plan.taken_whole == whole
     assert plan.received_bytes.tolist() == [plan.tensors.nbytes.sum()] * 2
 
@@ -231,30 +231,30 @@ def test_what_is_taken_whole_is_recorded_and_makes_the_plan_redundant() -> None:
 @pytest.mark.parametrize(
     ("family", "to", "sentence"),
     [
-        ("llama", Target(tp=3), "target tp is 3 .* the model has 4 attention heads, 2 KV heads.*tp may be 1, 2, 4"),
-        ("llama", Target(tp=2, ep=2), "target ep is 2, but the model has no experts; ep may be 1"),
-        ("llama", Target(tp=2, dp=2), "target dp is 2, but SGLang replicates attention .* not for 'llama'; dp may be 1"),
-        ("mixtral", Target(tp=1, engines=2, ep=1, dp=3), "dp may be 1"),
-        ("qwen3_moe", Target(tp=4, dp=2, ep=8), "target ep is 8, but the model has 4 experts; ep may be 1, 2, 4"),
-        ("qwen3_moe", Target(tp=4, dp=8), "experts of width 16 over 32 ranks each; tp may be 1"),
+        ("llama", EngineTarget(tp=3), "target tp is 3 .* the model has 4 attention heads, 2 KV heads.*it must be 1, 2 or 4"),
+        ("llama", EngineTarget(tp=2, ep=2), "target ep is 2, but the model has no experts; ep must be 1"),
+        ("llama", EngineTarget(tp=2, dp=2), "target dp is 2, but SGLang replicates attention .* not for 'llama'; dp must be 1"),
+        ("mixtral", EngineTarget(tp=1, engines=2, ep=1, dp=3), "dp must be 1"),
+        ("qwen3_moe", EngineTarget(tp=4, dp=2, ep=8), "target ep is 8, but the model has 4 experts; ep must be 1, 2 or 4"),
+        ("qwen3_moe", EngineTarget(tp=4, dp=8), "experts of width 16 over 32 ranks each; it must be 1"),
     ],
 )
-def test_engines_that_sglang_cannot_start_are_refused_with_the_nearest(family: str, to: Target, sentence: str) -> None:
+def test_engines_that_sglang_cannot_start_are_refused_with_the_nearest(family: str, to: EngineTarget, sentence: str) -> None:
     with pytest.raises(LayoutError, match=sentence):
         plan_reshard(hf_config(family), source("one rank", family), to)
 
 
 def test_sizes_that_no_engine_has_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"target ep is 3, but it must divide the engine's 4 ranks .*; ep may be 1, 2, 4"):
-        Target(tp=4, ep=3)
+    with pytest.raises(LayoutError, match=r"target ep is 3; it must divide the engine's 4 ranks .*; it must be 1, 2 or 4"):
+        EngineTarget(tp=4, ep=3)
     with pytest.raises(LayoutError, match="target engines is 0, but it is at least 1"):
-        Target(engines=0)
+        EngineTarget(engines=0)
     with pytest.raises(LayoutError, match=r"bucket_bytes is 100, but one row of 'model.embed_tokens.weight' has 128 bytes"):
-        plan_reshard(hf_config("llama"), source("one rank", "llama"), Target(), itemsize=4, bucket_bytes=100)
+        plan_reshard(hf_config("llama"), source("one rank", "llama"), EngineTarget(), itemsize=4, bucket_bytes=100)
 
 
 def test_a_bucket_that_no_replica_sends_to_an_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = small_plan("cp2 dp3", Target(tp=2, engines=7), "llama")
+    plan = small_plan("cp2 dp3", EngineTarget(tp=2, engines=7), "llama")
     window = ReshardPlan.window
     monkeypatch.setattr(ReshardPlan, "window", lambda *at: (window(*at)[0], window(*at)[1] - 1))
     with pytest.raises(LayoutError, match=r"is sent to engine \d by no replica"):

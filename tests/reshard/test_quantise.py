@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.checkpoint.fp8 import dequantise_rows, quantise_rows
+from megarl.models.fp8_blocks import dequantise_rows, quantise_rows
 from megarl.models.packings import Copy, GateUp, GroupedQKV, Packing
 from megarl.models.weight_map import BoundRule
+from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 from megarl.reshard.quantise import quantise_shard, scales_of
 
 LAYERS: dict[str, tuple[Packing, tuple[str, ...]]] = {
@@ -46,9 +47,9 @@ def test_shards_are_quantised_to_the_bits_of_the_whole_tensor(layer: str, tp: in
         for name, shape in rule.hf_shapes.items()
     }
     weights[names[0]][:128, :128] = 0
-    shards = [rule.shard_from_hf(weights.__getitem__, rank, tp) for rank in range(tp)]
+    shards = [shard_from_hf(rule, weights.__getitem__, rank, tp) for rank in range(tp)]
     answers = of_ranks(rule, shards, "float")
-    whole = dict(rule.hf_from_shards([values for values, _ in answers]))
+    whole = dict(hf_from_shards(rule, [values for values, _ in answers]))
     for name, weight in weights.items():
         values, scales = quantise_rows(weight)
         assert torch.equal(whole[name].view(torch.uint8), values.view(torch.uint8)), name
@@ -69,9 +70,9 @@ def test_with_powers_of_two_values_come_back_within_a_float8s_rounding() -> None
     rule = BoundRule("decoder.layers.0.linear.weight", ("w.weight",), Copy((300, 260), 1))
     weight = torch.randn(300, 260, generator=torch.Generator().manual_seed(1)).bfloat16()
     answers = of_ranks(
-        rule, [rule.shard_from_hf({"w.weight": weight}.__getitem__, rank, 2) for rank in range(2)], "power_of_two"
+        rule, [shard_from_hf(rule, {"w.weight": weight}.__getitem__, rank, 2) for rank in range(2)], "power_of_two"
     )
-    (_, values), scales = rule.hf_from_shards([values for values, _ in answers])[0], answers[0][1]["w.weight_scale_inv"]
+    (_, values), scales = hf_from_shards(rule, [values for values, _ in answers])[0], answers[0][1]["w.weight_scale_inv"]
     back = dequantise_rows(values, scales, 0)
     difference = (back - weight.float()).abs()
     assert bool((difference <= weight.float().abs() * 2**-4 + scales.max() * 2**-10).all())

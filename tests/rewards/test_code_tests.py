@@ -13,11 +13,14 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards import RewardSources, build_rewards, sandbox, sandbox_filter
-from megarl.rewards.code_tests import extract_program
+from megarl.rewards import RewardSources, build_rewards
+from megarl.rewards.builtin.code_tests import extract_program
+from megarl.rewards.sandbox import program as sandboxed_program
+from megarl.rewards.sandbox import system_calls
+from tests.rewards.sandboxed import landlock_version
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
 ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2"]
@@ -95,6 +98,19 @@ REFUSED = {
     "exec": "os.execv('/bin/true', ['true'])",
     "kill": "os.kill(os.getppid(), 0)",
     "setsid": "os.setsid()",
+    "owner_of_signals": "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "which_signal": "fcntl.fcntl(0, 10, 9)",
+    "signals_on_input": "fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC if hasattr(os, 'O_ASYNC') else 0x2000)",
+    "signals_by_ioctl": "fcntl.ioctl(0, 0x5452, b'\\1\\0\\0\\0')",
+    "file_attributes": "fcntl.ioctl(0, 0x40086602, b'\\0' * 8)",
+    "lease": "fcntl.fcntl(0, fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "lock": "fcntl.flock(0, fcntl.LOCK_SH)",
+    "shared_memory": "must(libc.shmget(0x6D656761, 10, 0o600))",
+    "message_queue": "must(libc.msgget(0x6D656761, 0o600))",
+    "semaphore": "must(libc.semget(0x6D656761, 1, 0o600))",
+    "memory_policy": "must(libc.syscall(256, os.getppid(), 8, b'\\1' + b'\\0' * 7, b'\\1' + b'\\0' * 7))",
+    "affinity": "os.sched_setaffinity(os.getppid(), {0})",
+    "fifo": "os.mkfifo('pipe')",
     "raise_limit": "__import__('resource').setrlimit(__import__('resource').RLIMIT_AS, (-1, -1))",
     "nice": "os.setpriority(os.PRIO_PROCESS, 0, 19)",
 }
@@ -103,9 +119,52 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_system_calls_with_effects_outside_are_refused(rewards: RewardSources, name: str) -> None:
     """The program sees the refusal itself, so that it is not another failure that is taken for one."""
-    code = f"import os\ntry: {REFUSED[name]}\nexcept (OSError, ValueError) as error: refused = type(error).__name__, str(error)"
+    code = (
+        "import ctypes, fcntl, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "def must(result):\n    if result < 0: raise OSError(ctypes.get_errno(), 'refused')\n"
+        f"try: {REFUSED[name]}\n"
+        "except (OSError, ValueError) as error: refused = type(error).__name__, str(error)"
+    )
     tests = ["assert refused[0] == 'PermissionError' or 'not allowed' in refused[1], refused"]
     assert rewards.score([_sample(code, tests)]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    "how", ["fcntl.fcntl(r, fcntl.F_SETOWN, parent); fcntl.fcntl(r, 10, 9)", "fcntl.ioctl(r, 0x8901, b'0000')"]
+)
+def test_no_signal_leaves_the_sandbox_by_way_of_a_pipe(rewards: RewardSources, how: str) -> None:
+    """F_SETOWN, F_SETSIG and O_ASYNC on a pipe of its own ended the process that scores."""
+    code = f"""
+import fcntl, os
+parent = os.getppid()
+r, w = os.pipe()
+for attempt in ({how!r}, "fcntl.fcntl(r, fcntl.F_SETFL, 0x2000)"):
+    try: exec(attempt)
+    except OSError: pass
+os.write(w, b"x")
+def double(x): return 2 * x
+"""
+    assert rewards.score([_sample(code, ASSERTS)]) == [1.0], "the process that scores is alive, and so is the program"
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/{parent}/environ", "/proc/{parent}/mem", "/proc/{parent}/fd/0", "/etc/passwd", "/proc/net/tcp"]
+)
+def test_files_of_others_cannot_be_read(rewards: RewardSources, path: str) -> None:
+    if not landlock_version():
+        pytest.skip("this kernel has no Landlock, which keeps programs from reading")
+    code = (
+        f"import os\npath = {path!r}.format(parent=os.getppid())\n"
+        "try: open(path, 'rb').read(1)\nexcept OSError as error: refused = error.errno"
+    )
+    assert rewards.score([_sample(code, ["assert refused == 13"])]) == [1.0]
+
+
+def test_what_programs_need_can_be_read(rewards: RewardSources) -> None:
+    code = (
+        "import zoneinfo, os, numpy\ndef double(x): return numpy.array(2 * x).item()\nopen('/dev/stdin').read(); os.listdir()"
+    )
+    assert rewards.score([_sample(code, ASSERTS)]) == [1.0]
 
 
 def test_a_python_that_is_not_shut_in_is_told_apart(tmp_path: Path) -> None:
@@ -136,13 +195,20 @@ def test_what_does_not_end_or_grows_is_ended_in_time(rewards: RewardSources, cod
     assert not _sandboxed_processes()
 
 
+def test_more_endless_programs_than_the_deadline_holds_get_0_and_end_nothing() -> None:
+    rewards = _rewards(timeout_s=3)
+    samples = [_sample("while True: pass", ASSERTS) for _ in range(12)]
+    assert rewards.score(samples, deadline_s=6) == [0.0] * 12
+    assert not _sandboxed_processes()
+
+
 def _sandboxed_processes() -> list[str]:
     """Descendants of this process that still run the sandbox's program."""
     found = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             command = " ".join(child.cmdline())
-            if "sandbox_child" in command:
+            if "program_child" in command:
                 found.append(command)
     return found
 
@@ -167,26 +233,45 @@ def test_missing_tests_are_named() -> None:
 
 
 def test_without_the_filter_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = Path(sandbox.__file__).parent
-    (tmp_path / "sandbox_child.py").write_text((folder / "sandbox_child.py").read_text())
-    filter_text = (folder / "sandbox_filter.py").read_text()
-    (tmp_path / "sandbox_filter.py").write_text(re.sub(r"_FILTER_MODE = 22, 38, 2", "_FILTER_MODE = 22, 38, 77", filter_text))
-    monkeypatch.setattr(sandbox, "__file__", str(tmp_path / "sandbox.py"))
+    folder = Path(sandboxed_program.__file__).parent
+    for name in ("program_child.py", "confinement.py"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    filter_text = (folder / "system_calls.py").read_text()
+    (tmp_path / "system_calls.py").write_text(re.sub(r"_FILTER_MODE = 22, 38, 2", "_FILTER_MODE = 22, 38, 77", filter_text))
+    monkeypatch.setattr(sandboxed_program, "__file__", str(tmp_path / "program.py"))
     with pytest.raises(RewardError, match=r"reward 'code_tests': programs of a model cannot be run safely .*PR_SET_SECCOMP"):
         _rewards()
 
 
 def test_an_unknown_machine_has_no_filter() -> None:
     with pytest.raises(OSError, match="no list of system calls for riscv64 machines, only for x86_64 and aarch64"):
-        sandbox_filter.instructions("riscv64")
+        system_calls.instructions("riscv64")
 
 
 def test_jumps_of_the_filter_stay_inside_and_no_call_is_listed_twice() -> None:
-    for machine in ("x86_64", "aarch64"):
-        program = sandbox_filter.instructions(machine)
+    for column, machine in enumerate(("x86_64", "aarch64")):
+        program = system_calls.instructions(machine)
         ends = [place + 1 + max(yes, no) for place, (code, yes, no, _) in enumerate(program) if code & 7 == 5]
         assert max(ends) == len(program) - 1
-        assert all(len(set(table)) == len(table) for table in (sandbox_filter._X86_64, sandbox_filter._AARCH64))
+        numbers = [pair[column] for pair in system_calls.ALLOWED.values() if pair[column] is not None]
+        assert len(set(numbers)) == len(numbers)
+
+
+HEADERS = {
+    "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    "aarch64": Path("/usr/include/asm-generic/unistd.h"),
+}
+
+
+@pytest.mark.parametrize("machine", HEADERS)
+def test_numbers_of_system_calls_are_the_kernels(machine: str) -> None:
+    if not HEADERS[machine].exists():
+        pytest.skip(f"{HEADERS[machine]} is not installed (linux-libc-dev)")
+    defined = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[machine].read_text())
+    numbers = {name: int(number) for name, number in defined} | {"newfstatat": 79 if machine == "aarch64" else 262}
+    _, column = system_calls.MACHINES[machine]
+    listed = {name: pair[column] for name, pair in system_calls.ALLOWED.items() if pair[column] is not None}
+    assert listed == {name: numbers[name] for name in listed}
 
 
 def test_last_python_block_is_the_program() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
@@ -84,7 +84,7 @@ def test_installed_functions_are_found_by_module(monkeypatch: pytest.MonkeyPatch
     [
         ("def f(samples):\n    raise KeyError('gold')", r"mine\.py:f' raised KeyError: 'gold' \(.*mine\.py line 2\)"),
         ("def f(samples): return [1.0]", r"mine\.py:f' returned 1 rewards for 3 samples"),
-        ("def f(samples): return 1.0", r"mine\.py:f' returned 1\.0 \(float\), but it must return a list of 3 numbers"),
+        ("def f(samples): return 1.0", r"mine\.py:f' returned 1\.0 \(float\); it must return a list of 3 numbers"),
         ("def f(samples): return None", r"returned None \(NoneType\)"),
         ("def f(samples): return {0: 1, 1: 2, 2: 3}", r"returned \{0: 1.* \(dict\)"),
         ("def f(samples): return [1, 'good', 2]", r"returned 'good' \(str\) for sample s1, but a reward must be a finite"),

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
-from megarl.rewards.json_object import last_object
+from megarl.rewards.builtin.json_object import last_object
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
 

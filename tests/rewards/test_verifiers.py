@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reasoning_gym import create_dataset
 
-from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
-from megarl.rewards.exact_number import gold_number, last_number
-from megarl.rewards.reasoning_gym_task import extract_answer
+from megarl.rewards.builtin.exact_number import gold_number, last_number
+from megarl.rewards.builtin.reasoning_gym import extract_answer
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
 
@@ -161,6 +161,7 @@ def test_astronomic_exponents_do_not_stop_the_run() -> None:
     assert rewards.score([_sample("1e999999999999", {"answer": "1"})], deadline_s=20) == [0.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["chain_sum", "leg_counting", "countdown", "simple_equations", "knights_knaves"])
 def test_reasoning_gym_gives_the_tasks_own_score(task: str) -> None:
     rows = load_rows(SourceConfig(name=task, limit=5, seed=3))
@@ -189,6 +190,20 @@ def test_reasoning_gym_scores_with_the_arguments_that_made_the_row() -> None:
     assert scores == expected
 
 
+def test_reasoning_gym_scores_a_mixtures_rows_with_the_arguments_of_their_part() -> None:
+    args = {"min_num_decimal_places": 1, "max_num_decimal_places": 1}
+    row = {"question": "q", "answer": "1.2", "metadata": {}, "data_source": "decimal_arithmetic"}
+    parts = (SourceConfig(name="chain_sum"), SourceConfig(name="decimal_arithmetic", args=args))
+    mixture = SourceConfig(source="mixture", parts=parts)
+    rewards = build_rewards([RewardConfig(name="reasoning_gym")], DataConfig(train=mixture, eval=mixture))
+    scores = rewards.score([_sample("1.23", row, "train-1-0"), _sample("1.23", row, "eval-7"), _sample("1.23", row, "other-0")])
+    exact, plain = (
+        create_dataset("decimal_arithmetic", **given, seed=0, size=1).score_answer("1.23", row) for given in (args, {})
+    )
+    assert scores == [exact, exact, plain]
+    assert exact != plain
+
+
 def test_reasoning_gym_counts_tasks_that_fail_on_an_answer() -> None:
     rewards = build_rewards([RewardConfig(name="reasoning_gym")], DATA)
     row = load_rows(SourceConfig(name="chain_sum", limit=1))[0]
@@ -198,6 +213,7 @@ def test_reasoning_gym_counts_tasks_that_fail_on_an_answer() -> None:
     assert rewards.failures == {"train-0": 1}
 
 
+@pytest.mark.slow
 def test_every_task_scores_in_a_child_process_as_in_this_one() -> None:
     """What the children refuse to do (write files, start programs) is nothing that a task needs in order to score."""
     from reasoning_gym.factory import DATASETS
@@ -239,8 +255,8 @@ def test_an_answer_that_stops_a_tasks_interpreter_costs_its_time_and_nothing_els
     rewards = build_rewards([RewardConfig(name="reasoning_gym", args={"timeout_s": 1})], DATA)
     responses = [row["answer"], "9**9**9**9", row["answer"], "__import__('os')._exit(0)"]
     samples = [_sample(response, row, f"train-{i}") for i, response in enumerate(responses)]
-    assert rewards.score(samples, deadline_s=120) == [1.0, 0.0, 1.0, 0.0]
-    assert rewards.failures == {"train-1": 1, "train-3": 1}
+    assert rewards.score(samples, deadline_s=120) == [1.0, 0.0, 1.0, 0.01]
+    assert rewards.failures == {"train-1": 1}
 
 
 def test_rows_of_no_task_are_refused() -> None:

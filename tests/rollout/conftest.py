@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.process_tree import tree_of
-from megarl.rollout.embedded import EmbeddedEngine
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_server import ServerOptions
+from megarl.rollout.engines.embedded import EmbeddedEngine
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.system.process_tree import tree_of
 from tests.rollout.tiny import TINY, save_tiny
 
 
@@ -33,7 +33,7 @@ def sglang_engine(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         max_running_requests=16,
         start_timeout_s=240,
     )
-    engine = asyncio.run(SglangEngine.start(options))
+    engine = asyncio.run(SglangEngine.open(options))
     assert engine.server.pid is not None
     tree = tree_of(engine.server.pid)
     yield engine
@@ -48,7 +48,7 @@ def embedded_engine(tiny_path: Path) -> EmbeddedEngine:
     return EmbeddedEngine(tiny_path, max_batch_samples=8)
 
 
-@pytest.fixture(params=["embedded", "sglang"])
+@pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.slow)])
 def engine(request: pytest.FixtureRequest) -> EmbeddedEngine | SglangEngine:
     """Each engine in turn, behind the one protocol."""
     return request.getfixturevalue(f"{request.param}_engine")

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.schema import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.sample import Prompt
-from megarl.rollout.engine import FinishReason, Generation
+from megarl.rollout.engines.protocol import FinishReason, Generation
 from megarl.rollout.episodes import Episode, EpisodeContext, open_episodes
 
 HERE = "tests.rollout.episode_parts"
@@ -33,7 +33,8 @@ class Settings:
 def opened(tokenizer: Any, settings: Settings, max_new_tokens: int = 10_000, **data: Any) -> tuple[Episode, EpisodeContext]:
     """An episode and its context under `settings`."""
     config = DataConfig(train=SourceConfig(name="chain_sum"), **data)
-    return open_episodes(settings, config, tokenizer, max_new_tokens)
+    episodes = open_episodes(settings, config, tokenizer, max_new_tokens)
+    return episodes.function, episodes.context
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.rollout.batched_attention import attend, gathers
+from megarl.rollout.engines.sglang.on_cpu.batched_attention import attend, gathers
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 3)])

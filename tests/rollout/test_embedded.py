@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.errors import EngineError
-from megarl.rollout.embedded import EmbeddedEngine, _sample
-from megarl.rollout.engine import SamplingParams
+from megarl.rollout.engines.embedded import EmbeddedEngine, _sample
+from megarl.rollout.engines.protocol import SamplingParams
 from tests.rollout.tiny import PROMPTS
 
 PARAMS = SamplingParams(max_new_tokens=10, temperature=0.9)

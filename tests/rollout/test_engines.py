@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.engine import Engine, SamplingParams
+from megarl.rollout.engines.protocol import Engine, SamplingParams
 from tests.rollout.tiny import PROMPTS, halves, largest_difference, load, sync, weights_of, weights_that_never_end
 
 TOLERANCE = 1e-5
@@ -132,69 +132,6 @@ def test_what_is_not_complete_by_the_deadline_is_stopped(engine: Engine, tiny_pa
         assert time.monotonic() - begun < 5
         quick = await asyncio.wait_for(engine.generate(PROMPTS, SamplingParams(max_new_tokens=2), deadline_s=30), 30)
         assert [len(group) for group in quick] == [1, 1, 1]
-
-    asyncio.run(scenario())
-
-
-def test_abort_returns_what_there_is(engine: Engine, tiny_path: Path) -> None:
-    async def scenario() -> None:
-        await sync(engine, weights_that_never_end(tiny_path), 1)
-        sampled: list[int] = []
-        for wait_s in (0.2, 0.5, 2.0, 8.0):  # a busy machine may take this long to sample a first token
-            under_way = asyncio.create_task(engine.generate(PROMPTS, LONG, n=12))  # more than run at once
-            await asyncio.sleep(wait_s)
-            await engine.abort_all()
-            groups = await asyncio.wait_for(under_way, 20)
-            ones = [one for group in groups for one in group]
-            assert len(ones) == 36
-            aborted = [one for one in ones if one.finish_reason == "abort"]
-            sampled = [len(one.response_ids) for one in aborted]
-            if sampled and max(sampled) > 0:
-                break
-        assert 0 < max(sampled) < 900
-
-    asyncio.run(scenario())
-
-
-def test_an_abort_ends_what_has_not_begun_as_well(engine: Engine, tiny_path: Path) -> None:
-    """The abort comes while the requests are still on their way."""
-
-    async def scenario() -> None:
-        await sync(engine, weights_that_never_end(tiny_path), 1)
-        for _ in range(3):
-            under_way = asyncio.create_task(engine.generate(PROMPTS, LONG, n=12))
-            await asyncio.sleep(0.01)
-            await engine.abort_all()
-            groups = await asyncio.wait_for(under_way, 20)
-            assert {one.finish_reason for group in groups for one in group} == {"abort"}
-        quick = await asyncio.wait_for(engine.generate(PROMPTS, SamplingParams(max_new_tokens=2)), 30)
-        assert [len(group) for group in quick] == [1, 1, 1]
-
-    asyncio.run(scenario())
-
-
-def test_pause_stops_sampling_until_resume(engine: Engine, tiny_path: Path) -> None:
-    async def scenario() -> None:
-        await sync(engine, weights_of(load(tiny_path)), 1)
-        await engine.pause()
-        held = asyncio.create_task(engine.generate(PROMPTS, SamplingParams(max_new_tokens=2)))
-        done, _ = await asyncio.wait([held], timeout=0.5)
-        assert not done
-        await engine.resume()
-        assert len(await asyncio.wait_for(held, 20)) == 3
-
-    asyncio.run(scenario())
-
-
-def test_progress_counts_samples_and_tokens(engine: Engine, tiny_path: Path) -> None:
-    async def scenario() -> None:
-        await sync(engine, weights_of(load(tiny_path)), 1)
-        seen: list[tuple[int, int]] = []
-        groups = await engine.generate(
-            PROMPTS, SamplingParams(max_new_tokens=5), n=3, on_progress=lambda samples, tokens: seen.append((samples, tokens))
-        )
-        assert seen == sorted(seen)
-        assert seen[-1] == (9, sum(len(one.response_ids) for group in groups for one in group))
 
     asyncio.run(scenario())
 

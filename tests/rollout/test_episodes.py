@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.sample import Sample
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import EpisodeError
@@ -221,14 +221,14 @@ def test_an_engine_s_error_and_a_cancellation_pass_through() -> None:
             Settings(kind="tool"),
             CHATML,
             {},
-            r"kind is 'tool' \(did you mean 'tools'\?\), but it may be single, tools, environment",
+            r"kind is 'tool' \(did you mean 'tools'\?\); it must be single, tools, environment",
         ),
         (Settings(kind="nowhere:f"), CHATML, {}, "nowhere cannot be imported"),
         (Settings(tools=()), CHATML, {}, "rollout.episode.tools is empty"),
         (Settings(tools=[f"{HERE}:add", f"{HERE}:add"]), CHATML, {}, "two tools called 'add'"),
         (Settings(tools=[f"{HERE}:ad"]), CHATML, {}, r"no function 'ad' \(did you mean 'add'\?\)"),
         (Settings(tools=[f"{HERE}:undocumented"]), CHATML, {}, "has no schema: .*needs type hints and a docstring"),
-        (Settings(), None, {}, "tokenizer has none; it may be 'single'"),
+        (Settings(), None, {}, "tokenizer has none; it must be 'single'"),
         (Settings(), CHATML, {"chat_template": "never"}, "data.chat_template is 'never'"),
         (
             Settings(),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Sample
 from megarl.errors import EpisodeError, RewardError
 from megarl.rewards import build_rewards
@@ -85,7 +85,7 @@ def test_the_reward_environment_is_what_the_environment_gave() -> None:
     assert rewards.score(samples) == [5.0, 1.0]
     assert [sample.rewards for sample in samples] == [{"environment": 2.5}, {"environment": 0.5}]
     samples[1].rewards.clear()
-    with pytest.raises(RewardError, match=r"comes from no environment; rollout.episode.kind may be 'environment'"):
+    with pytest.raises(RewardError, match=r"comes from no environment; rollout.episode.kind must be 'environment'"):
         rewards.score(samples)
 
 
@@ -93,9 +93,9 @@ def test_the_reward_environment_is_what_the_environment_gave() -> None:
     ("name", "sentence"),
     [
         ("Raising", r"the environment's Raising.step raised KeyError: 'lost' \(.*episode_parts.py line \d+\)"),
-        ("Wordless", "observed a int, but it may be text or a list of chat messages"),
-        ("Worthless", "the reward nan, but it must be a finite number"),
-        ("Paired", r"step returned a tuple, but it must return \(observation, reward, done\)"),
+        ("Wordless", "observed a int; it must be text or a list of chat messages"),
+        ("Worthless", "the reward nan; it must be a finite number"),
+        ("Paired", r"step returned a tuple; it must return \(observation, reward, done\)"),
         ("Talkative", "begins row train-7 with 1019 tokens, but data.max_prompt_tokens is 512"),
     ],
 )

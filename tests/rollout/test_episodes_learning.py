@@ -16,10 +16,10 @@ from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Prompt, Sample
 from megarl.data.stream import pack
-from megarl.rollout.embedded import EmbeddedEngine
-from megarl.rollout.engine import Generation, SamplingParams
-from megarl.trainers.experience import Experience, set_loss_weights
-from megarl.trainers.objectives import PolicyObjective, ValueObjective
+from megarl.rollout.engines.embedded import EmbeddedEngine
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.trainers.rl.experience import Experience, set_loss_weights
+from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, Script, Settings, opened
 from tests.rollout.tiny import TINY, load, reference_log_probs, save_tiny
@@ -70,7 +70,7 @@ def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str
     set_loss_weights(batch, rows, settings)
     answer: dict[str, Any] = {"metrics": metrics, "advantages": batch.columns["advantages"]}
     names = [name for name in batch.columns if name != "values_after"]
-    stream = pack(batch.units(rows, names, share_prompts=True))
+    stream = pack(batch.units(rows, names, share_prefix=True))
     scored = torch.cat([current[row][places] for row, places, _ in stream.owners])
     output = torch.stack([scored, scored * 0.1], dim=1).requires_grad_()
     algorithm = settings.algorithm
@@ -93,13 +93,13 @@ def same(one: Any, other: Any) -> bool:
 
 
 OPTIONS = [
-    *[["algorithm.advantage=" + name] for name in ADVANTAGES if name not in ("pass_at_k", "grpo_process")],
-    ["algorithm.advantage=grpo_process", "reward_model.path=somewhere", "reward_model.process=true"],
+    *[["algorithm.advantage=" + name] for name in ADVANTAGES if name != "grpo_process"],
+    ["algorithm.advantage=grpo_process", "reward_model.path=somewhere", "reward_model.per_step=true"],
     *[["algorithm.policy_loss=" + name] for name in POLICY_LOSSES],
     *[["algorithm.aggregation=" + name] for name in AGGREGATIONS],
-    *[["algorithm.correction.mode=" + name] for name in CORRECTIONS if name != "none"],
-    ["algorithm.name=reinforce_plus_plus", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.1"],
-    ["algorithm.name=ppo", "algorithm.kl.where=reward", "algorithm.kl.coef=0.1", "algorithm.truncated=bootstrap"],
+    *[["algorithm.rollout_correction.mode=" + name] for name in CORRECTIONS if name != "none"],
+    ["algorithm.name=reinforce_plus_plus", "algorithm.kl.apply_to=reward", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.1"],
+    ["algorithm.name=ppo", "algorithm.kl.apply_to=reward", "algorithm.kl.coef=0.1", "algorithm.truncated_responses=bootstrap"],
     ["algorithm.shaping.length_penalty=0.01", "algorithm.shaping.normalise=true"],
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.episodes import EpisodeContext
-from megarl.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
+from megarl.rollout.episodes.tools.calls import ToolCall, parse_tool_calls
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, PROMPT, Script, Settings, opened
 
@@ -87,6 +87,7 @@ FAILURES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("said", "told", "counted"), FAILURES)
 def test_whatever_a_tool_does_the_policy_is_told_and_it_is_counted(
     shared: Any, said: str, told: str, counted: dict[str, int]
@@ -106,6 +107,7 @@ def test_a_tool_cannot_end_its_turn_and_speak_for_the_policy(shared: Any) -> Non
     context.take_counts()
 
 
+@pytest.mark.slow
 def test_hanging_calls_hold_up_no_other_call(shared: Any) -> None:
     """More hang than there are processes: every one of them is answered, and so is what comes behind them."""
     calls = tool("fails", kind="sleep") * 6 + tool("add", a=1, b=1)

@@ -9,16 +9,16 @@ import pytest
 
 from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.external import ExternalEngine
-from megarl.rollout.same_model import ModelFacts
-from megarl.rollout.sglang_engine import SglangEngine
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.external import ExternalEngine
+from megarl.weight_sync.model_compatibility import ServedModel
 from tests.rollout.tiny import PROMPTS, largest_difference, load, sync, weights_of
 
 
-def facts(tiny_path: Path, **changed: object) -> ModelFacts:
+def facts(tiny_path: Path, **changed: object) -> ServedModel:
     """The trainer's model."""
-    return ModelFacts(load_hf_config(tiny_path) | changed, "float32")
+    return ServedModel(load_hf_config(tiny_path) | changed, "float32")
 
 
 def test_a_running_server_answers_under_the_weights_of_the_folder_that_it_was_given(

@@ -10,7 +10,8 @@ import pytest
 
 from megarl.data.sample import Sample
 from megarl.errors import EngineError
-from megarl.rollout import SamplingParams, build_engine
+from megarl.rollout import SamplingParams
+from megarl.rollout.engines.replay import ReplayEngine
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -41,7 +42,7 @@ def ask(file: Path, prompts: list[list[int]], keys: list[str] | None, n: int = 2
     """What the replay engine answers, weights being version 0."""
 
     async def scenario() -> list:
-        engine = await build_engine("replay", "no-model-needed", {"replay_from": file})
+        engine = await ReplayEngine.start("no-model-needed", replay_from=file)
         await engine.begin_update(0)
         await engine.end_update(0)
         return await engine.generate(prompts, PARAMS, n=n, keys=keys)
@@ -80,10 +81,3 @@ def test_a_file_that_is_no_recording_is_named_with_its_line(tmp_path: Path) -> N
         ask(file, [], [])
     with pytest.raises(EngineError, match=r"replay_from is .*nothing-here, which cannot be read"):
         ask(tmp_path / "nothing-here", [], [])
-
-
-def test_an_unknown_engine_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"'sglnag'.*did you mean 'sglang'"):
-        asyncio.run(build_engine("sglnag", "model", {}))
-    with pytest.raises(EngineError, match=r"options of the replay engine.*replay_form"):
-        asyncio.run(build_engine("replay", "model", {"replay_form": "x"}))

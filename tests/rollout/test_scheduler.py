@@ -1,4 +1,4 @@
-"""The scheduler on engines of its test's own: nothing is lost when they fail, and the bounds of the ledger hold."""
+"""The scheduler on engines of its test's own: nothing is lost when they fail, and the bounds of the manager hold."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ import pytest
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, EpisodeError, WorkerError
-from megarl.rollout.engine import Generation, SamplingParams
-from megarl.rollout.episodes import EpisodeContext
-from megarl.rollout.ledger import Ledger
-from megarl.rollout.respond import episodes, single_turns
-from megarl.rollout.scheduler import Scheduler
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.episodes import EpisodeContext, Episodes
+from megarl.rollout.scheduling.requests import episode_groups, single_turns
+from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.rollout.scheduling.staleness_manager import StalenessManager
 
 PARAMS = SamplingParams(max_new_tokens=4)
+
+
+def serving(scheduler: Scheduler) -> list[int]:
+    """Engines that have weights."""
+    return [engine.number for engine in scheduler.engines if engine.version is not None]
 
 
 class Spelling:
@@ -43,14 +48,11 @@ class FakeEngine:
         self.now: Counter[str] = Counter()
         self.answered: list[str] = []
 
-    async def call(self, method: str, *arguments: Any, deadline_s: float, **keywords: Any) -> Any:
-        if method == "generate":
-            return await self.generate(*arguments, **keywords)
+    async def health(self, *, deadline_s: float) -> None:
         if self.is_dead:
             raise EngineError("the server ended with exit code -9")
-        return None
 
-    async def generate(self, prompts: Any, params: SamplingParams, *, n: int, keys: Sequence[str]) -> Any:
+    async def generate(self, prompts: Any, params: SamplingParams, *, n: int, keys: Sequence[str], deadline_s: float) -> Any:
         self._check()
         if self.refuses:
             raise EngineError("prompt 0 has no tokens")
@@ -101,9 +103,11 @@ class Source:
 def open_scheduler() -> Iterator[Callable[..., Scheduler]]:
     opened: list[Scheduler] = []
 
-    def make(engines: Sequence[FakeEngine], ledger: Ledger, respond: Any = None, **options: Any) -> Scheduler:
-        respond = respond or single_turns(PARAMS, 2, 30.0, Spelling())
-        opened.append(Scheduler(engines, ledger, respond, **options))
+    def make(
+        engines: Sequence[FakeEngine], manager: StalenessManager, generate_groups: Any = None, **options: Any
+    ) -> Scheduler:
+        generate_groups = generate_groups or single_turns(PARAMS, 2, 30.0, Spelling())
+        opened.append(Scheduler(engines, manager, generate_groups, **options))
         opened[-1].resume(range(len(engines)), 0)
         return opened[-1]
 
@@ -116,7 +120,7 @@ def finish(scheduler: Scheduler, engines: Sequence[FakeEngine], version: int = 0
     """Take the batch that is due; engines that come back are given `version`."""
     while not scheduler.wait(10.0):
         give(scheduler, engines, scheduler.without_weights, version)
-    return scheduler.take().samples
+    return scheduler.pop_batch().samples
 
 
 def give(scheduler: Scheduler, engines: Sequence[FakeEngine], numbers: Sequence[int], version: int) -> None:
@@ -129,7 +133,7 @@ def give(scheduler: Scheduler, engines: Sequence[FakeEngine], numbers: Sequence[
 def test_a_batch_comes_in_the_order_of_its_prompts_each_group_from_one_engine(open_scheduler: Any) -> None:
     luck = random.Random(0)
     engines = [FakeEngine(number, lambda: luck.random() / 50) for number in range(3)]
-    scheduler = open_scheduler(engines, Ledger(12, 0), groups_per_engine=3)
+    scheduler = open_scheduler(engines, StalenessManager(12, 0), groups_per_engine=3)
     scheduler.open_step(0, Source())
     batch = finish(scheduler, engines)
     assert [group[0].group_id for group in batch] == [f"g{i}" for i in range(12)]
@@ -141,7 +145,7 @@ def test_a_batch_comes_in_the_order_of_its_prompts_each_group_from_one_engine(op
 
 def test_the_least_loaded_engine_is_next(open_scheduler: Any) -> None:
     slow, fast = FakeEngine(0, lambda: 0.5), FakeEngine(1, lambda: 0.002)
-    scheduler = open_scheduler([slow, fast], Ledger(10, 0), groups_per_engine=2)
+    scheduler = open_scheduler([slow, fast], StalenessManager(10, 0), groups_per_engine=2)
     scheduler.open_step(0, Source())
     finish(scheduler, [slow, fast])
     assert (len(slow.answered), len(fast.answered)) == (2, 8)
@@ -153,14 +157,14 @@ def test_the_least_loaded_engine_is_next(open_scheduler: Any) -> None:
 
 def test_an_engine_that_dies_loses_nothing_and_rejoins_with_weights(open_scheduler: Any) -> None:
     engines = [FakeEngine(0, lambda: 0.02), FakeEngine(1, lambda: 0.02)]
-    scheduler = open_scheduler(engines, Ledger(8, 0), groups_per_engine=4)
+    scheduler = open_scheduler(engines, StalenessManager(8, 0), groups_per_engine=4)
     scheduler.open_step(0, Source())
     engines[0].is_dead = True
     batch = finish(scheduler, engines)
     assert [group[0].group_id for group in batch] == [f"g{i}" for i in range(8)]
-    assert scheduler.ledger.requeued == 4
+    assert scheduler.manager.requeued == 4
     scheduler.open_step(0, Source())
-    while scheduler.serving != [0, 1]:
+    while serving(scheduler) != [0, 1]:
         scheduler.wait(5.0)
         give(scheduler, engines, scheduler.without_weights, 0)
     finish(scheduler, engines)
@@ -170,7 +174,7 @@ def test_an_engine_that_dies_loses_nothing_and_rejoins_with_weights(open_schedul
 
 def test_an_engine_that_failed_during_an_update_does_not_serve_after_it(open_scheduler: Any) -> None:
     engine = FakeEngine(0, lambda: 0.2)
-    scheduler = open_scheduler([engine], Ledger(1, 1))
+    scheduler = open_scheduler([engine], StalenessManager(1, 1))
     scheduler.open_step(0, Source())
     while not engine.now.total():
         time.sleep(0.001)
@@ -179,14 +183,14 @@ def test_an_engine_that_failed_during_an_update_does_not_serve_after_it(open_sch
     while engine.restarts == 0:
         time.sleep(0.001)
     scheduler.resume([0], 1)
-    assert scheduler.serving == []
+    assert serving(scheduler) == []
     give(scheduler, [engine], scheduler.without_weights, 1)
-    assert scheduler.serving == [0]
+    assert serving(scheduler) == [0]
 
 
 def test_no_engine_left_means_waiting_for_the_one_that_is_started_anew(open_scheduler: Any) -> None:
     engine = FakeEngine(0)
-    scheduler = open_scheduler([engine], Ledger(2, 0))
+    scheduler = open_scheduler([engine], StalenessManager(2, 0))
     engine.is_dead, engine.starts_that_fail = True, 2
     scheduler.open_step(0, Source())
     assert len(finish(scheduler, [engine])) == 2
@@ -194,16 +198,16 @@ def test_no_engine_left_means_waiting_for_the_one_that_is_started_anew(open_sche
 
 def test_an_engine_that_does_not_start_again_ends_the_run_in_one_sentence(open_scheduler: Any) -> None:
     engine = FakeEngine(0)
-    scheduler = open_scheduler([engine], Ledger(2, 0))
+    scheduler = open_scheduler([engine], StalenessManager(2, 0))
     engine.is_dead, engine.starts_that_fail = True, 100
     scheduler.open_step(0, Source())
-    with pytest.raises(EngineError, match="engine 0 could not be started anew in 4 tries: the server did not answer"):
+    with pytest.raises(EngineError, match="engine 0 did not restart in 4 tries: the server did not answer"):
         scheduler.wait(10.0)
 
 
 def test_an_engine_that_dies_again_and_again_ends_the_run(open_scheduler: Any) -> None:
     engine = FakeEngine(0)
-    scheduler = open_scheduler([engine], Ledger(1, 0))
+    scheduler = open_scheduler([engine], StalenessManager(1, 0))
     scheduler.open_step(0, Source())
     with pytest.raises(EngineError, match="engine 0 failed 4 times in a row"):
         for _ in range(10):
@@ -218,9 +222,9 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(open_scheduler: Any) -
 def test_what_an_engine_refuses_although_it_is_well_is_said(open_scheduler: Any, asked: bool) -> None:
     engine = FakeEngine(0)
     engine.refuses = True
-    scheduler = open_scheduler([engine], Ledger(1, 0))
+    scheduler = open_scheduler([engine], StalenessManager(1, 0))
     if asked:
-        answers = scheduler.ask(Source()(3), scheduler.respond, 2)
+        answers = scheduler.ask(Source()(3), scheduler.generate_groups, 2)
     else:
         scheduler.open_step(0, Source())
     with pytest.raises(EngineError, match="prompt 0 has no tokens"):
@@ -233,7 +237,9 @@ def test_an_error_of_the_users_episode_is_said_at_once(open_scheduler: Any) -> N
         raise EpisodeError("the environment raised ZeroDivisionError")
 
     context = EpisodeContext(Spelling(), 8, 8)
-    scheduler = open_scheduler([FakeEngine(0)], Ledger(1, 0), episodes(episode, context, PARAMS, 2, 5.0))
+    scheduler = open_scheduler(
+        [FakeEngine(0)], StalenessManager(1, 0), episode_groups(Episodes(episode, context), PARAMS, 2, 5.0)
+    )
     scheduler.open_step(0, Source())
     with pytest.raises(EpisodeError, match="ZeroDivisionError"):
         scheduler.wait(10.0)
@@ -241,7 +247,7 @@ def test_an_error_of_the_users_episode_is_said_at_once(open_scheduler: Any) -> N
 
 def test_a_wait_that_runs_out_says_how_far_it_is(open_scheduler: Any) -> None:
     engines = [FakeEngine(0, lambda: 60.0)]
-    scheduler = open_scheduler(engines, Ledger(3, 0), groups_per_engine=2)
+    scheduler = open_scheduler(engines, StalenessManager(3, 0), groups_per_engine=2)
     scheduler.open_step(0, Source())
     with pytest.raises(DeadlineError, match="0 groups are finished, 1 wait, engine 0 works on 2"):
         scheduler.wait(0.1)
@@ -256,8 +262,8 @@ def test_during_an_update_turns_wait_and_what_is_under_way_goes_on(open_schedule
         return Sample(f"{name}/{number}", name, name, [0], ids, [1] * len(ids), [0.0] * len(ids), versions, "stop")
 
     engine = FakeEngine(0, lambda: 0.4)
-    respond = episodes(two_turns, EpisodeContext(Spelling(), 8, 8), PARAMS, 1, 20.0)
-    scheduler = open_scheduler([engine], Ledger(1, 1), respond)
+    generate_groups = episode_groups(Episodes(two_turns, EpisodeContext(Spelling(), 8, 8)), PARAMS, 1, 20.0)
+    scheduler = open_scheduler([engine], StalenessManager(1, 1), generate_groups)
     scheduler.open_step(0, Source())
     while not engine.now.total():
         time.sleep(0.001)
@@ -281,26 +287,26 @@ def test_what_is_passed_over_and_too_old_is_stopped_at_its_engine(open_scheduler
         return times.setdefault(task, next(seconds))
 
     engine = FakeEngine(0, once)
-    scheduler = open_scheduler([engine], Ledger(3, 0, over_sample=1))
+    scheduler = open_scheduler([engine], StalenessManager(3, 0, over_sample=1))
     scheduler.open_step(0, Source())
     assert [group[0].group_id for group in finish(scheduler, [engine])] == ["g0", "g2", "g3"]
     time.sleep(0.05)
-    assert (engine.cancelled, scheduler.ledger.aborted) == (1, 1)
+    assert (engine.cancelled, scheduler.manager.aborted) == (1, 1)
 
 
 def test_a_checkpoint_holds_the_responses_that_were_finished(open_scheduler: Any) -> None:
     source, engine = Source(), FakeEngine(7, lambda: 0.001)
-    scheduler = open_scheduler([engine], Ledger(4, 2))
+    scheduler = open_scheduler([engine], StalenessManager(4, 2))
     scheduler.open_step(0, source)
     finish(scheduler, [engine])
-    while scheduler.ledger.count("finished") < 8 - 3:  # of the next two steps' groups
+    while scheduler.manager.count("finished") < 8 - 3:  # of the next two steps' groups
         time.sleep(0.001)
     scheduler.hold([0])
     state = json.loads(json.dumps(scheduler.state_dict()))
     finished = {group[0]["group_id"]: group for group in state["samples"]}
     assert len(finished) >= 5
     other = FakeEngine(9)
-    again = open_scheduler([other], Ledger(4, 2))
+    again = open_scheduler([other], StalenessManager(4, 2))
     again.load_state_dict(state)
     taken = {}
     for version in (1, 2):
@@ -317,11 +323,11 @@ def test_a_checkpoint_holds_the_responses_that_were_finished(open_scheduler: Any
 
 def test_a_checkpoint_holds_every_prompt_that_was_not_consumed(open_scheduler: Any) -> None:
     source, engines = Source(), [FakeEngine(0, lambda: 0.01)]
-    scheduler = open_scheduler(engines, Ledger(4, 2), groups_per_engine=5)
+    scheduler = open_scheduler(engines, StalenessManager(4, 2), groups_per_engine=5)
     scheduler.open_step(0, source)
     seen = [group[0].group_id for group in finish(scheduler, engines)]
     state = scheduler.state_dict()
-    again = open_scheduler([FakeEngine(0)], Ledger(4, 2))
+    again = open_scheduler([FakeEngine(0)], StalenessManager(4, 2))
     again.load_state_dict(state)
     for version in range(1, 4):
         again.open_step(version, source)
@@ -334,15 +340,15 @@ def test_a_checkpoint_holds_every_prompt_that_was_not_consumed(open_scheduler: A
 def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old(
     open_scheduler: Any, staleness: int, over_sample: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.rollout.scheduler.FAILURES", 1000)  # these engines fail all the time
+    monkeypatch.setattr("megarl.rollout.scheduling.scheduler.FAILURES", 1000)  # these engines fail all the time
     luck = random.Random(seed)
     engines = [FakeEngine(number, lambda: luck.random() ** 3 / 30) for number in range(3)]
-    ledger = Ledger(6, staleness, over_sample)
-    scheduler = open_scheduler(engines, ledger, groups_per_engine=4, groups_per_request=1 + seed % 2)
+    manager = StalenessManager(6, staleness, over_sample)
+    scheduler = open_scheduler(engines, manager, groups_per_engine=4, groups_per_request=1 + seed % 2)
     source, seen = Source(), list[int]()
     for version in range(25):
         if version:  # an update, in which an engine may fail
-            updated = scheduler.serving + scheduler.without_weights
+            updated = serving(scheduler) + scheduler.without_weights
             scheduler.hold(updated)
             for number in updated:
                 engines[number].version = None
@@ -369,7 +375,7 @@ def test_a_run_with_failing_engines_consumes_every_prompt_once_and_never_too_old
 
 def test_closing_stops_everything(open_scheduler: Any) -> None:
     engine = FakeEngine(0, lambda: 60.0)
-    scheduler = open_scheduler([engine], Ledger(2, 0))
+    scheduler = open_scheduler([engine], StalenessManager(2, 0))
     scheduler.open_step(0, Source())
     scheduler.close()
     assert engine.cancelled == 2

@@ -19,14 +19,14 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from megarl.errors import EngineError
-from megarl.process_tree import tree_of
-from megarl.rollout import payload, sglang_senders
-from megarl.rollout.checksums import UNCHECKED
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_senders import GroupSender, TensorSender
-from megarl.rollout.sglang_server import HOST, ServerOptions, SglangServer
-from megarl.workers.weight_sync import Pusher
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import HOST, ServerOptions, SglangServer
+from megarl.system.process_tree import tree_of
+from megarl.weight_sync import sglang_senders, staging
+from megarl.weight_sync.checksums import UNCHECKED
+from megarl.weight_sync.pusher import Pusher
+from megarl.weight_sync.sglang_senders import GroupSender, TensorSender
 from tests.rollout.tiny import (
     PROMPTS,
     TINY,
@@ -42,10 +42,10 @@ from tests.rollout.tiny import (
 
 SENDS_A_FILE = """
 import pickle, sys, torch
-from megarl.rollout.checksums import EngineLayout
-from megarl.rollout.sglang_senders import Endpoint, TensorSender
+from megarl.weight_sync.checksums import EngineLayout
+from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
 url, token, model_path, weights_file = sys.argv[1:]
-sender = TensorSender(Endpoint(url, EngineLayout.of_model(model_path, "float32"), token))
+sender = TensorSender(ServerEndpoint(url, EngineLayout.of_model(model_path, "float32"), token))
 sender.send(list(torch.load(weights_file).items()))
 print(pickle.dumps(sender.checksums()).hex())
 """
@@ -95,11 +95,11 @@ def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: Sgla
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("transport", ["tensors", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_sending_without_an_open_update_is_refused(sglang_engine: SglangEngine, tiny_path: Path, transport: str) -> None:
     weights = weights_of(load(tiny_path))
     with pytest.raises(EngineError, match="must run between begin_weight_update"):
-        if transport == "tensors":
+        if transport == "shared_memory":
             TensorSender(sglang_engine.endpoint).send(weights)
         else:
             with GroupSender(sglang_engine.endpoint, free_address(), timeout_s=60) as sender:
@@ -115,7 +115,7 @@ def test_a_value_damaged_on_the_way_is_named(
         weights = weights_of(load(tiny_path, seed=5))
         deliver = TensorSender.deliver
 
-        def damaging(sender: TensorSender, staged: payload.Staged) -> None:
+        def damaging(sender: TensorSender, staged: staging.StagedSlices) -> None:
             for name, values in staged.tensors():
                 if name == "model.layers.1.mlp.up_proj.weight":
                     values.view(-1).view(torch.uint8)[8] ^= 1
@@ -149,7 +149,8 @@ def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path
     async def scenario() -> None:
         await sync(sglang_engine, weights_of(load(tiny_path)), 23)
         cached: list[int] = []
-        post = sglang_engine._post
+        client = sglang_engine._client
+        post = client._post
 
         async def watching(session: Any, endpoint: str, body: dict[str, Any]) -> Any:
             answer = await post(session, endpoint, body)
@@ -157,11 +158,11 @@ def test_a_group_shares_one_prefill(sglang_engine: SglangEngine, tiny_path: Path
                 cached.append(answer["meta_info"]["cached_tokens"])
             return answer
 
-        sglang_engine._post = watching  # type: ignore[method-assign]
+        client._post = watching  # type: ignore[method-assign]
         try:
             await sglang_engine.generate([list(range(3, 103))], SamplingParams(max_new_tokens=2), n=4)
         finally:
-            del sglang_engine._post  # type: ignore[method-assign]
+            del client._post  # type: ignore[method-assign]
         assert cached == [99] * 4
 
     asyncio.run(scenario())
@@ -180,7 +181,7 @@ def test_an_update_whose_values_are_not_compared_must_still_be_complete(sglang_e
 
         async def update(version: int, weights: Weights) -> None:
             await sglang_engine.begin_update(version)
-            pushed = await asyncio.to_thread(pusher.push, iter(weights), None, None, False)
+            pushed = await asyncio.to_thread(lambda: pusher.push(iter(weights), verify=False))
             assert set(pushed[0].checksums.values()) == {UNCHECKED}
             await sglang_engine.end_update(version, pushed[0].checksums)
 
@@ -206,7 +207,7 @@ def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
         pusher.connect(0, lambda: kind(sglang_engine.endpoint, *address))
         deliver = kind.deliver
 
-        def watched(sender: Any, staged: payload.Staged) -> None:
+        def watched(sender: Any, staged: staging.StagedSlices) -> None:
             sent.extend(piece.held.tensor for piece in staged.pieces)
             deliver(sender, staged)
 
@@ -256,7 +257,7 @@ def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_
         return model
 
     async def scenario() -> None:
-        engine = await SglangEngine.start(options)
+        engine = await SglangEngine.open(options)
         try:
             model = moved(1)
             await sync(engine, weights_of(model), 1)
@@ -281,7 +282,7 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
     )
 
     async def scenario() -> None:
-        engine = await SglangEngine.start(options)
+        engine = await SglangEngine.open(options)
         try:
             await sync(engine, weights_that_never_end(tiny_path), 1)
             assert engine.server.pid is not None
@@ -297,7 +298,7 @@ def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_wei
             assert left == []
             with pytest.raises(EngineError, match=r"ended with exit code -9; .*server\.log ends with:"):
                 await engine.health()
-            await engine.restart()
+            engine = await SglangEngine.open(options)
             with pytest.raises(EngineError, match="no weights of a known version"):
                 await engine.generate(PROMPTS, SamplingParams(max_new_tokens=2))
             model = load(tiny_path, seed=6)
@@ -331,6 +332,7 @@ def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     options = ServerOptions(str(tmp_path / "no-such-model"), tmp_path / "server.log", start_timeout_s=120)
     server = SglangServer(options)
@@ -344,14 +346,14 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind((HOST, 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(EngineError, match=f"rollout.engine_args.port is {port}, which is in use"):
+        with pytest.raises(EngineError, match=f"rollout.servers.port is {port}, which is in use"):
             SglangServer(ServerOptions("model", tmp_path / "server.log", port=port)).start()
 
 
 STARTS_A_SERVER = """
 import sys, time
 from pathlib import Path
-from megarl.rollout.sglang_server import ServerOptions, SglangServer
+from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 server = SglangServer(ServerOptions(sys.argv[1], Path(sys.argv[2]), threads=1, max_total_tokens=512, max_running_requests=2))
 server.start()
 print(server.url, server.pid, flush=True)
@@ -359,6 +361,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_server_whose_owner_was_killed(tiny_path: Path, tmp_path: Path) -> None:
     """That `stop` leaves nothing is asserted where the shared server is stopped, in conftest."""
     arguments = [str(tiny_path), str(tmp_path / "server.log")]

@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.reshard.pieces import Piece
+from megarl.reshard.rank_plan import WeightSlice
 from megarl.reshard.targets import EVERY_RANK
-from megarl.rollout.checksums import UNCHECKED, EngineLayout
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_senders import taken
-from megarl.rollout.sglang_server import ServerOptions
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
+from megarl.weight_sync.sglang_senders import checksums_of
 from tests.families import FAMILIES, build_folder
-from tests.rollout.test_hub_names import other_values, update
+from tests.models.test_transformers_names import other_values, update
 from tests.rollout.tiny import largest_difference
 
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
@@ -53,7 +53,7 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tp: 
     options = ServerOptions(str(folder), tmp_path / "log", tp=tp, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
 
     async def scenario() -> None:
-        engine = await SglangEngine.start(options)
+        engine = await SglangEngine.open(options)
         try:
             await update(engine, weights)
             groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
@@ -83,7 +83,7 @@ def test_where_the_order_of_experts_is_not_known_they_are_sent_whole_this_is_sai
     for name, held in layout.slices.items():
         whole = ".experts." in name
         assert [box.engine_rank for box in held] == ([EVERY_RANK] if whole else [0, 1])
-        checksums = taken([Piece(box, torch.zeros(box.rows, box.cols)) for box in held])
+        checksums = checksums_of([WeightSlice(box, torch.zeros(box.rows, box.cols)) for box in held])
         assert (set(checksums.values()) == {UNCHECKED}) is whole
     caplog.clear()
     assert not EngineLayout.of_model(folder, "float32", 2, "cpu").takes_whole_experts
@@ -105,6 +105,6 @@ def test_a_model_that_sglang_would_serve_wrongly_is_refused_before_a_server_star
 ) -> None:
     build_folder(family, tmp_path / "model")
     options = ServerOptions(str(tmp_path / "model"), tmp_path / "server.log")
-    with pytest.raises(EngineError, match=f"rollout.engine is 'sglang'.*{why}.*may be 'embedded'"):
-        asyncio.run(SglangEngine.start(options))
+    with pytest.raises(EngineError, match=f"rollout.engine is 'sglang'.*{why}.*must be 'embedded'"):
+        asyncio.run(SglangEngine.open(options))
     assert not (tmp_path / "server.log").exists()

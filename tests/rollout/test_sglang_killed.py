@@ -11,12 +11,13 @@ import psutil
 import pytest
 
 from megarl.errors import EngineError
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.payload import Staged
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_server import ServerOptions
-from megarl.workers import weight_sync
-from megarl.workers.weight_sync import Pusher, open_sender
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.weight_sync import pusher
+from megarl.weight_sync.pusher import Pusher
+from megarl.weight_sync.staging import StagedSlices
+from megarl.workers.senders import open_sender
 from tests.rollout.tiny import PROMPTS, free_address, largest_difference, load, weights_of
 
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
@@ -31,7 +32,7 @@ def connect(pusher: Pusher, number: int, engine: SglangEngine) -> None:
 def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_whole_one(
     sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_sync, "LOAD_BYTES", 2**15)
+    monkeypatch.setattr(pusher, "LOAD_BYTES", 2**15)
     options = ServerOptions(
         str(tiny_path), tmp_path / "server.log", threads=1, max_total_tokens=1024, max_running_requests=8, start_timeout_s=240
     )
@@ -47,7 +48,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
         return await asyncio.to_thread(pusher.push, iter(weights_of(model)), dict.fromkeys(engines))
 
     async def scenario() -> None:
-        victim = await SglangEngine.start(options, initial_version=0)
+        victim = await SglangEngine.open(options, initial_version=0)
         engines, pusher = {0: sglang_engine, 1: victim}, Pusher()
         try:
             for number, engine in engines.items():
@@ -56,7 +57,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
             delivered: list[int] = []
             deliver = pusher.senders[1].deliver
 
-            def dying(staged: Staged) -> None:
+            def dying(staged: StagedSlices) -> None:
                 if len(delivered) == 3:
                     assert victim.server.pid is not None
                     psutil.Process(victim.server.pid).kill()
@@ -73,9 +74,10 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
             await agrees(sglang_engine, new, 31)
             with pytest.raises(EngineError):
                 await victim.end_update(31, pushed[0].checksums)
-            for brings_back in (None, victim.restart):
-                if brings_back is not None:
-                    await brings_back()
+            for is_new in (False, True):
+                if is_new:
+                    await victim.stop()
+                    victim = await SglangEngine.open(options)
                 assert victim.weight_version is None
                 with pytest.raises(EngineError, match="no weights of a known version"):
                     await victim.generate(PROMPTS, SAMPLING)

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_senders import call
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.weight_sync.sglang_senders import call
 
 QUESTIONS = {
     "generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
@@ -50,7 +50,7 @@ def test_it_listens_on_loopback(sglang_engine: SglangEngine) -> None:
     listening = [c for p in processes(sglang_engine) for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     own_port = urllib.parse.urlsplit(sglang_engine.server.url).port
     assert {c.laddr.ip for c in listening if c.laddr.port == own_port} == {"127.0.0.1"}
-    # torch's rendezvous of the server's ranks listens everywhere, whatever it is told (docs/reliability.md)
+    # torch's rendezvous of the server's ranks listens everywhere, whatever it is told (docs/security.md)
     elsewhere = {c.laddr.port for c in listening if c.laddr.ip not in ("127.0.0.1", "::1")}
     assert len(elsewhere) <= 1, listening
 

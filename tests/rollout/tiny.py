@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megarl.rollout.engine import Engine, Generation
+from megarl.rollout.engines.protocol import Engine, Generation
 
 TINY = LlamaConfig(
     vocab_size=512,

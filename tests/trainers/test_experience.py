@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
-from megarl.trainers.experience import Experience, group_rewards, is_tied
+from megarl.trainers.rl.experience import Experience, group_rewards, is_tied
 
 BASE: dict[str, Any] = {
     "model": {"path": "nowhere"},
@@ -94,13 +95,13 @@ def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
 
 
 def test_truncated_responses_leave_the_mask_but_still_count_in_their_group() -> None:
-    made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.truncated=mask")
+    made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.truncated_responses=mask")
     assert made.mask.any(1).tolist() == [True, True, False, True]
     assert of_row(made, 3) == [-0.5] * 3
 
 
 def test_importance_weights_are_truncated_and_denominators_kept() -> None:
-    made, metrics, _ = advantages("algorithm.correction={mode: tis_token, high: 2.0}")
+    made, metrics, _ = advantages("algorithm.rollout_correction={mode: tis_token, high: 2.0}")
     weights = [made.columns["correction"][row, 0].item() for row in range(4)]
     assert weights == pytest.approx([1.0, 2.0, math.exp(-1), math.exp(0.1)], abs=1e-6)
     assert made.mask.sum() == sum(LENGTHS)
@@ -108,7 +109,7 @@ def test_importance_weights_are_truncated_and_denominators_kept() -> None:
 
 
 def test_rejected_responses_leave_every_denominator() -> None:
-    correction = "algorithm.correction={mode: reject_sequence, low: 0.9, high: 1.2}"
+    correction = "algorithm.rollout_correction={mode: reject_sequence, low: 0.9, high: 1.2}"
     made, _, _ = advantages(correction, "algorithm.advantage=reinforce")
     assert made.mask.any(1).tolist() == [True, False, False, True]
     made, metrics, _ = advantages(correction)  # what is left of each group is alone in it
@@ -118,7 +119,9 @@ def test_rejected_responses_leave_every_denominator() -> None:
 
 def test_kl_in_the_reward_is_subtracted_at_every_token_from_there_on() -> None:
     made, _, _ = advantages(
-        "algorithm.advantage=reinforce", "algorithm.kl={coef: 0.2, estimator: k1, where: reward}", "algorithm.shaping.clip=null"
+        "algorithm.advantage=reinforce",
+        "algorithm.kl={coef: 0.2, estimator: k1, apply_to: reward}",
+        "algorithm.shaping.clip=null",
     )
     assert of_row(made, 0) == pytest.approx([1.0 - 0.2, 1.0 - 0.1], abs=1e-6)
 
@@ -126,7 +129,7 @@ def test_kl_in_the_reward_is_subtracted_at_every_token_from_there_on() -> None:
 def test_the_kl_weight_is_steered_towards_its_target_and_saved() -> None:
     overrides = [
         "algorithm.advantage=reinforce",
-        "algorithm.kl={coef: 0.2, estimator: k1, where: reward, target: 0.5, horizon: 10}",
+        "algorithm.kl={coef: 0.2, estimator: k1, apply_to: reward, target: 0.5, horizon: 10}",
     ]
     _, metrics, experience = advantages(*overrides)
     assert metrics["kl/coef"] == 0.2  # what this step used
@@ -144,9 +147,10 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made.columns["values"] = torch.zeros(made.mask.shape)
     made.columns["values_after"] = torch.full(made.mask.shape, 0.0)
     made.columns["values_after"][:, 0] = 2.0
-    Experience(
-        config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.lam=1.0", "algorithm.truncated=bootstrap")
-    ).estimate(made, REWARDS)
+    bootstrap = "algorithm.truncated_responses=bootstrap"
+    Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap)).estimate(
+        made, REWARDS
+    )
     assert of_row(made, 2) == pytest.approx([5.0] * 6)
     assert of_row(made, 3) == pytest.approx([2.0] * 3)
 
@@ -162,10 +166,10 @@ def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
         (): False,
         ("algorithm.epochs=2",): True,
         ("algorithm.mini_batches=2",): True,
-        ("algorithm.correction.mode=mis_token",): True,
+        ("algorithm.rollout_correction.mode=mis_token",): True,
         ("algorithm.name=ppo",): True,
     }
-    assert {overrides: Experience(config(*overrides)).needs_old_log_probs for overrides in needed} == needed
+    assert {overrides: config(*overrides).needs_old_log_probs for overrides in needed} == needed
 
 
 def test_groups_are_found_by_their_ids() -> None:
@@ -178,17 +182,41 @@ def test_groups_are_found_by_their_ids() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["algorithm.correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.correction.low is 2.0"),
-        (["algorithm.truncated=bootstrap"], "'gae'"),
+        (["algorithm.rollout_correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.rollout_correction.low is 2.0"),
+        (["algorithm.truncated_responses=bootstrap"], "'gae'"),
         (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
-        (["algorithm.advantage=grpo_process"], "reward_model.process"),
+        (["algorithm.advantage=grpo_process"], "reward_model.per_step"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target"),
-        (["algorithm.kl={where: reward}"], "algorithm.kl.where is 'reward'"),
-        (["reference.reset_every=2", "algorithm.kl.coef=0.0"], "reference.reset_every is 2"),
-        (["rollout.samples_per_prompt=1", "rollout.prompts_per_step=4"], "needs at least 2"),
+        (["algorithm.kl={apply_to: reward}"], "algorithm.kl.apply_to is 'reward'"),
+        (["reference.reset_every=2", "algorithm.kl.coef=0.0"], "reference.reset_every needs a reference model"),
+        (["rollout.samples_per_prompt=1", "rollout.prompts_per_step=4"], "it must be at least 2"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config(*overrides)
     assert sentence in str(raised.value)
+
+
+WRONG_ANSWERS = [
+    ("return None", r"must return AdvantageOutputs, but returned NoneType"),
+    ("return AdvantageOutputs(advantages=inputs.scores)", r"advantages as a tensor of shape \[4, 6\], but gave shape \[4\]"),
+    ("return AdvantageOutputs(advantages=[1.0])", r"advantages as a tensor of shape \[4, 6\], but gave list"),
+    ("return AdvantageOutputs(advantages=zeros)", r"returns as a tensor of shape \[4, 6\], as the critic is trained on them"),
+    ("return AdvantageOutputs(advantages=zeros, returns=zeros, dropped=zeros)", r"dropped as a tensor of shape \[4\]"),
+    ("return inputs.values + inputs.greedy_scores['a']", r"raised TypeError.*mine\.py line 5"),
+]
+
+
+@pytest.mark.parametrize(("answer", "sentence"), WRONG_ANSWERS)
+def test_what_a_users_estimator_does_wrong_is_one_sentence(answer: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from megarl.algorithms import AdvantageOutputs, needs\n@needs(values=True, greedy=True)\n"
+        f"def f(inputs):\n    zeros = inputs.mask.float()\n    {answer}\n"
+    )
+    made = batch()
+    made.columns["values"] = torch.zeros(made.mask.shape)
+    experience = Experience(config(f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.kl.coef=0.0"))
+    with pytest.raises(ConfigError, match=sentence) as error:
+        experience.estimate(made, REWARDS, {"g0": 0.0, "g1": 0.0})
+    assert str(error.value).startswith("algorithm.advantage: '")

@@ -5,58 +5,71 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megarl.config.guard_rules import GuardRule, parse_guards
+from megarl.config.guard_rules import GuardConfig, GuardRule, parse_guards, skip_rules
 from megarl.errors import CheckpointError, ConfigError, GuardError
-from megarl.trainers.guards import Guards, newest_sound_before, skip_rules
+from megarl.trainers.run.guards import Guards, newest_sound_before
 
 UPDATE = ("policy/grad_norm", "kl/reference")
 STEP = {"policy/grad_norm": 1.0, "kl/reference": 0.1, "reward/mean": 0.5}
 
 
+def guard(action: str, metric: str, **fields: float) -> GuardConfig:
+    return GuardConfig.model_validate({"action": action, "metric": metric, **fields})
+
+
 def see(guards: Guards, **changes: float) -> GuardRule | None:
     """A step whose metrics are `STEP` but for `changes`, whose names have _ for /."""
-    return guards.see_step(STEP | {name.replace("_", "/", 1): value for name, value in changes.items()}, UPDATE)
+    return guards.check_step(STEP | {name.replace("_", "/", 1): value for name, value in changes.items()}, UPDATE)
 
 
-def test_a_rule_reads_as_it_is_written() -> None:
-    texts = [
-        "stop if kl/reference above 0.5 for 3 steps",
-        "skip if policy/grad_norm above 1e2",
-        "rollback if reward/mean below -1",
+def test_a_rule_says_its_guard_in_one_line() -> None:
+    guards = [
+        guard("stop", "kl/reference", above=0.5, for_steps=3),
+        guard("skip", "policy/grad_norm", above=1e2),
+        guard("rollback", "reward/mean", below=-1),
     ]
-    assert parse_guards(texts) == (
+    assert parse_guards(guards) == (
         GuardRule("stop", "kl/reference", "above", 0.5, 3),
         GuardRule("skip", "policy/grad_norm", "above", 100.0, 1),
         GuardRule("rollback", "reward/mean", "below", -1.0, 1),
     )
-    assert [str(rule) for rule in parse_guards(texts)] == [texts[0], "skip if policy/grad_norm above 100", texts[2]]
+    assert [str(rule) for rule in parse_guards(guards)] == [
+        "stop if kl/reference above 0.5 for 3 steps",
+        "skip if policy/grad_norm above 100",
+        "rollback if reward/mean below -1",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("fields", "sentence"),
     [
-        ("kl/reference > 1", "it may be '<skip|rollback|stop> if"),
-        ("halt if kl/reference above 1", r"run.guards\[0\] says 'halt', but it may say skip, rollback, stop"),
-        ("stop if kl/reference above much", "has the bound 'much', but it may be a number"),
-        ("stop if kl/reference above nan", "has the bound 'nan'"),
-        ("stop if kl/reference above 1 for 0 steps", "at least one step"),
-        ("skip if kl/reference above 1 for 2 steps", "an update is skipped at once"),
+        ({"action": "stop"}, "run.guards[0] needs a bound: set run.guards[0].above or run.guards[0].below"),
+        (
+            {"action": "stop", "above": 1, "below": 2},
+            "run.guards[0].below is 2.0, which stands beside above; it must be in a guard of its own",
+        ),
+        (
+            {"action": "skip", "above": 1, "for_steps": 2},
+            "run.guards[0].for_steps is 2, which action = 'skip' cannot wait for: an update is skipped at once; it must be 1",
+        ),
     ],
 )
-def test_a_rule_that_says_nothing_is_a_sentence(text: str, part: str) -> None:
-    with pytest.raises(ConfigError, match=part):
-        parse_guards([text])
+def test_a_guard_that_contradicts_itself_is_a_sentence(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_guards([GuardConfig(metric="kl/reference", **fields)])
+    assert str(caught.value) == sentence
 
 
 def test_each_role_judges_its_own_metrics() -> None:
-    texts = [f"skip if {name} above 1" for name in ("policy/grad_norm", "critic/grad_norm", "kl/reference", "train/loss")]
-    texts.append("stop if policy/grad_norm above 9")
+    guards = [guard("skip", name, above=1) for name in ("policy/grad_norm", "critic/grad_norm", "kl/reference", "train/loss")]
+    guards.append(guard("stop", "policy/grad_norm", above=9))
 
     def metrics(*arguments: str, others: tuple[str, ...] = ()) -> list[str]:
-        return [rule.metric for rule in skip_rules(texts, *arguments, others=others)]
+        return [rule.metric for rule in skip_rules(guards, *arguments, others=others)]
 
     assert metrics("policy", "policy", others=("critic",)) == ["grad_norm", "kl/reference", "train/loss"]
     assert metrics("critic", "critic", others=("policy",)) == ["grad_norm", "kl/reference", "train/loss"]
@@ -64,7 +77,7 @@ def test_each_role_judges_its_own_metrics() -> None:
 
 
 def test_a_rule_is_due_after_its_steps_in_a_row() -> None:
-    guards = Guards(["rollback if kl/reference above 1 for 3 steps"])
+    guards = Guards([guard("rollback", "kl/reference", above=1, for_steps=3)])
     seen = [see(guards, kl_reference=value) for value in (2, 2, 0.5, 2, 2, math.nan)]
     assert seen == [None] * 5 + [guards.rules[0]]
     guards.went_back()
@@ -73,14 +86,14 @@ def test_a_rule_is_due_after_its_steps_in_a_row() -> None:
 
 
 def test_a_reward_that_collapses_stops_the_run() -> None:
-    guards = Guards(["stop if reward/mean below 0.05 for 2 steps"])
+    guards = Guards([guard("stop", "reward/mean", below=0.05, for_steps=2)])
     see(guards, reward_mean=0.01)
-    with pytest.raises(GuardError, match=r"'stop if reward/mean below 0.05 for 2 steps', and reward/mean is 0.02"):
+    with pytest.raises(GuardError, match=r"'stop if reward/mean below 0.05 for 2 steps' applies: reward/mean is 0.02"):
         see(guards, reward_mean=0.02)
 
 
 def test_a_run_goes_back_three_times_at_most() -> None:
-    guards = Guards(["rollback if kl/reference above 1"])
+    guards = Guards([guard("rollback", "kl/reference", above=1)])
     for _ in range(3):
         assert see(guards, kl_reference=2) is not None
         guards.went_back()
@@ -92,41 +105,41 @@ def test_three_updates_in_a_row_that_are_not_finite_stop_the_run_also_across_a_r
     broken = {"policy/skipped": 1.0, "policy/non_finite": 1.0, "critic/skipped": 0.0, "critic/non_finite": 0.0}
     guards = Guards([])
     for update in (broken, broken, broken | {"policy/skipped": 0.0, "policy/non_finite": 0.0}, broken, broken):
-        guards.see_update(update)
+        guards.record_update(update)
         see(guards)
     resumed = Guards([])
     resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
     assert resumed.figures()["guards/skipped"] == 4
-    resumed.see_update(broken)
+    resumed.record_update(broken)
     with pytest.raises(GuardError, match="policy: 3 updates in a row"):
         see(resumed)
 
 
 def test_a_half_counted_rule_goes_on_after_a_resume() -> None:
-    texts = ["rollback if kl/reference above 1 for 2 steps"]
-    guards, resumed = Guards(texts), Guards(texts)
+    rule = guard("rollback", "kl/reference", above=1, for_steps=2)
+    guards, resumed = Guards([rule]), Guards([rule])
     assert see(guards, kl_reference=2) is None
     resumed.load_state_dict(json.loads(json.dumps(guards.state_dict())))
     assert see(resumed, kl_reference=2) == resumed.rules[0]
 
 
 def test_what_is_known_before_an_update_can_forbid_it() -> None:
-    guards = Guards(["skip if reward/mean above 10", "stop if reward/mean above 0"])
-    assert not guards.refuses({"reward/mean": 9.0})
-    assert guards.refuses({"reward/mean": 11.0})
-    assert guards.refuses({"reward/mean": math.nan})
+    guards = Guards([guard("skip", "reward/mean", above=10), guard("stop", "reward/mean", above=0)])
+    assert not guards.should_skip({"reward/mean": 9.0})
+    assert guards.should_skip({"reward/mean": 11.0})
+    assert guards.should_skip({"reward/mean": math.nan})
 
 
 @pytest.mark.parametrize(
-    ("text", "part"),
+    ("wrong", "part"),
     [
-        ("stop if kl/refrence above 1", "has no metric 'kl/refrence' (did you mean 'kl/reference'?)"),
-        ("skip if response/tokens_mean above 1", "response/tokens_mean is known only after the update"),
+        (guard("stop", "kl/refrence", above=1), "has no metric 'kl/refrence' (did you mean 'kl/reference'?)"),
+        (guard("skip", "response/tokens_mean", above=1), "response/tokens_mean is known only after the update"),
     ],
 )
-def test_a_rule_about_a_metric_that_is_not_there_is_a_sentence_after_one_step(text: str, part: str) -> None:
-    guards = Guards([text, "stop if eval/accuracy below 0"])
-    guards.see_step({"critic/loss": 1.0}, [])  # the critic warms up: the policy has no figures yet
+def test_a_rule_about_a_metric_that_is_not_there_is_a_sentence_after_one_step(wrong: GuardConfig, part: str) -> None:
+    guards = Guards([wrong, guard("stop", "eval/accuracy", below=0)])
+    guards.check_step({"critic/loss": 1.0}, [])  # the critic warms up: the policy has no figures yet
     with pytest.raises(ConfigError) as caught:
         see(guards, response_tokens_mean=3.0)
     assert part in str(caught.value)
@@ -140,8 +153,8 @@ def test_a_run_goes_back_to_before_the_first_step_that_broke_the_rule(tmp_path: 
         if path in damaged:
             raise CheckpointError("damaged")
 
-    monkeypatch.setattr("megarl.trainers.guards.check", check)
-    (rule,) = parse_guards(["rollback if kl/reference above 1 for 2 steps"])
+    monkeypatch.setattr("megarl.trainers.run.guards.check", check)
+    (rule,) = parse_guards([guard("rollback", "kl/reference", above=1, for_steps=2)])
     assert newest_sound_before(found, 6, rule) == found[1]  # the steps 5 and 6 broke it
     assert newest_sound_before(found, 5, rule) == found[0]
     damaged.append(found[1])

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.replay import ReplayEngine
-from megarl.trainers.objectives import LOG_PROBS, PolicyObjective, combine
-from megarl.trainers.samples_file import SamplesFile, pieces
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.replay import ReplayEngine
+from megarl.trainers.rl.objectives import PolicyObjective
+from megarl.trainers.rl.samples_file import SamplesFile, pieces
+from megarl.trainers.run.update_metrics import LOG_PROBS, combine
 
 
 class Letters:
@@ -91,7 +92,7 @@ def test_the_update_brings_back_the_log_probs_of_the_rows_that_are_shown() -> No
     columns = ["weights", "advantages", "rollout_log_probs"]
     answers = []
     for row in (0, 1):  # a micro-batch each, on ranks of their own
-        stream = pack(made.units([row], columns, share_prompts=False))
+        stream = pack(made.units([row], columns, share_prefix=False))
         output = torch.stack([torch.arange(len(stream.rows)) - 7.0, torch.zeros(len(stream.rows))], dim=-1)
         answers.append(PolicyObjective("clip", shown_rows=1)(output, stream)[1])
     found = combine(answers)[LOG_PROBS]

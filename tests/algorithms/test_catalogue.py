@@ -1,0 +1,101 @@
+"""The catalogue names what is registered, and what it says of each estimator and loss is so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, AdvantageOutputs, LossSettings, RunningMean, catalogue
+from megarl.algorithms.catalogue import ESTIMATORS, SETTINGS
+from megarl.config.presets import AdvantageName, PolicyLossName
+from megarl.errors import ConfigError
+from tests.algorithms.batches import B, batch
+
+GIVEN_FOR: dict[str, dict[str, Any]] = {
+    "values": {"values": None},
+    "greedy": {"greedy_scores": None},
+    "step_rewards": {"step_rewards": None, "step_ends": None},
+}
+"""What an estimator is not given if it does not have the need."""
+
+
+def everything(name: str, **changes: Any) -> AdvantageInputs:
+    """A batch in which nothing is missing, with rewards that the estimator takes."""
+    inputs = batch(baseline=RunningMean(3, 0.25), greedy_scores=torch.linspace(-1, 1, B, dtype=torch.float64))
+    return dataclasses.replace(inputs, **changes)
+
+
+def differs(name: str, **changes: Any) -> bool:
+    """Whether the estimator answers something else, or cannot answer, with these inputs changed."""
+
+    def answer(inputs: AdvantageInputs) -> AdvantageOutputs:
+        outputs: AdvantageOutputs = ADVANTAGES.resolve(name)(inputs)
+        return outputs
+
+    before = answer(everything(name))
+    try:
+        after = answer(everything(name, **changes))
+    except ValueError:
+        return True
+    same_returns = (before.returns is None) == (after.returns is None)
+    return not (same_returns and torch.equal(before.advantages, after.advantages))
+
+
+def test_the_catalogue_and_the_config_have_the_names_that_are_registered() -> None:
+    assert set(ESTIMATORS) == set(ADVANTAGES)
+    assert set(catalogue.POLICY_LOSSES) == set(POLICY_LOSSES)
+    assert set(get_args(AdvantageName)) == set(ADVANTAGES)
+    assert set(get_args(PolicyLossName)) == set(POLICY_LOSSES)
+
+
+@pytest.mark.parametrize("need", sorted(GIVEN_FOR))
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_reads_what_it_says_it_needs_and_nothing_else(name: str, need: str) -> None:
+    assert differs(name, **GIVEN_FOR[need]) is getattr(ESTIMATORS[name], need)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_with_a_critic_answers_what_the_critic_is_trained_on(name: str) -> None:
+    outputs: AdvantageOutputs = ADVANTAGES.resolve(name)(everything(name))
+    assert (outputs.returns is not None) is ESTIMATORS[name].values
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_compares_groups_if_it_says_so(name: str) -> None:
+    alone = everything(name).groups.clone()
+    alone[:] = torch.arange(B)
+    outputs: AdvantageOutputs = ADVANTAGES.resolve(name)(everything(name, groups=alone))
+    assert (outputs.dropped is not None and bool(outputs.dropped.all())) is ESTIMATORS[name].group
+    assert differs(name, groups=alone) is ESTIMATORS[name].group
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_has_a_place_for_a_token_penalty_if_it_says_so(name: str) -> None:
+    penalty = torch.linspace(-1, 0, 72, dtype=torch.float64).reshape(9, 8)
+    if ESTIMATORS[name].token_penalty:
+        assert differs(name, token_penalty=penalty)
+    else:
+        with pytest.raises(ConfigError, match="has no place for it"):
+            differs(name, token_penalty=penalty)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_loss_reads_the_constants_that_it_says_it_reads(name: str, setting: str) -> None:
+    new = torch.tensor([-0.1, -3.0, -0.2, -3.5], dtype=torch.float64)
+    old = torch.tensor([-3.0, -0.1, -3.5, -0.2], dtype=torch.float64)  # ratios far above and far below 1
+    advantages = torch.tensor([1.0, -1.0, -2.0, 2.0], dtype=torch.float64)
+
+    def loss(settings: LossSettings) -> Tensor:
+        return POLICY_LOSSES.resolve(name)(new, old, advantages, response=torch.arange(4), settings=settings)[0]
+
+    changed = dataclasses.replace(LossSettings(), **{setting: 0.5 if setting != "dual_clip" else 5.0})
+    assert (not torch.equal(loss(LossSettings()), loss(changed))) is (setting in catalogue.POLICY_LOSSES[name].settings)
+
+
+def test_the_constants_are_those_of_the_settings() -> None:
+    assert tuple(field.name for field in dataclasses.fields(LossSettings)) == SETTINGS

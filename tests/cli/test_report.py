@@ -1,0 +1,173 @@
+"""megarl report, compare, samples and chat: what they write and print, and the sentences that bad input gets."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.cli import main
+from megarl.config import Layout
+from megarl.convert.plan import plan_dist
+from megarl.convert.run import run_plan
+from megarl.convert.sources import open_hf
+from megarl.observe.plots import band
+from megarl.observe.report import POINTS, SAMPLES, SPANS, TOKENS, as_inert_json, page_data
+from megarl.observe.run_record import differences, read_run, repetitions
+from tests.observe.recorded import HARM, write_run
+
+TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
+
+
+def test_a_report_is_one_file_with_a_trace_and_a_picture_beside_it(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    trace, png = tmp_path / "trace.json", tmp_path / "reward.png"
+    assert main(["report", str(run), "--trace", str(trace), "--png", str(png)]) == 0
+    assert str(run / "report.html") in capsys.readouterr().out
+    page = (run / "report.html").read_text()
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")  # nothing to load
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert len(spans) == 12 * 4
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("value", [HARM, "<!--", "\u2028", "]]>", "&lt;"])
+def test_json_in_a_page_means_the_same_and_holds_no_markup(value: str) -> None:
+    text = as_inert_json({value: [value, float("nan"), 1.5]})
+    assert json.loads(text) == {value: [value, None, 1.5]}
+    assert not set(text) & set("<>&\u2028\u2029")
+
+
+def test_seeds_belong_together_and_other_configs_apart(tmp_path) -> None:
+    runs = [read_run(write_run(tmp_path / n, seed=s, lr=lr)) for n, s, lr in (("a", 0, 1.0), ("b", 0, 2.0), ("c", 1, 1.0))]
+    assert repetitions(runs) == [[0, 2], [1]]
+    assert differences(runs)["policy.optimizer.lr"] == [1.0, 2.0, 1.0]
+    assert list(differences(runs)) == ["run.name", "run.seed", "policy.optimizer.lr"]
+
+
+def test_a_band_is_over_the_steps_that_all_seeds_have() -> None:
+    assert band([{1: 0.0, 2: 1.0, 3: 9.0}, {1: 1.0, 2: 4.0}]) == ([1, 2], [0.0, 1.0], [0.5, 2.5], [1.0, 4.0])
+
+
+def test_a_long_run_makes_a_page_of_bounded_size(tmp_path) -> None:
+    record = read_run(write_run(tmp_path / "r", steps=1500))
+    spans = {f"policy {rank}": [["update", 0.0, 1.0]] * 4 for rank in range(64)}
+    record = replace(record, trace=[{"step": step, "spans": spans} for step in range(1, 1501)])
+    long = [sample | {"response_ids": [1] * 8000} for sample in record.samples]
+    (data,) = page_data([replace(record, samples=long)])["runs"]
+    assert len(data["samples"]) == TOKENS // 8000
+    assert data["samples"][-1]["step"] > 1400
+    assert len(page_data([record])["runs"][0]["samples"]) == SAMPLES
+    assert len(data["steps"]) == len(data["curves"]["reward/mean"]) <= POINTS + 1
+    assert (data["steps"][0], data["steps"][-1]) == (0, 1500)
+    assert sum(len(spans) for row in data["trace"] for spans in row["spans"].values()) <= SPANS
+    assert data["trace"][-1]["step"] == 1500
+
+
+def test_compare_prints_fields_and_means(tmp_path, capsys) -> None:
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=3e-5, seed=1)]
+    assert main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["policy.optimizer.lr", "1e-05", "3e-05"] in rows
+    assert ["reward/mean", "0.375", "0.475"] in rows  # of steps 3 to 12
+    assert (tmp_path / "c.html").exists()
+
+
+def test_samples_are_found_by_step_reward_and_text(tmp_path, capsys) -> None:
+    run = str(write_run(tmp_path / "r"))
+
+    def heads(*options: str) -> list[str]:
+        assert main(["samples", run, *options]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+
+    assert heads("--step", "4", "--best", "--count", "1") == ["step 4  row-4@0/3  reward 0.75 (exact_number 0.75)  stop"]
+    assert heads("--worst", "--grep", "IS 7", "--count", "2")[0].startswith("step 7  row-7@0/0  reward 0 ")
+    assert heads()[0].startswith("step 12 ")
+
+
+def test_a_sample_cannot_steer_the_terminal(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[0])
+    sample["response_text"] = "[bold]x[/bold] \x1b]0;taken over\x07"
+    (run / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    main(["samples", str(run)])
+    assert "[bold]x[/bold] \ufffd]0;taken over\ufffd" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["report", "nowhere"], "nowhere holds no run: there is no metrics.jsonl in it"),
+        (["report", "R", "--png", "x.png", "--metric", "reward/maen"], "no such metric (did you mean 'reward/mean'?)"),
+        (["compare", "R"], "megarl compare needs two runs or more"),
+        (["samples", "R", "--step", "99"], "--step is 99, but samples were written of steps 1 to 12"),
+        (["samples", "R", "--grep", "nobody says this"], "holds no such sample"),
+        (["chat", "nowhere"], "nowhere is no Hugging Face folder, no checkpoint and no run"),
+        (["chat", "R"], "no checkpoint and no run that has one"),
+    ],
+)
+def test_bad_input_is_a_sentence(arguments, sentence, tmp_path, capsys) -> None:
+    run = str(write_run(tmp_path / "r"))
+    assert main([run if word == "R" else word for word in arguments]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_what_a_run_writes_is_named(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    (run / "samples.jsonl").write_text("not JSON\n")
+    assert main(["report", str(run)]) == 2
+    assert "cannot be read as a run" in capsys.readouterr().err
+
+
+needs_tiny = pytest.mark.skipif(not (TINY / "config.json").exists(), reason="needs models/tiny-arithmetic (make tiny-model)")
+
+
+@needs_tiny
+def test_chat_answers_each_line_as_the_model_would(monkeypatch, capsys) -> None:
+    lines = ["Calculate 2 + 3.\n", "\n", "Calculate 4 + 4.\n", "/quit\n", "Calculate 1 + 1.\n"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(lines)))
+    assert main(["chat", str(TINY), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() == [_greedy("Calculate 2 + 3."), _greedy("Calculate 4 + 4.")]
+
+
+@needs_tiny
+def test_chat_takes_the_newest_checkpoint_of_a_run(tmp_path, monkeypatch, capsys) -> None:
+    """The second checkpoint has the model's weights, the first one others."""
+    run = write_run(tmp_path / "r")
+    (run / "config.yaml").write_text(f"model: {{path: {TINY}}}\n")
+    for step, model in ((1, _with_other_weights(tmp_path / "other")), (2, TINY)):
+        weights = run / "checkpoints" / f"step_{step:06d}" / "policy"
+        run_plan(plan_dist("import", open_hf(model), Layout(), None), weights)
+        shutil.rmtree(weights / "hf")  # a run's checkpoint has none
+    monkeypatch.setattr("sys.stdin", io.StringIO("Calculate 2 + 3.\n"))
+    assert main(["chat", str(run), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.splitlines() == [_greedy("Calculate 2 + 3.")]
+
+
+def _with_other_weights(folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, folder)
+    file = folder / "model.safetensors"
+    save_file({name: tensor.flip(0).contiguous() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    return folder
+
+
+def _greedy(prompt: str) -> str:
+    """The model's answer without a cache, token by token."""
+    tokenizer, model = AutoTokenizer.from_pretrained(TINY), AutoModelForCausalLM.from_pretrained(TINY, dtype="auto")
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    start = ids.shape[1]
+    for _ in range(4):
+        with torch.no_grad():
+            token = model(ids).logits[0, -1].argmax()
+        ids = torch.cat([ids, token.view(1, 1)], dim=1)
+        if token == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(ids[0, start:], skip_special_tokens=True)

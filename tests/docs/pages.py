@@ -1,0 +1,61 @@
+"""The pages of docs/ as the site shows them: headings with the ids that Python-Markdown gives them, links, code blocks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^```(\w*)[^\S\n]*([^\n]*)\n(.*?)^```[^\S\n]*$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the `title="…"` that follows it, and what stands in it."""
+
+    language: str
+    title: str
+    text: str
+
+
+def pages() -> list[Path]:
+    """All pages of the site."""
+    return sorted(DOCS.glob("*.md"))
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of `page`, in order."""
+    found = []
+    for language, attributes, text in FENCE.findall(page.read_text()):
+        title = re.search(r'title="([^"]+)"', attributes)
+        found.append(Block(language, title[1] if title else "", text))
+    return found
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """The ids in `page` as Python-Markdown renders it with the site's extensions."""
+    import markdown
+
+    reader = _Ids()
+    reader.feed(markdown.markdown(page.read_text(), extensions=["toc", "attr_list", "tables", "pymdownx.superfences"]))
+    return frozenset(reader.ids)
+
+
+def links(page: Path) -> list[str]:
+    """Where the links of `page` lead, code left out."""
+    prose = re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+    return re.findall(r"\]\(([^)\s]+)\)", prose)
+
+
+class _Ids(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.ids |= {value for name, value in attrs if name == "id" and value}

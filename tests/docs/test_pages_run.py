@@ -1,0 +1,83 @@
+"""The how-to pages work as they stand: their files are written, their commands run, and what they show is what is printed.
+
+A block with a title is a file of that name. A `bash` block is run. A `text` block behind one shows lines of its output, in
+which a number stands for any number and `…` for anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, ROOT, blocks, pages
+
+MODEL = "models/tiny-arithmetic"
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+RUNNABLE = (
+    "add_a_model.md",
+    "add_a_reward.md",
+    "add_an_engine.md",
+    "add_an_episode.md",
+    "add_an_estimator.md",
+    "from_one_gpu_to_a_cluster.md",
+    "own_data.md",
+    "run_that_does_not_learn.md",
+)
+
+
+def pattern(line: str) -> str:
+    """The regular expression of a line that a page shows."""
+    words = re.split(rf"({NUMBER}|…|\s+)", line.strip())
+    return "".join(
+        ".*" if word == "…" else r"\s+" if word.isspace() else NUMBER if re.fullmatch(NUMBER, word) else re.escape(word)
+        for word in words
+        if word
+    )
+
+
+def missing(shown: str, printed: str) -> list[str]:
+    """The lines of `shown` that `printed` does not have."""
+    return [line for line in shown.splitlines() if line.strip() and not re.search(pattern(line), printed)]
+
+
+def test_a_line_that_was_not_printed_is_found() -> None:
+    printed = "step 1/6  reward 0.6133  tokens/s 1,299  (update 56%)\nheld-out accuracy: 35.0% before"
+    assert missing("step 3/6  reward 0.1 …\nheld-out accuracy: 1% before", printed) == []
+    assert missing("step 1/6  rewards 0.6133\nheld-out …", printed) == ["step 1/6  rewards 0.6133"]
+
+
+def test_every_page_with_files_of_its_own_is_run() -> None:
+    assert {page.name for page in pages() if any(block.title for block in blocks(page))} == set(RUNNABLE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # a page trains up to three times, each mostly the start of processes
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_the_page_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    if not (ROOT / MODEL / "config.json").is_file():
+        pytest.skip(f"needs {MODEL} (make tiny-model)")
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    programs = tmp_path / "bin"  # `megarl` and `python` are those of this interpreter, and megarl that of this checkout
+    programs.mkdir()
+    (programs / "megarl").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m megarl "$@"\n')
+    (programs / "megarl").chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    printed = ""
+    for block in blocks(DOCS / name):
+        if block.title:
+            (tmp_path / block.title).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / block.title).write_text(block.text)
+        elif block.language == "bash":
+            command = ["bash", "-euo", "pipefail", "-c", block.text]
+            done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+            printed = done.stdout + done.stderr
+            assert done.returncode == 0, f"{block.text}\n{printed[-4000:]}"
+        elif block.language == "text" and printed:
+            assert missing(block.text, printed) == [], printed[-4000:]

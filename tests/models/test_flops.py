@@ -1,0 +1,86 @@
+"""The operations behind `policy/tflops_per_gpu` and `policy/mfu` are those that torch counts in Hugging Face models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.data.stream import MicroBatch, Response, ScorePosition, Unit
+from megarl.models.flops import FlopsModel, update_flops
+from megarl.models.shape import shape_of
+from megarl.planning.gpus import gpu_called, gpu_named
+from megarl.trainers.run.timeline import throughput
+
+SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS = {
+    "llama": transformers.LlamaConfig(**SIZES, intermediate_size=80),
+    "qwen3": transformers.Qwen3Config(**SIZES, intermediate_size=80, head_dim=32),
+    "mixtral": transformers.MixtralConfig(**SIZES, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 4}, intermediate_size=80, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
+        qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
+    ),
+}  # fmt: skip
+
+
+def counted(config: Any, tokens: int) -> int:
+    """What torch counts in a forward and a backward pass over one sequence with an output row for each token."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    ids = torch.arange(tokens)[None] % config.vocab_size
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def one_response(prompt: int, response: int, scored: int) -> MicroBatch:
+    mask = torch.arange(response) < scored
+    return [Unit(torch.zeros(prompt, dtype=torch.long), [Response(0, torch.zeros(response, dtype=torch.long), mask)])]
+
+
+def ours(flops: FlopsModel, micro_batch: MicroBatch, **how: bool) -> int:
+    return update_flops(flops, [micro_batch], **{"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True} | how)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_are_those_of_the_hugging_face_model(name: str) -> None:
+    config = MODELS[name]
+    flops = FlopsModel.of(shape_of(config.to_dict()))
+    for tokens in (16, 40):
+        # a row for every token that is fed: a prompt of 1, and a response of one token more, whose last is not fed
+        found = ours(flops, one_response(1, tokens, tokens))
+        hidden_by_the_mask = 3 * flops.per_pair * (tokens * tokens - tokens * (tokens + 1) // 2)
+        assert found + hidden_by_the_mask == counted(config, tokens)
+
+
+def test_only_what_is_fed_and_scored_counts() -> None:
+    flops = FlopsModel(per_token=1000, per_logit_row=100, per_pair=1)
+    pairs = 5 * 6 // 2 + 3 * 5 + 3 * 4 // 2
+    assert ours(flops, one_response(5, 4, 2)) == 3 * (1000 * 8 + 100 * 2 + pairs)
+    assert ours(flops, one_response(5, 4, 2), logits=False) == 3 * (1000 * 8 + pairs)
+    with_last = 5 * 6 // 2 + 4 * 5 + 4 * 5 // 2
+    assert ours(flops, one_response(5, 4, 1), position=ScorePosition.AT, logits=False) == 3 * (1000 * 9 + with_last)
+    (unit,) = one_response(5, 4, 2)
+    pair = [Unit(unit.prompt_ids, [unit.responses[0], unit.responses[0]])]
+    assert ours(flops, pair, shared_prompts=False) == 2 * ours(flops, [unit])
+    assert 2 * ours(flops, [unit]) - ours(flops, pair) == 3 * (1000 * 5 + 5 * 6 // 2)
+
+
+def test_the_longest_rank_gives_the_time_and_a_known_gpu_the_share() -> None:
+    ranks = [[("update", 0.0, 1.0), ("forward", 1.0, 9.0), ("update", 9.0, 10.0)], [("update", 0.0, 4.0)]]
+    assert throughput(8 * 10**12, ranks, None) == {"policy/tflops_per_gpu": 1.0}
+    found = throughput(8 * 10**14, ranks, gpu_named("h200").peak_flops())
+    assert found == {"policy/tflops_per_gpu": 100.0, "policy/mfu": pytest.approx(100 / 989)}
+    assert throughput(0, ranks, None) == throughput(1, [[("forward", 0.0, 1.0)]], None) == {}
+
+
+def test_a_gpu_is_known_by_what_cuda_calls_it_alone() -> None:
+    assert gpu_called("NVIDIA H200") == gpu_named("h200")
+    assert gpu_called("NVIDIA H100 80GB HBM3") == gpu_named("h100")
+    assert gpu_called("NVIDIA H200 NVL") is gpu_called("NVIDIA H100 PCIe") is gpu_called(None) is None

@@ -1,0 +1,75 @@
+"""The reward server is for who brings its token, and reachable for others only with one."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.data.sample import Sample
+from megarl.errors import RewardError
+from megarl.rewards import build_rewards
+from megarl.rewards.server import TOKEN_VARIABLE, make_app, read_token, serve_reward
+from tests.rewards.local_server import running
+
+TOKEN = "0123456789abcdef-token"
+DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
+EXACT = [RewardConfig(name="exact_number")]
+
+
+def ask(url: str, header: str | None) -> int:
+    body = json.dumps({"query": ["p 1"], "prompts": ["p "], "labels": ["1"]}).encode()
+    request = urllib.request.Request(url, body, {"Authorization": header} if header is not None else {})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_only_who_brings_the_token_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", TOKEN)
+    sample = Sample("s", "g", "r", [1], [], [], [], [], "stop", "Q ", "it is 3", row={"answer": 3})
+
+    def client(**args: Any) -> Any:
+        return build_rewards([RewardConfig(name="http", args={"retries": 0, **args})], DATA)
+
+    with running(make_app(build_rewards(EXACT, DATA), token=TOKEN)) as url:
+        assert ask(url, f"Bearer {TOKEN}") == 200
+        for header in (None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN, f"bearer {TOKEN}é"):
+            assert ask(url, header) == 401, header
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}/health")
+        assert client(url=url, token_env="MY_TOKEN").score([sample]) == [1.0]
+        with pytest.raises(RewardError, match="answered status 401") as caught:
+            client(url=url).score([sample])
+        assert TOKEN not in str(caught.value)
+    with pytest.raises(RewardError, match="token_env is 'NOT_SET', but this variable is not set"):
+        client(url=url, token_env="NOT_SET")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "somewhere.example"])
+def test_no_server_that_others_reach_without_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with pytest.raises(RewardError, match=f"--host is {host}, which others can reach, so the server needs a token"):
+        serve_reward(EXACT, DATA, host, 0)
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    assert read_token(None) is None
+    monkeypatch.setenv(TOKEN_VARIABLE, "another-token-0123456789")
+    assert read_token(None) == "another-token-0123456789"
+    assert read_token(str(tmp_path / "token")) == TOKEN
+    (tmp_path / "token").write_text("short")
+    with pytest.raises(RewardError, match="16 printable ASCII characters or more") as caught:
+        read_token(str(tmp_path / "token"))
+    assert "short" not in str(caught.value)
+    with pytest.raises(RewardError, match="cannot be read"):
+        read_token(str(tmp_path / "nothing"))

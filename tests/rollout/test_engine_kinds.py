@@ -1,0 +1,118 @@
+"""Which class a run's engines are, and what it says of itself: known kinds, the user's own, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Config, parse_config
+from megarl.config.engine_kinds import KINDS, capabilities_of
+from megarl.errors import ConfigError
+from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.registry import CLASSES, check_engine, engine_path, load_engine
+from megarl.rollout.engines.sglang.server import ServerOptions
+
+STUB = """
+from megarl.rollout import Engine, EngineCapabilities
+
+class Stub(Engine):
+    capabilities = EngineCapabilities(concurrent=True)
+    @property
+    def weight_version(self): return 0
+    async def generate(self, prompts, params, *, n=1, keys=None, deadline_s=0.0): return []
+    async def health(self): pass
+    async def stop(self): pass
+    async def begin_update(self, version, base=None): pass
+    async def end_update(self, version, checksums=None): pass
+    async def abandon_update(self): pass
+"""
+
+
+def config_of(**rollout: object) -> Config:
+    """A config whose section `rollout` has these fields."""
+    task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
+    tree = {"model": {"path": "m"}, "data": {"train": task}, "rewards": [{"name": "exact_number"}], "rollout": rollout}
+    return parse_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "kind"),
+    [
+        ({"engine": "sglang"}, "sglang"),
+        ({"engine": "embedded"}, "embedded"),
+        ({"engine": "replay", "replay_from": "x.jsonl"}, "replay"),
+        ({"engine": "sglang", "weight_transport": "folder", "servers": {"urls": ["http://a:1"]}}, "running SGLang servers"),
+    ],
+)
+def test_the_config_knows_of_an_engine_what_its_class_says_of_itself(rollout: dict[str, object], kind: str) -> None:
+    config = config_of(**rollout)
+    assert engine_path(config.rollout) == CLASSES[kind]
+    assert load_engine(CLASSES[kind]).capabilities is capabilities_of(config.rollout)
+
+
+def test_every_kind_that_the_config_knows_has_a_class() -> None:
+    assert CLASSES.keys() == KINDS.keys()
+
+
+def test_a_class_of_the_users_own_is_taken_from_its_file_wherever_a_process_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(STUB)
+    monkeypatch.chdir(tmp_path)
+    config = config_of(engine="mine.py:Stub")
+    assert engine_path(config.rollout) == f"{tmp_path}/mine.py:Stub"
+    assert capabilities_of(config.rollout).concurrent
+    assert check_engine(config, "cpu").__name__ == "Stub"
+
+
+@pytest.mark.parametrize(
+    ("changed", "rollout", "sentence"),
+    [
+        (("class Stub(Engine)", "class Stub"), {}, r"mine.py:Stub', which must be a class derived from megarl.rollout.Engine"),
+        (("async def stop(self): pass", ""), {}, r"a class without stop, which every engine must have"),
+        (("capabilities =", "able ="), {}, r"has no EngineCapabilities as 'capabilities'"),
+        (("import Engine,", "import Engin,"), {}, r"mine.py cannot be imported: ImportError"),
+        (("class Stub", "class Stubb"), {}, r"no function 'Stub' \(did you mean 'Stubb'\?\)"),
+        (
+            ("", ""),
+            {"tp": 2},
+            r"rollout.tp is 2, which rollout.engine = '.*mine.py:Stub' cannot do in one process; it must be 1",
+        ),
+        (("", ""), {"engine_args": {"a": 1}}, r"rollout.engine_args needs .* an own engine that reads them"),
+        (("", ""), {"replay_from": "x"}, r"rollout.replay_from needs rollout.engine = 'replay'"),
+    ],
+)
+def test_a_class_that_is_no_engine_or_contradicts_a_field_is_refused_in_a_sentence(
+    tmp_path: Path, changed: tuple[str, str], rollout: dict[str, object], sentence: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(STUB.replace(*changed) if changed[0] else STUB)
+    with pytest.raises(ConfigError, match=sentence):
+        check_engine(config_of(engine=f"{file}:Stub", **rollout), "cpu")
+
+
+def test_no_code_of_the_user_runs_while_a_config_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit('it was run')")
+    assert config_of(engine=f"{file}:Stub").rollout.engine == f"{file}:Stub"
+
+
+def test_an_unknown_kind_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.engine is 'sglnag'.*did you mean 'sglang'"):
+        config_of(engine="sglnag")
+
+
+def test_a_server_of_each_engine_has_room_for_its_share_of_a_step(tmp_path: Path) -> None:
+    config = config_of(
+        engine="sglang", engines=3, prompts_per_step=8, samples_per_prompt=40, max_new_tokens=100, tp=2,
+        servers={"port": 2000}, engine_args={"mem_fraction_static": 0.5},
+    )  # fmt: skip
+    config = config.model_copy(update={"data": config.data.model_copy(update={"max_prompt_tokens": 28})})
+    kind = load_engine(CLASSES["sglang"])
+    options = ServerOptions("model", **kind.options(config, EnginePlace(2, 5, "cpu", tmp_path)))
+    assert (options.port, options.log_file, options.threads, options.tp) == (2002, tmp_path / "engine-2.log", 5, 2)
+    assert options.extra == {"mem_fraction_static": 0.5}
+    # 8 prompts are 3 for each of 3 engines, with 40 responses of at most 28 + 100 tokens
+    assert (options.max_running_requests, options.max_total_tokens) == (120, 120 * 128 + 1024)
+    assert ServerOptions("model", **kind.options(config, EnginePlace(0, 5, "cuda", tmp_path))).max_total_tokens is None

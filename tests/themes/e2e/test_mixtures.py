@@ -1,0 +1,100 @@
+"""Whole runs on mixtures of experts: every rank hands its experts to the engine, which samples as the trainer computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megarl.config import Config
+from megarl.errors import EngineError
+from megarl.models.hf_folder import HFFolder
+from megarl.observe import read_metrics
+from megarl.trainers.rl.loop import train
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 20, "kv_lora_rank": 12}
+        | {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_nextn_predict_layers": 0},
+    ),
+}
+
+
+def model_folder(kind: str, tokenizer_from: Path, folder: Path) -> Path:
+    """A random model of `kind` that speaks the tiny model's characters."""
+    prefix, settings = MODELS[kind]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_from)
+    config = getattr(transformers, f"{prefix}Config")(vocab_size=len(tokenizer), **(SIZES | settings))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:  # transformers' 0.02 would leave every expert's output at zero
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("qwen3_moe", {"dp": 2, "ep": 2}),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}),
+        ("deepseek_v3", {"pp": 2}),
+    ],
+    ids=["qwen3_moe-dp2+ep2", "mixtral-tp2+ep2", "deepseek_v3-pp2"],
+)
+def test_after_each_sync_the_engine_samples_from_the_experts_that_were_trained(
+    tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path, kind: str, layout: dict[str, Any]
+) -> None:
+    folder = model_folder(kind, tiny_model, tmp_path / kind)
+    config = tiny_config(
+        **{"model.path": str(folder), "policy.layout": layout, "data.eval": None, "run.steps": 3, "run.export": True}
+    )
+    gates = train(config)["gates"]
+    assert gates["kl_to_reference_at_first_step"] < 1e-9
+    assert gates["log_prob_max_difference_as_loaded"] < 1e-4
+    assert gates["log_prob_max_difference_after_sync"] < 1e-4
+    rows = read_metrics(Path(config.run_folder) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    samples = [json.loads(line) for line in (Path(config.run_folder) / "samples.jsonl").read_text().splitlines()]
+    exported, before = HFFolder(Path(config.run_folder) / "model"), HFFolder(folder)
+    assert set(exported.names) == set(before.names)
+    for name in before.names:
+        moved = float((exported.get_slice(name)[:] - before.get_slice(name)[:]).abs().max())
+        assert moved < 1e-2
+        assert moved > 0 or ".experts." not in name, name
+    assert {version for s in samples if s["step"] == 3 for version in s["weight_versions"]} == {2}
+
+
+def test_a_model_that_sglang_cannot_be_given_is_refused_before_anything_is_loaded(
+    tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path
+) -> None:
+    folder = model_folder("deepseek_v3", tiny_model, tmp_path / "deepseek_v3")
+    config = tiny_config(**{"model.path": str(folder), "rollout.engine": "sglang", "data.eval": None})
+    with pytest.raises(EngineError, match=r"rollout\.engine is 'sglang'.*it must be 'embedded'"):
+        train(config)
+    assert not list(Path(config.run_folder).rglob("engine-*.log"))

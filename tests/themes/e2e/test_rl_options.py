@@ -1,0 +1,148 @@
+"""Options of the RL loop that need ranks and engines: each acts, and by what it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megarl.config import Config
+from megarl.observe import read_metrics
+from megarl.trainers.rl.loop import train
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+HERE = Path(__file__).parent
+NO_EVAL = {"data.eval": None, "run.log_samples": 1000}
+
+
+def run(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metrics of the steps and all samples of a run."""
+    train(config)
+    folder = Path(config.run_folder)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]], samples
+
+
+@pytest.mark.parametrize("layout", [None, {"tp": 2}], ids=["with the policy", "tp2 of its own"])
+def test_a_reward_model_scores_as_hugging_face_does(
+    layout: dict[str, int] | None, tiny_config: Callable[..., Config], reward_model: Path
+) -> None:
+    settings = {"reward_model": {"path": str(reward_model), "weight": 0.5, "layout": layout}, "rewards": [], "run.steps": 1}
+    metrics, samples = run(tiny_config(**settings, **NO_EVAL))
+    model = transformers.LlamaForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32)
+    model.config.pad_token_id = None
+    with torch.no_grad():
+        expected = [float(model(torch.tensor([s["prompt_ids"] + s["response_ids"]])).logits[0, 0]) for s in samples]
+    assert [s["rewards"]["reward_model"] for s in samples] == pytest.approx(expected, abs=1e-5)
+    assert metrics[0]["reward/mean"] == pytest.approx(0.5 * sum(expected) / len(expected), abs=1e-5)
+
+
+def test_a_process_reward_model_scores_every_step(tiny_config: Callable[..., Config], reward_model: Path) -> None:
+    settings = {"reward_model": {"path": str(reward_model), "per_step": True}, "rewards": [], "run.steps": 1}
+    algorithm = {"algorithm": {"name": "grpo", "advantage": "grpo_process"}}
+    metrics, samples = run(tiny_config(**settings, **algorithm, **NO_EVAL))
+    assert all(0 < s["rewards"]["reward_model"] < 1 for s in samples)
+    assert metrics[0]["policy/grad_norm"] > 0
+
+
+def test_remax_compares_with_the_greedy_response(tiny_config: Callable[..., Config]) -> None:
+    settings = {"algorithm": {"name": "grpo", "advantage": "remax", "policy_loss": "reinforce", "kl": {"coef": 0.0}}}
+    metrics, samples = run(tiny_config(**settings, **NO_EVAL, **{"rollout.samples_per_prompt": 1, "run.steps": 2}))
+    assert len(samples) == 8
+    assert all(row["policy/grad_norm"] >= 0 for row in metrics)
+
+
+def test_uniform_groups_are_replaced_until_the_step_is_full(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    # Every other call scores all alike: the first round of each step is tied, the second is not.
+    (tmp_path / "turns.py").write_text(
+        "calls = 0\n"
+        "def reward(samples):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    return [0.0 if calls % 2 else float(i) for i, _ in enumerate(samples)]\n"
+    )
+    rewards = {"rewards": [{"name": f"{tmp_path / 'turns.py'}:reward"}]}
+    metrics, samples = run(tiny_config(**rewards, **NO_EVAL, **{"rollout.dynamic_sampling_rounds": 3, "run.steps": 2}))
+    for row in metrics:
+        assert row["rollout/dynamic_sampling_rounds"] == 1
+        assert row["rollout/discarded_groups"] == 4
+        assert row["reward/uniform_groups"] == 0
+        assert row["rollout/samples"] == 16
+    assert len({s["group_id"] for s in samples}) == 8
+
+
+def test_resampling_is_bounded_and_the_step_stays_full(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "same.py").write_text("def reward(samples):\n    return [1.0] * len(samples)\n")
+    rewards = {"rewards": [{"name": f"{tmp_path / 'same.py'}:reward"}]}
+    metrics, _ = run(tiny_config(**rewards, **NO_EVAL, **{"rollout.dynamic_sampling_rounds": 2, "run.steps": 1}))
+    assert metrics[0]["rollout/dynamic_sampling_rounds"] == 2
+    assert metrics[0]["rollout/samples"] == 16
+    assert metrics[0]["policy/grad_norm"] == 0
+
+
+def test_a_reset_reference_is_the_policy_of_that_step(tiny_config: Callable[..., Config]) -> None:
+    metrics, _ = run(tiny_config(**NO_EVAL, **{"reference.reset_every": 2, "run.steps": 4, "policy.layout": {"dp": 2}}))
+    kl = [row["kl/reference"] for row in metrics]
+    assert kl[0] == pytest.approx(0, abs=1e-9)
+    assert kl[1] > 1e-7
+    assert kl[2] == pytest.approx(0, abs=1e-9)
+    assert kl[3] > 1e-7
+
+
+def test_a_resumed_run_keeps_the_reference_that_was_reset(tiny_config: Callable[..., Config]) -> None:
+    settings = {**NO_EVAL, "reference.reset_every": 2, "run.resume": "auto"}
+    whole, _ = run(tiny_config(**settings, **{"run.name": "whole", "run.steps": 4}))
+    run(tiny_config(**settings, **{"run.name": "parts", "run.steps": 3}))
+    parts, _ = run(tiny_config(**settings, **{"run.name": "parts", "run.steps": 4}))
+    assert [row["kl/reference"] for row in parts] == [row["kl/reference"] for row in whole]
+    assert [row["policy/grad_norm"] for row in parts] == [row["policy/grad_norm"] for row in whole]
+
+
+def test_supervised_examples_are_mixed_in_with_their_weight(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": f"{n}+1=", "response": str(n + 1)}) + "\n" for n in range(4))
+    )
+    source = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl")}
+    same = {"rewards": [{"name": f"{tmp_path / 'same.py'}:reward"}], **NO_EVAL, "algorithm": {"kl": {"coef": 0.0}}}
+    (tmp_path / "same.py").write_text("def reward(samples):\n    return [1.0] * len(samples)\n")
+    norms = {}
+    for coef in (0.0, 0.5, 1.0):
+        settings = {"ptx": {"coef": coef, "samples_per_step": 4, "data": source}, "policy.layout": {"dp": 2}, "run.steps": 1}
+        metrics, _ = run(tiny_config(**same, **settings, **{"run.name": f"ptx-{coef}"}))
+        norms[coef] = metrics[0]["policy/grad_norm"]
+        assert ("ptx/loss" in metrics[0]) == bool(coef)
+    # With rewards that all agree the policy's own gradient is 0: what is left is that of the examples.
+    assert norms[0.0] == 0
+    assert norms[1.0] == pytest.approx(2 * norms[0.5], rel=1e-4)
+    assert norms[0.5] > 0
+
+
+def test_values_after_truncated_responses_are_asked_for(tiny_config: Callable[..., Config]) -> None:
+    settings = {"algorithm": {"name": "ppo", "truncated_responses": "bootstrap", "kl": {"coef": 0.0}}}
+    metrics, _ = run(tiny_config(**settings, **NO_EVAL))
+    assert metrics[1]["critic/loss"] > 0
+
+
+def test_a_loss_and_an_estimator_of_ones_own_are_named_by_their_path(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"advantage": "tests.themes.e2e.own_algorithm:half", "policy_loss": "tests.themes.e2e.own_algorithm:linear"}
+    metrics, _ = run(tiny_config(**{"algorithm": {"name": "grpo", "kl": {"coef": 0.0}, **own}, "run.steps": 1}, **NO_EVAL))
+    assert metrics[0]["policy/own"] == pytest.approx(7.0)
+    assert metrics[0]["policy/loss"] == pytest.approx(-0.5 * 2.0, abs=1e-5)
+
+
+def test_the_trained_policy_is_exported_for_hugging_face(tiny_config: Callable[..., Config], tiny_model: Path) -> None:
+    config = tiny_config(**NO_EVAL, **{"run.export": True, "policy.layout": {"pp": 2}, "run.steps": 1})
+    run(config)
+    folder = Path(config.run_folder) / "model"
+    trained = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    before = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    moved = [float((a - b).abs().max()) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
+    assert 0 < max(moved) < 1e-2
+    assert transformers.AutoTokenizer.from_pretrained(folder)("1+1=")["input_ids"]

@@ -1,0 +1,187 @@
+"""Whole runs on real Ray, megatron-core and SGLang: parity gates, the same curve in every layout, resuming, failing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import cloudpickle
+
+from megarl.config import Config
+from megarl.errors import RewardError, WorkerError
+from megarl.observe import read_metrics
+from megarl.observe.report import page_data
+from megarl.observe.run_record import read_run
+from megarl.trainers.rl.loop import train
+from tests.themes.e2e.processes import servers
+
+TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu")
+pytestmark = pytest.mark.usefixtures("local_ray")
+
+
+def curve(config: Config) -> list[dict[str, float]]:
+    """Metrics of every step without what depends on the clock and the process."""
+    rows = read_metrics(Path(config.run_folder) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows if row["step"]]
+
+
+@pytest.fixture(scope="module")
+def recording(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A place for recorded responses, filled by the first test that needs them."""
+    return {"folder": tmp_path_factory.mktemp("recording")}
+
+
+def recorded(recording: dict[str, Path], tiny_config: Callable[..., Config], **overrides: Any) -> Path:
+    """The samples file of a GRPO run of six steps on one rank, made once."""
+    if "samples" not in recording:
+        config = tiny_config(**{"run.steps": 6, "run.folder": str(recording["folder"]), "data.eval": None, **overrides})
+        train(config)
+        recording["samples"] = Path(config.run_folder) / "samples.jsonl"
+        recording["metrics"] = Path(config.run_folder) / "metrics.jsonl"
+    return recording["samples"]
+
+
+def test_a_run_on_sglang_passes_its_gates_and_leaves_everything_in_its_folder(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config(**{"rollout.engine": "sglang", "policy.layout": {"dp": 2}, "run.steps": 3, "rollout.temperature": 0.8})
+    summary = train(config)
+    gates = summary["gates"]
+    assert gates["kl_to_reference_at_first_step"] < 1e-9
+    assert gates["log_prob_max_difference_as_loaded"] < 1e-4
+    assert gates["log_prob_max_difference_after_sync"] < 1e-4
+    folder = Path(config.run_folder)
+    assert json.loads((folder / "summary.json").read_text())["gates"] == gates
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [0, 1, 2, 3]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 3 * 16
+    assert {version for s in samples if s["step"] == 3 for version in s["weight_versions"]} == {2}
+    assert set(summary["phases"]) >= {"generate", "reward", "log_probs", "advantages", "update", "sync"}
+    assert summary["eval"]["before"]["prompts"] == summary["eval"]["after"]["prompts"] == 8
+    assert (folder / "checkpoints" / "step_000003" / "state.json").exists()
+    check_what_is_seen_of(config, ["driver", "policy 0", "policy 1"])
+
+
+def check_what_is_seen_of(config: Config, processes: list[str]) -> None:
+    """Every sample has the log-probs that the mismatch was measured with, and every process a timeline of every step."""
+    run = read_run(config.run_folder)
+    for row in run.metrics[-1:]:
+        samples = [sample for sample in run.samples if sample["step"] == row["step"]]
+        assert len(samples) == row["rollout/samples"]
+        tokens = [
+            (trainer, engine)
+            for sample in samples
+            for trainer, engine in zip(sample["training"]["log_probs"], sample["rollout_log_probs"], strict=True)
+        ]
+        assert max(abs(trainer - engine) for trainer, engine in tokens) == pytest.approx(row["mismatch/log_prob_max"], abs=1e-7)
+        assert sum(sample["training"]["reward"] for sample in samples) / len(samples) == pytest.approx(row["reward/mean"])
+        assert all(len(sample["training"]["advantages"]) == len(sample["response_ids"]) for sample in samples)
+        text = ["".join(piece for piece in s["training"]["pieces"] if piece not in ("<unk>", "<eos>")) for s in samples]
+        assert text == [sample["response_text"] for sample in samples]
+    steps = list(range(1, config.run.steps + 1))
+    assert [row["step"] for row in run.distributions] == steps
+    assert sorted({row["step"] for row in run.trace}) == steps
+    assert any(span[0] == "generate" for row in run.trace for span in row["spans"].get("engine 0", []))
+    for who in processes:
+        assert {row["step"] for row in run.trace if any(span[0] == "update" for span in row["spans"].get(who, []))} == set(
+            steps
+        )
+    assert page_data([run])["runs"][0]["samples"]
+
+
+def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config]) -> None:
+    config = tiny_config(
+        **{
+            "rollout.engine": "sglang",
+            "rollout.weight_transport": "process_group",
+            "policy.layout": {"pp": 2},
+            "data.eval": None,
+        }
+    )
+    assert train(config)["gates"]["log_prob_max_difference_after_sync"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}],
+    ids=["dp2", "tp2+sp", "pp2", "cp2"],
+)
+def test_every_policy_layout_gives_the_same_curve(
+    tiny_config: Callable[..., Config], recording: dict[str, Path], layout: dict[str, Any]
+) -> None:
+    samples = recorded(recording, tiny_config)
+    replay = {"rollout.engine": "replay", "rollout.replay_from": str(samples), "run.steps": 6, "data.eval": None}
+    config = tiny_config(**replay, **{"policy.layout": layout, "run.name": "layout"})
+    train(config)
+    expected = [{k: v for k, v in row.items() if not k.startswith(TIMES)} for row in read_metrics(recording["metrics"])]
+    rows = curve(config)
+    assert len(rows) == len(expected) == 6
+    for row, reference in zip(rows, expected, strict=True):
+        assert row.keys() == reference.keys()
+        for name, value in reference.items():
+            assert row[name] == pytest.approx(value, abs=1e-4), name
+
+
+def test_three_steps_and_three_resumed_equal_six_bit_for_bit(
+    tiny_config: Callable[..., Config], recording: dict[str, Path]
+) -> None:
+    samples = recorded(recording, tiny_config)
+    replay = {"rollout.engine": "replay", "rollout.replay_from": str(samples), "data.eval": None, "policy.layout": {"dp": 2}}
+    whole = tiny_config(**replay, **{"run.steps": 6, "run.name": "whole"})
+    train(whole)
+    # the schedule must not know where the run will stop, so the first part is cut short by its number of steps alone
+    parts = {"run.name": "parts", "run.resume": "auto"}
+    train(tiny_config(**replay, **parts, **{"run.steps": 3}))
+    resumed = tiny_config(**replay, **parts, **{"run.steps": 6})
+    train(resumed)
+    for part, reference in zip(curve(resumed), curve(whole), strict=True):
+        assert part == reference
+
+
+def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Callable[..., Config]) -> None:
+    settings = {
+        "algorithm": {"name": "ppo", "mini_batches": 2, "epochs": 2},
+        "policy.layout": {"dp": 2},
+        "critic.layout": {"tp": 2},
+        "run.resume": "auto",
+        "data.eval": None,
+    }
+    assert train(tiny_config(**settings))["gates"]["kl_to_reference_at_first_step"] < 1e-9
+    config = tiny_config(**settings, **{"run.steps": 3})
+    train(config)
+    rows = curve(config)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in rows)
+    check_what_is_seen_of(config, ["driver", "policy 0", "policy 1", "critic 0", "critic 1"])
+
+
+def test_a_reward_that_raises_ends_the_run_with_its_sentence_and_no_process_left(
+    tiny_config: Callable[..., Config], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.py").write_text("def reward(samples):\n    raise ValueError('no such thing')\n")
+    settings = {"rollout.engine": "sglang", "data.eval": None}
+    config = tiny_config(**settings, **{"rewards": [{"name": f"{tmp_path / 'bad.py'}:reward"}]})
+    before = servers()
+    with pytest.raises(RewardError, match="no such thing"):
+        train(config)
+    assert servers() <= before
+    assert not (Path(config.run_folder) / "checkpoints").exists()
+
+
+def test_an_exception_in_a_rank_reaches_the_driver_with_its_traceback(
+    tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def __call__(self, output: Any, stream: Any) -> Any:
+            raise ZeroDivisionError("broken on purpose")
+
+    import tests.themes.e2e.test_runs as here
+
+    cloudpickle.register_pickle_by_value(here)
+    monkeypatch.setattr("megarl.trainers.rl.run.PolicyObjective", lambda *a, **k: Broken())
+    config = tiny_config(**{"policy.layout": {"dp": 2}, "data.eval": None})
+    with pytest.raises(WorkerError, match="broken on purpose") as raised:
+        train(config)
+    assert "in __call__" in str(raised.value)
+    assert "policy" in str(raised.value)

@@ -1,0 +1,69 @@
+"""A warned run saves and leaves in time, with an exit code of its own, and goes on from there as if nothing had been."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.config import Config
+from megarl.observe import read_metrics
+from megarl.trainers.run.stop import StopRequest
+from tests.themes.e2e.processes import start_megarl, wait_for_step
+
+
+def steps_of(folder: Path) -> list[int]:
+    metrics = folder / "metrics.jsonl"
+    return [int(row["step"]) for row in read_metrics(metrics)] if metrics.exists() else []
+
+
+@pytest.mark.slow
+def test_a_warned_run_saves_leaves_and_is_continued(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny_config(**{"run.steps": 1000, "run.name": "warned", "data.eval": None})
+    folder = Path(config.run_folder)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+    arguments = ["train", str(tmp_path / "run.yaml")]
+    run = start_megarl(*arguments)
+    try:
+        wait_for_step(run, folder, 2)
+        run.send_signal(signal.SIGUSR1)
+        _, said = run.communicate(timeout=120)
+    finally:
+        if run.poll() is None:
+            run.kill()
+    last = steps_of(folder)[-1]
+    assert run.returncode == 75, said
+    assert f"megarl: stopped by SIGUSR1 after step {last} of 1000; run.resume=auto continues from" in said
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:06d}"]
+    resumed = start_megarl(*arguments, "run.resume=auto", f"run.steps={last + 1}")
+    _, said = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0, said
+    assert steps_of(folder) == list(range(1, last + 2))
+
+
+def test_the_second_signal_interrupts_and_the_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with StopRequest() as stop:
+        assert stop.received is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.received == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_run_in_another_thread_than_the_main_one_needs_no_signals() -> None:
+    entered = []
+
+    def enter() -> None:
+        with StopRequest() as stop:
+            entered.append(stop.received)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [None]

@@ -1,0 +1,121 @@
+"""Every layout computes what Hugging Face computes in one process: log-probs, every gradient element, and the same bytes out.
+
+One call per layout and family fills the matrix; `--parity-report FILE` writes the worst deviation of each cell into FILE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.families import FAMILIES, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.themes.parallel.report import Report
+from tests.themes.parallel.worlds import LAYOUTS, MODES, TEMPERATURE, layout_for, run_family, units
+from tests.world import World
+
+TOLERANCE = 1e-5
+"""Relative: of log-probs and entropies in nats of their size or 1, of a gradient's elements to the largest of its tensor."""
+
+CELLS = [(layout, family) for layout in LAYOUTS for family in FAMILIES if layout_for(family, layout) is not None]
+
+
+def representatives() -> set[tuple[str, str]]:
+    """A cell of every layout, with the families in turn: what `make test` computes of the matrix, in a sixth of its time."""
+    chosen: list[tuple[str, str]] = []
+    for layout in LAYOUTS:
+        candidates = [family for at, family in CELLS if at == layout]
+        chosen.append((layout, min(candidates, key=[family for _, family in chosen].count)))
+    return set(chosen)
+
+
+REPRESENTATIVES = representatives()
+MATRIX = [
+    pytest.param(*cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell in REPRESENTATIVES else pytest.mark.exhaustive)
+    for cell in CELLS
+]
+
+
+def test_every_layout_and_every_family_is_represented() -> None:
+    assert {layout for layout, _ in REPRESENTATIVES} == set(LAYOUTS)
+    assert {family for _, family in REPRESENTATIVES} == set(FAMILIES)
+    assert len(REPRESENTATIVES) == len(LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def parity_world() -> Iterator[World]:
+    with World(8) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """A family's folder, tensors, values by response and gradients, by transformers in one process, each computed once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def get(family: str) -> dict[str, Any]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp("families") / family
+            build_folder(family, folder)
+            known[family] = {"folder": folder, **by_hugging_face(family)}
+        return known[family]
+
+    return get
+
+
+def by_hugging_face(family: str) -> dict[str, Any]:
+    """Each response alone behind its prompt; log-softmax in float64, since float32's is itself off by 1e-5."""
+    model = hugging_face(family)
+    values: dict[int, Tensor] = {}
+    for unit in units():
+        for response in unit.responses:
+            ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
+            logits = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1].double() / TEMPERATURE
+            log_p = logits.log_softmax(-1)
+            both = torch.stack([log_p.gather(1, response.token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], -1)
+            loss = -(response.columns["weights"] * (both[:, 0] + 0.3 * both[:, 1]))[response.mask].sum()
+            loss.backward()
+            values[response.index] = both.detach() * response.mask[:, None]
+    return {"tensors": hub_tensors(model), "values": values, "gradients": hub_gradients(model)}
+
+
+@pytest.mark.parametrize(("layout", "family"), MATRIX)
+def test_every_layout_computes_what_hugging_face_computes(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+) -> None:
+    expected = reference(family)
+    size = LAYOUTS[layout].world_size
+    answers = parity_world.call(run_family, expected["folder"], family, layout, size=size)
+    exported = _joined(answer["exported"] for answer in answers)
+    assert exported.keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        assert exported[name].dtype == tensor.dtype, name
+        assert torch.equal(exported[name], tensor), name
+    for name, mode in MODES.items():
+        gradients = _joined(answer["modes"][name]["gradients"] for answer in answers)
+        found = _deviations(gradients, expected["gradients"], lambda wanted: wanted.abs().max().clamp_min(1e-30))
+        of_values = 0.0
+        if mode.recompute == "none":
+            values = _joined(answer["modes"][name]["values"] for answer in answers)
+            found |= _deviations(values, expected["values"], lambda wanted: wanted.abs().clamp_min(1.0))
+            of_values = max(found[index] for index in values)
+        parity_report.add(layout, family, name, of_values, max(found[tensor] for tensor in expected["gradients"]))
+        assert {what: deviation for what, deviation in found.items() if deviation > TOLERANCE} == {}, name
+
+
+def _joined(parts: Any) -> dict[Any, Tensor]:
+    """What the ranks gave, together; nothing may come twice."""
+    whole: dict[Any, Tensor] = {}
+    for part in parts:
+        assert not whole.keys() & part.keys()
+        whole |= part
+    return whole
+
+
+def _deviations(found: dict[Any, Tensor], expected: dict[Any, Tensor], scale: Callable[[Tensor], Tensor]) -> dict[Any, float]:
+    """The largest deviation of each tensor's elements, in units of `scale`; a buffer has no gradient."""
+    assert not expected.keys() - found.keys()
+    return {name: float(((found[name].double() - wanted) / scale(wanted)).abs().max()) for name, wanted in expected.items()}

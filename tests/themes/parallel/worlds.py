@@ -1,0 +1,153 @@
+"""What each rank of a parity world does: one family's model in one layout, its log-probs, gradients and exported weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.config.layout import Layout
+from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
+from tests.families import VARIANTS, VOCAB_SIZE
+
+LAYOUTS: dict[str, Layout] = {
+    "tp2": Layout(tp=2),
+    "tp2+sp": Layout(tp=2, sequence_parallel=True),
+    "tp4": Layout(tp=4),
+    "pp2": Layout(pp=2),
+    "pp4": Layout(pp=4),
+    "vpp2": Layout(pp=2, vpp=2),
+    "pp2 uneven": Layout(pp=2, first_stage_layers=1),
+    "cp2": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "dp2": Layout(dp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "ep4": Layout(dp=4, ep=4),
+    "ep2·tp2+sp": Layout(tp=2, dp=2, ep=2, sequence_parallel=True),
+    "ep2·etp2": Layout(tp=2, dp=2, ep=2, etp=2),
+    "tp2·pp2": Layout(tp=2, pp=2),
+    "tp2·cp2+sp": Layout(tp=2, cp=2, sequence_parallel=True),
+    "pp2·cp2": Layout(pp=2, cp=2),
+    "tp2·pp2·cp2": Layout(tp=2, pp=2, cp=2),
+}
+TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How the same responses are computed: all units in two packed micro-batches or one response in each; recomputation."""
+
+    packed: bool
+    recompute: str
+
+
+MODES = {
+    "packed": Mode(True, "none"),
+    "unpacked": Mode(False, "none"),
+    "packed, full recomputation": Mode(True, "full"),
+    "unpacked, full recomputation": Mode(False, "full"),
+    "packed, selective recomputation": Mode(True, "selective"),
+}
+
+
+def layout_for(family: str, name: str) -> Layout | None:
+    """The layout called `name`, None where the family has no cell of its own in that row.
+
+    Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
+    trains them with sequence parallelism only (see Layout).
+    """
+    layout = LAYOUTS[name]
+    if VARIANTS[family].num_experts is None:
+        return layout if layout.ep == 1 else None
+    if name == "tp2":  # would be tp2+sp
+        return None
+    return replace(layout, etp=layout.tp if layout.ep == 1 else layout.etp, sequence_parallel=layout.tp > 1)
+
+
+def units() -> list[Unit]:
+    """Four prompts with two responses each; single-token responses, and masks with holes, are among them."""
+    generator = torch.Generator().manual_seed(7)
+
+    def ids(low: int, high: int) -> Tensor:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
+
+    found, index = [], 0
+    for _ in range(4):
+        responses = []
+        for _ in range(2):
+            tokens = ids(1, 14)
+            mask = torch.rand(len(tokens), generator=generator) < 0.8
+            weights = torch.randn(len(tokens), generator=generator) / 20
+            responses.append(Response(index, tokens, mask, {"weights": weights}))
+            index += 1
+        found.append(Unit(ids(2, 20), responses))
+    return found
+
+
+def micro_batches(mode: Mode, dp: int) -> list[list[MicroBatch]]:
+    """Per data-parallel rank its micro-batches; together they always hold the same responses."""
+    if mode.packed:
+        shares = [units()[rank::dp] for rank in range(dp)]
+        return [[share[: len(share) // 2], share[len(share) // 2 :]] if len(share) > 1 else [share] for share in shares]
+    alone = split_shared_prompts(units())
+    return [[[unit] for unit in alone[rank::dp]] for rank in range(dp)]
+
+
+def objective(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
+    """Log-probs and entropy both matter, each token with a weight of its own."""
+    return -(stream.columns["weights"] * (output[:, 0] + 0.3 * output[:, 1])).sum(), {}
+
+
+def run_family(rank: int, world_size: int, folder: Path, family: str, layout_name: str) -> dict[str, Any]:
+    """`exported`: the untouched weights; per mode `values` (log-prob, entropy by response) and `gradients` by hub name."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.step import forward_backward
+
+    layout = layout_for(family, layout_name)
+    assert layout is not None
+    initialize_layout(layout, seed=1)
+    answer: dict[str, Any] = {"modes": {}}
+    for recompute in ("none", "full", "selective"):
+        options = ModelOptions(str(folder), layout, temperature=TEMPERATURE, logit_chunk_tokens=5, recompute=recompute)
+        role = RankModel(options, OptimizerOptions(lr=1e-3))
+        if recompute == "none":
+            answer["exported"] = {name: tensor.clone() for name, tensor in role.export()}
+        weights = [parameter.detach().clone() for chunk in role.chunks for parameter in chunk.parameters()]
+        for name, mode in MODES.items():
+            if mode.recompute != recompute:
+                continue
+            mine = micro_batches(mode, layout.dp)[layout.coords(rank).dp]
+            values = role.forward(mine) if recompute == "none" else None  # without gradients nothing is recomputed
+            for chunk in role.chunks:
+                chunk.train()
+            forward_backward(role.chunks, options, mine, objective)
+            answer["modes"][name] = {"values": values, "gradients": _gradients(role)}
+            _put_back(role, weights)
+    return answer
+
+
+def _gradients(role: Any) -> dict[str, Tensor]:
+    """Every gradient by hub name on each stage's leading rank: they take the weights' places and are exported like them."""
+    for chunk in role.chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                share = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                parameter.copy_(parameter.main_grad)
+    return {name: tensor.clone() for name, tensor in role.export()}
+
+
+def _put_back(role: Any, weights: list[Tensor]) -> None:
+    parameters = [parameter for chunk in role.chunks for parameter in chunk.parameters()]
+    with torch.no_grad():
+        for parameter, weight in zip(parameters, weights, strict=True):
+            parameter.copy_(weight)

@@ -1,0 +1,175 @@
+"""What a user is given to read cannot run code: a config, a checkpoint, a tokenizer, a model folder."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from megarl.checkpoint.format.dist_format import DistFolder
+from megarl.checkpoint.format.safe_pickle import check_pickles
+from megarl.cli import main
+from megarl.data.tokenize import load_tokenizer
+from megarl.errors import CheckpointError, EngineError, ModelError
+from megarl.rollout.engines.embedded import EmbeddedEngine
+from tests.rollout.tiny import TINY, save_tiny
+
+
+class Malice:
+    """Its pickle touches a file where it is read."""
+
+    def __init__(self, touched: Path) -> None:
+        self.touched = touched
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.touched),)
+
+
+@pytest.fixture
+def touched(tmp_path: Path) -> Path:
+    """A place that nothing may have made."""
+    return tmp_path / "touched"
+
+
+@pytest.fixture
+def role(tmp_path: Path) -> Path:
+    """A role's folder of a checkpoint, with a tensor, an object like the random numbers' state, and what is common."""
+    folder = tmp_path / "step_000001" / "policy"
+    rng = {"python": (3, (1, 2), None), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    save({"weight": torch.ones(3), "rng": rng}, storage_writer=FileSystemWriter(str(folder)), no_dist=True)
+    torch.save({"seed": 3, "layout": {"tp": 1, "vpp": None}}, folder / "common.pt")
+    return folder
+
+
+def test_what_a_run_saves_is_harmless(role: Path) -> None:
+    check_pickles(role.parent)
+    assert "weight" in DistFolder(role).keys
+
+
+def test_metadata_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+    (role / ".metadata").write_bytes(pickle.dumps(Malice(touched)))
+    for read in (lambda: check_pickles(role.parent), lambda: DistFolder(role)):
+        with pytest.raises(CheckpointError, match=r"\.metadata' is not read, as that could run code .* it names posix.mkdir"):
+            read()
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("name", ["builtins eval", "torch load", "torch.hub load", "torch.distributed.checkpoint.planner io"])
+def test_metadata_may_not_reach_functions_through_known_modules(role: Path, name: str) -> None:
+    module, _, attribute = name.partition(" ")
+    (role / ".metadata").write_bytes(f"c{module}\n{attribute}\n(V1\ntR.".encode())
+    with pytest.raises(CheckpointError, match="could run code"):
+        check_pickles(role)
+
+
+def test_metadata_may_not_lead_out_of_its_folder(role: Path) -> None:
+    metadata = pickle.loads((role / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = "../../../etc/passwd"
+    (role / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        check_pickles(role)
+
+
+def test_common_state_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+    torch.save({"seed": Malice(touched)}, role / "common.pt")
+    with pytest.raises(CheckpointError, match=r"common.pt' is not read, as that could run code .* it names posix.mkdir"):
+        check_pickles(role.parent)
+    assert not touched.exists()
+
+
+def test_a_saved_object_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+    metadata = pickle.loads((role / ".metadata").read_bytes())
+    place, *_ = [info for index, info in metadata.storage_data.items() if index.fqn.startswith("rng.numpy")]
+    content = io.BytesIO()
+    torch.save(Malice(touched), content)
+    shard = role / place.relative_path
+    place.offset, place.length = shard.stat().st_size, len(content.getvalue())
+    shard.write_bytes(shard.read_bytes() + content.getvalue())
+    (role / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"could run code .* it names posix.mkdir"):
+        check_pickles(role.parent)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "empty"])
+def test_pickles_that_are_none_are_damage(role: Path, damage: str) -> None:
+    for file in (".metadata", "common.pt"):
+        before = (role / file).read_bytes()
+        (role / file).write_bytes({"cut": before[: len(before) // 2], "text": b"hello there", "empty": b""}[damage])
+        with pytest.raises(CheckpointError, match=r"damaged|could run code") as caught:
+            check_pickles(role.parent)
+        assert "\n" not in str(caught.value)
+        (role / file).write_bytes(before)
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.mkdir", "!!python/object/new:os.mkdir", "!!python/name:os.mkdir"])
+def test_yaml_tags_run_nothing(tag: str, tmp_path: Path, touched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(f"run: {tag} ['{touched}']\n")
+    assert main(["config", str(tmp_path / "c.yaml")]) == 2
+    (tmp_path / "good.yaml").write_text("model: {path: x}\n")
+    assert main(["config", str(tmp_path / "good.yaml"), f"run={tag} ['{touched}']"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+    assert not touched.exists()
+
+
+def with_code(folder: Path, touched: Path) -> Path:
+    """The folder claims classes of its own, whose module touches a file when it is imported."""
+    (folder / "own.py").write_text(f"import os\nos.mkdir({str(touched)!r})\nclass Own: pass\n")
+    claims = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None], "AutoModelForCausalLM": "own.Own"}
+    for file in ("config.json", "tokenizer_config.json"):
+        path = folder / file
+        tree = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(tree | {"auto_map": claims, "tokenizer_class": "Own", "model_type": "own"}))
+    return folder
+
+
+def test_a_model_folders_own_code_is_not_run(tmp_path: Path, touched: Path) -> None:
+    folder = with_code(save_tiny(tmp_path / "model", TINY), touched)
+    with pytest.raises(ModelError, match="no tokenizer that can be loaded"):
+        load_tokenizer(str(folder))
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        EmbeddedEngine(folder)
+    assert not touched.exists()
+
+
+def test_weights_that_are_a_pickle_are_not_read(tmp_path: Path, touched: Path) -> None:
+    folder = save_tiny(tmp_path / "model", TINY)
+    (folder / "model.safetensors").unlink()
+    torch.save(Malice(touched), folder / "pytorch_model.bin")
+    with pytest.raises((EngineError, Exception)) as caught:
+        EmbeddedEngine(folder)
+    assert not isinstance(caught.value, AssertionError)
+    assert not touched.exists()
+
+
+def test_a_blob_that_is_no_tensor_is_not_unpickled(role: Path, touched: Path) -> None:
+    from megarl.checkpoint.format.torch_save_format import find_tensor
+
+    blob = io.BytesIO()
+    with zipfile.ZipFile(blob, "w") as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(Malice(touched)))
+        archive.writestr("archive/version", "3\n")
+    blob.seek(0)
+    with pytest.raises(CheckpointError):
+        find_tensor(blob, 0, len(blob.getvalue()), torch.float32, (3,))
+    assert not touched.exists()
+
+
+def test_importing_megarl_imports_nothing_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("yaml", "torch", "rich", "sitecustomize", "megarl"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the working directory')\n")
+    program = str(Path(sys.executable).parent / "megarl")
+    done = subprocess.run([program, "config"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,146 @@
+"""Trainer and engines that share a device: no order of calls lets both have it, or engines answer without weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import EngineError
+from megarl.rollout.engines.embedded import EmbeddedEngine
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner
+from tests.rollout.tiny import TINY, load, save_tiny, sync, weights_of
+
+CALLS = ("train", "update", "generate")
+MEMORY = {"all": 10, "policy": 2, "none": 0}
+
+
+class Memory:
+    """A device of 12 units: engines take 9, of which their weights are no more than a promise until they are sent."""
+
+    def __init__(self) -> None:
+        self.trainer: Kept = "all"
+        self.awake, self.has_weights, self.shared = True, True, True
+        self.fails: str | None = None
+
+    def sleep(self) -> None:
+        """A second sleep in a row would be a server's end."""
+        self._act("sleep")
+        assert self.awake
+        self.awake = self.has_weights = self.shared = False
+
+    def wake(self) -> None:
+        """So would a second wake."""
+        self._act("wake")
+        assert not self.awake
+        self.awake = True
+        self._fits()
+
+    def keep(self, what: Kept) -> None:
+        """Bring the trainer to have so much."""
+        self._act("keep")
+        self.shared = self.shared and what == "all"
+        self.trainer = what
+        self._fits()
+
+    def _act(self, name: str) -> None:
+        if self.fails == name:
+            raise EngineError(f"{name} failed")
+
+    def _fits(self) -> None:
+        assert self.shared or MEMORY[self.trainer] + 9 * self.awake <= 12
+
+
+WAYS = {
+    (Owner.SHARED, "train"): Owner.TRAINING,
+    (Owner.SHARED, "update"): Owner.UPDATING,
+    (Owner.TRAINING, "train"): Owner.TRAINING,
+    (Owner.TRAINING, "update"): Owner.UPDATING,
+    (Owner.UPDATING, "train"): Owner.TRAINING,
+    (Owner.UPDATING, "update"): Owner.UPDATING,
+    (Owner.UPDATING, "generate"): Owner.GENERATING,
+    (Owner.GENERATING, "train"): Owner.TRAINING,
+    (Owner.GENERATING, "update"): Owner.UPDATING,
+}
+HAS = {Owner.TRAINING: ("all", False), Owner.UPDATING: ("policy", True), Owner.GENERATING: ("none", True)}
+
+
+def test_every_sequence_of_calls_leaves_the_memory_that_its_turn_needs_or_is_refused_and_changes_nothing() -> None:
+    for calls in itertools.product(CALLS, repeat=6):
+        memory, now = Memory(), Owner.SHARED
+        turns = GpuSharing(memory)
+        for call in calls:
+            before = (memory.trainer, memory.awake)
+            if (now, call) in WAYS:
+                getattr(turns, call)()
+                now = WAYS[now, call]
+                assert (memory.trainer, memory.awake) == HAS[now], calls
+            else:
+                with pytest.raises(EngineError, match=r"the GPU cannot go from .* directly to"):
+                    getattr(turns, call)()
+                assert (memory.trainer, memory.awake) == before, calls
+            assert turns.now is now
+
+
+@pytest.mark.parametrize(("fails", "calls"), [("sleep", ["train"]), ("wake", ["train", "update"]), ("keep", ["update"])])
+def test_after_a_move_that_failed_in_the_middle_nobody_may_use_the_device(fails: str, calls: list[str]) -> None:
+    memory = Memory()
+    memory.fails, turns = fails, GpuSharing(memory)
+    for call in calls[:-1]:
+        getattr(turns, call)()
+    with pytest.raises(EngineError, match=f"{fails} failed"):
+        getattr(turns, calls[-1])()
+    for call in CALLS:
+        with pytest.raises(EngineError, match="the state of the GPU is unknown"):
+            getattr(turns, call)()
+
+
+class OneEngine:
+    """An engine in this process; nothing of the trainer is moved, as where there is no CUDA."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        self.engine = engine
+
+    def sleep(self) -> None:
+        """The engine's own."""
+        asyncio.run(self.engine.sleep())
+
+    def wake(self) -> None:
+        """The engine's own."""
+        asyncio.run(self.engine.wake())
+
+    def keep(self, what: Kept) -> None:
+        """Nothing is moved."""
+
+
+def test_an_engine_answers_in_no_turn_before_it_was_given_weights(tmp_path: Path) -> None:
+    engine = EmbeddedEngine(save_tiny(tmp_path / "model", TINY), initial_version=0)
+    turns, weights = GpuSharing(OneEngine(engine)), weights_of(load(tmp_path / "model", seed=1))
+
+    def answers() -> set[int]:
+        (group,) = asyncio.run(engine.generate([[5, 6]], SamplingParams(max_new_tokens=2)))
+        return set(group[0].weight_versions)
+
+    def refuses() -> bool:
+        with pytest.raises(EngineError, match="no weights of a known version"):
+            answers()
+        return True
+
+    assert answers() == {0}
+    for version in (1, 2):
+        turns.train()
+        assert refuses()
+        with pytest.raises(EngineError, match="sleeps; wake it before"):
+            asyncio.run(engine.begin_update(version))
+        with pytest.raises(EngineError, match=r"the GPU cannot go from .* directly to the engines"):
+            turns.generate()
+        turns.update()
+        assert refuses()  # it is awake, without weights
+        asyncio.run(sync(engine, weights, version))
+        turns.generate()
+        assert answers() == {version}
+    turns.update()  # another engine came back
+    assert answers() == {2}

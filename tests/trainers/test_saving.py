@@ -1,0 +1,277 @@
+"""A checkpoint that is written in the background is there when all of it is, holds what was saved, or says why it is not."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from megarl.checkpoint import CheckpointFolder, background
+from megarl.checkpoint.background import BackgroundWriter
+from megarl.checkpoint.dist_writer import Written, join_shards, write_shards
+from megarl.checkpoint.manifest import check
+from megarl.checkpoint.run_checkpoint import read_state
+from megarl.config import parse_config
+from megarl.errors import CheckpointError, ConfigError, RewardError, WorkerError
+from megarl.megatron.shards import ShardBox, Shards
+from megarl.trainers.run.base import Run
+from megarl.trainers.run.saving import Saving, unwritable
+
+WHOLE = torch.arange(24.0).view(6, 4)
+
+
+def part(rank: int, value: torch.Tensor = WHOLE) -> Shards:
+    """Rows 0 to 3, or 3 to 6, of a tensor, and an object of each rank's own."""
+    rows = value[3 * rank : 3 * rank + 3].view(-1)
+    box = ShardBox("weight", (6, 4), (3 * rank, 0), (3, 4), rows)
+    return Shards(rank, [box], {f"object/shard_{rank}_2": b"0123456789"}, {"step": 1} if rank == 0 else None)
+
+
+class TwoRanks:
+    """`Roles` of two ranks that share this process."""
+
+    def __init__(self) -> None:
+        self.weight = WHOLE.clone()
+        self.writers = [BackgroundWriter(), BackgroundWriter()]
+        self.groups = {"policy": self}
+
+    def any_rank(self, flag: bool) -> bool:
+        return flag
+
+    def save(self, folder: str) -> None:
+        for rank, writer in enumerate(self.writers):
+            writer.begin("policy", part(rank, self.weight), f"{folder}/policy")
+
+    def saved(self, *, wait: bool) -> dict[str, list[Written]] | None:
+        parts = [writer.result("policy", wait=wait) for writer in self.writers]
+        return None if None in parts else {"policy": [written for written in parts if written is not None]}
+
+
+def loaded(folder: Path) -> torch.Tensor:
+    state = {"weight": torch.full((6, 4), torch.nan)}
+    load(state, storage_reader=FileSystemReader(folder / "policy"), no_dist=True)
+    return state["weight"]
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Saving:
+    return Saving(CheckpointFolder(tmp_path / "checkpoints"), "run: {steps: 5}\n", leads=True)
+
+
+def save(saving: Saving, roles: Any, step: int) -> None:
+    saving.begin(roles, step, {"step": step}, {"weight_version": step})
+    assert saving.finish(roles, wait=True)
+
+
+def test_a_checkpoint_is_there_when_all_of_it_is_and_holds_what_was_saved(
+    saving: Saving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, roles = threading.Event(), TwoRanks()
+
+    def late(shards: Shards, folder: str) -> Written:
+        assert shards.rank == 0 or may_write.wait(30)
+        return write_shards(shards, folder)
+
+    monkeypatch.setattr(background, "write_shards", late)
+    saving.begin(roles, 1, {"step": 1}, {})  # type: ignore[arg-type]
+    roles.weight.fill_(-1.0)
+    roles.writers[0].result("policy", wait=True)
+    assert not saving.finish(roles, wait=False)  # type: ignore[arg-type]
+    assert saving.is_under_way
+    assert saving.checkpoints.all() == []
+    assert saving.checkpoints.resolve("auto") is None
+    may_write.set()
+    assert saving.finish(roles, wait=True)  # type: ignore[arg-type]
+    assert not saving.is_under_way
+    (sealed,) = saving.checkpoints.all()
+    check(sealed)
+    assert read_state(sealed) == {"step": 1}
+    assert (sealed / "config.yaml").read_text() == saving.config_text
+    assert torch.equal(loaded(sealed), WHOLE)
+
+
+def assert_told_and_nothing_lost(saving: Saving, roles: Any, step: int, file: str, why: str) -> None:
+    before = saving.checkpoints.all()
+    with pytest.raises(CheckpointError) as caught:
+        save(saving, roles, step)
+    said = str(caught.value)
+    assert f"the checkpoint of step {step} was not saved: " in said
+    assert f"{file}" in said
+    assert why in said
+    assert said.endswith(f"run.resume=auto continues from {before[-1]}")
+    assert "\n" not in said
+    assert not saving.is_under_way
+    assert sorted(saving.checkpoints.folder.iterdir()) == before
+    assert saving.checkpoints.resolve("auto") == before[-1]
+
+
+@pytest.mark.parametrize("file", ["policy/__1_0.distcp", "policy/common.pt", "policy/.metadata", "state.json"])
+def test_a_full_disk_is_told_with_the_file_and_older_checkpoints_stay(
+    saving: Saving, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roles, begin = TwoRanks(), CheckpointFolder.begin
+    save(saving, roles, 1)
+
+    def on_a_full_disk(folder: CheckpointFolder, step: int) -> Path:
+        path = begin(folder, step)
+        (path / "policy").mkdir()
+        (path / file).symlink_to("/dev/full")
+        return path
+
+    monkeypatch.setattr(CheckpointFolder, "begin", on_a_full_disk)
+    named = Path(file).name if "policy/_" in file else ".writing_step_000002"
+    assert_told_and_nothing_lost(saving, roles, 2, named, "No space left on device")
+    monkeypatch.undo()
+    save(saving, roles, 3)
+    assert saving.checkpoints.resolve("auto") == saving.checkpoints.all()[-1]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB, where one may be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up_and_one_that_turns_read_only_cost_the_checkpoint_under_way_alone(small_disk: Path) -> None:
+    saving, roles = Saving(CheckpointFolder(small_disk / "checkpoints"), "{}", leads=True), TwoRanks()
+    save(saving, roles, 1)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+    assert_told_and_nothing_lost(saving, roles, 2, ".writing_step_000002", "No space left on device")
+    ballast.unlink()
+    save(saving, roles, 3)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert unwritable(small_disk) == unwritable(small_disk / "runs") == "Read-only file system"
+    assert_told_and_nothing_lost(saving, roles, 4, str(saving.checkpoints.temporary(4)), "Read-only file system")
+    assert torch.equal(loaded(saving.checkpoints.all()[-1]), WHOLE)
+
+
+def test_every_damage_is_seen_and_the_one_before_is_used(saving: Saving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    corruption = importlib.import_module("corruption")
+    monkeypatch.setattr(corruption, "TRUNCATIONS", 5)
+    monkeypatch.setattr(corruption, "FLIPS", 40)
+    for step in (1, 2):
+        save(saving, TwoRanks(), step)
+    counts = corruption.damage_all(saving.checkpoints)
+    assert counts["files"] == 8  # two parts, common.pt, .metadata, metadata.json, state.json, config.yaml, manifest.json
+    assert counts["truncated"] == 5 * 8
+    assert counts["flipped"] > 30 * 8
+    assert counts["detected"] == counts["recovered"] == counts["truncated"] + counts["flipped"]
+
+
+def test_parts_that_do_not_make_whole_tensors_are_refused(tmp_path: Path) -> None:
+    first, second = write_shards(part(0), tmp_path), write_shards(part(1), tmp_path)
+    for parts in ([first], [first, first, second]):
+        with pytest.raises(CheckpointError, match="elements of 'weight', which has 24"):
+            join_shards(tmp_path, parts)
+    join_shards(tmp_path, [second, first])
+
+
+class Interrupted(Run):
+    """A run whose checkpoint is under way when something goes wrong."""
+
+    shown: ClassVar = {}
+    trouble: ClassVar[dict[str, Exception]] = {}
+
+    def start(self) -> None:
+        if "at the start" in self.trouble:
+            raise self.trouble["at the start"]
+        self.roles: Any = TwoRanks()
+        self._stack.callback(lambda: self.roles.saved(wait=True) if self.saving.is_under_way else None)  # they end
+
+    def measure(self) -> None:
+        return None
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def gates(self) -> dict[str, float | None]:
+        return {}
+
+
+def interrupted(tmp_path: Path) -> Interrupted:
+    settings = {"model": {"path": "model"}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}]}
+    return Interrupted(parse_config({**settings, "run": {"folder": str(tmp_path)}}))
+
+
+def test_drivers_of_one_world_meet_when_the_leader_has_done_its_part_and_share_its_failure(saving: Saving) -> None:
+    """Under torchrun every rank drives: none may write before the folder is there, or leave before the name is given."""
+    met: list[list[str]] = []
+
+    class Driven(TwoRanks):
+        def any_rank(self, flag: bool) -> bool:
+            met.append(sorted(path.name for path in saving.checkpoints.folder.iterdir()))
+            return flag
+
+    save(saving, Driven(), 1)
+    assert met == [[".writing_step_000001"], ["step_000001"]]
+
+    class Failed(TwoRanks):
+        def any_rank(self, flag: bool) -> bool:
+            return True
+
+        def save(self, folder: str) -> None:
+            raise AssertionError("nobody writes into a folder that the leader could not make")
+
+    follower = Saving(saving.checkpoints, saving.config_text, leads=False)
+    with pytest.raises(CheckpointError, match="step 2 was not saved: the leading rank could not write its part"):
+        save(follower, Failed(), 2)
+    assert [path.name for path in saving.checkpoints.folder.iterdir()] == ["step_000001"]
+
+
+def test_a_run_that_fails_for_another_reason_finishes_its_checkpoint_first(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="no such thing"), interrupted(tmp_path) as run:
+        run.saving.begin(run.roles, 1, {"step": 1}, {})
+        raise RewardError("no such thing")
+    assert [path.name for path in run.checkpoints.folder.iterdir()] == ["step_000001"]
+
+
+def test_a_run_that_lost_a_rank_does_not_wait_for_it_and_leaves_no_half_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError), interrupted(tmp_path) as run:
+        run.saving.begin(run.roles, 1, {"step": 1}, {})
+        raise WorkerError("rank 1 is gone")
+    assert list(run.checkpoints.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("at_the_start", [True, False])
+def test_a_disk_that_is_full_for_metrics_and_samples_is_one_sentence(
+    tmp_path: Path, at_the_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    monkeypatch.setattr(Interrupted, "trouble", {"at the start": error} if at_the_start else {})
+    with pytest.raises(CheckpointError) as caught, interrupted(tmp_path):
+        raise error
+    assert str(caught.value) == (
+        "'metrics.jsonl' cannot be written to (No space left on device); once it can, run.resume=auto continues from the "
+        "newest checkpoint"
+    )
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError) as caught, interrupted(tmp_path):
+        pass
+    assert f"nothing can be written to {tmp_path}/run (File exists)" in str(caught.value)

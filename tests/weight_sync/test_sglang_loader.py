@@ -1,0 +1,129 @@
+"""Boxes land where SGLang's fused parameters hold them, are read back from there, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.sglang_loader import answer_bytes, checking, load, read_answer
+from megarl.weight_sync.staging import Staging
+
+
+class Model:
+    """A rank's parameters as SGLang names them, and what its own loader was given."""
+
+    def __init__(self, **shapes: tuple[int, ...]) -> None:
+        self.parameters = {
+            name.replace("__", "."): torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in shapes.items()
+        }
+        self.loaded: list[tuple[str, Tensor]] = []
+
+    def named_parameters(self) -> Any:
+        """As torch.nn.Module's."""
+        return self.parameters.items()
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        """What is not cut comes here."""
+        self.loaded += [(name, weight.clone()) for name, weight in weights]
+
+
+def send(model: Model, *pieces: WeightSlice, rank: int = 0) -> None:
+    """One load, as its payload for `rank` holds it."""
+    staged = Staging(1).stage(pieces)
+    load(
+        model,
+        pickle.loads(base64.b64decode(staged.payloads(1 + max(rank, *(piece.held.engine_rank for piece in pieces)))[rank])),
+    )
+
+
+def slice_of(name: str, tensor: Tensor, rank: int = 0) -> WeightSlice:
+    """All that a rank holds of a tensor."""
+    return WeightSlice(SliceKey.whole(name.replace("__", "."), tensor)._replace(engine_rank=rank), tensor)
+
+
+def test_parts_of_a_fused_parameter_lie_one_after_the_other() -> None:
+    model = Model(x__self_attn__qkv_proj__weight=(8, 3), x__mlp__gate_up_proj__weight=(6, 3), x__self_attn__qkv_proj__bias=(8,))
+    q, k, v, gate, up = torch.randn(4, 3), torch.randn(2, 3), torch.randn(2, 3), torch.randn(3, 3), torch.randn(3, 3)
+    bias = k[:, 0].contiguous()
+    send(
+        model,
+        slice_of("x.self_attn.v_proj.weight", v),
+        slice_of("x.mlp.up_proj.weight", up),
+        slice_of("x.self_attn.k_proj.bias", bias),
+    )
+    first = [("x.self_attn.k_proj.weight", k), ("x.mlp.gate_proj.weight", gate), ("x.self_attn.q_proj.weight", q)]
+    send(model, *(slice_of(name, tensor) for name, tensor in first))
+    assert torch.equal(model.parameters["x.self_attn.qkv_proj.weight"], torch.cat([q, k, v]))
+    assert torch.equal(model.parameters["x.mlp.gate_up_proj.weight"], torch.cat([gate, up]))
+    assert torch.equal(model.parameters["x.self_attn.qkv_proj.bias"][4:6], bias)
+
+
+def test_boxes_of_a_slice_come_in_any_order_and_only_their_own_rank_takes_them() -> None:
+    model = Model(x__self_attn__qkv_proj__weight=(8, 6), x__mlp__down_proj__weight=(4, 6))
+    k, down = torch.randn(2, 6), torch.randn(4, 6)
+    for row, col in ((1, 0), (0, 3), (0, 0), (1, 3)):
+        send(model, WeightSlice(SliceKey("x.self_attn.k_proj.weight", 0, 2, row, col, 1, 3), k[row : row + 1, col : col + 3]))
+    for col in (2, 0, 4):
+        ours = WeightSlice(SliceKey("x.mlp.down_proj.weight", 0, 4, 0, col, 4, 2), down[:, col : col + 2])
+        send(model, ours, WeightSlice(ours.held._replace(engine_rank=1), torch.zeros(4, 2)))
+    assert torch.equal(model.parameters["x.self_attn.qkv_proj.weight"][4:6], k)
+    assert torch.equal(model.parameters["x.mlp.down_proj.weight"], down)
+
+
+def test_an_experts_boxes_lie_in_its_own_entry_of_the_layers_parameters() -> None:
+    """The rank has experts 4 to 7 of a layer; gate comes before up."""
+    model = Model(x__experts__w13_weight=(4, 6, 5), x__experts__w2_weight=(4, 5, 3))
+    gate, up, down = torch.randn(4, 3, 5), torch.randn(4, 3, 5), torch.randn(4, 5, 3)
+    for expert in range(4):
+        names = {"w1": gate, "w3": up, "w2": down} if expert % 2 else {"gate_proj": gate, "up_proj": up, "down_proj": down}
+        for name, tensors in names.items():
+            send(model, slice_of(f"x.experts.{4 + expert}.{name}.weight", tensors[expert]))
+    assert torch.equal(model.parameters["x.experts.w13_weight"], torch.cat([gate, up], dim=1))
+    assert torch.equal(model.parameters["x.experts.w2_weight"], down)
+
+
+def test_what_is_not_cut_goes_through_the_models_own_loader() -> None:
+    model = Model()
+    expert = torch.randn(4, 2)
+    send(model, WeightSlice(SliceKey.whole("x.experts.3.w1.weight", expert), expert))
+    ((name, loaded),) = model.loaded
+    assert name == "x.experts.3.w1.weight"
+    assert torch.equal(loaded, expert)
+
+
+@pytest.mark.parametrize(("rows", "of_rows"), [(3, 3), (9, 9)])
+def test_rows_that_have_no_place_are_refused(rows: int, of_rows: int) -> None:
+    model = Model(x__norm__weight=(8,), x__self_attn__qkv_proj__weight=(8, 3))
+    with pytest.raises(ValueError, match=r"no place in x\.norm\.weight"):
+        send(model, slice_of("x.norm.weight", torch.randn(rows)))
+    with pytest.raises(ValueError, match=r"no place in x\.self_attn\.qkv_proj\.weight"):
+        send(model, slice_of("x.self_attn.k_proj.weight", torch.randn(of_rows, 4)))
+
+
+def asked(model: Model, *boxes: SliceKey) -> tuple[list[str], list[str]]:
+    """What a rank answers when it is asked for digests."""
+    answer = torch.zeros(answer_bytes(len(boxes)), dtype=torch.uint8)
+    load(model, checking(boxes, answer))
+    return read_answer(answer)
+
+
+def test_digests_are_of_what_the_parameters_hold_now_and_what_no_box_covers_is_named() -> None:
+    model = Model(x__self_attn__qkv_proj__weight=(8, 6), x__norm__weight=(4,), model__embed_tokens__weight=(5, 2))
+    k, half = torch.randn(2, 6), torch.randn(2, 3)
+    send(model, slice_of("x.self_attn.k_proj.weight", k), slice_of("x.norm.weight", torch.randn(4)))
+    boxes = [slice_of("x.self_attn.k_proj.weight", k).held, SliceKey("x.self_attn.q_proj.weight", 0, 4, 2, 3, 2, 3)]
+    digests, uncovered = asked(model, *boxes)
+    assert digests == [digest(k), digest(torch.full((2, 3), -1.0))]
+    # of the embedding the rows behind the last are padding, which nobody sends
+    assert uncovered == ["x.self_attn.qkv_proj.weight", "x.norm.weight"]
+    with torch.no_grad():
+        model.parameters["x.self_attn.qkv_proj.weight"][4, 0] += 1
+        model.parameters["x.self_attn.qkv_proj.weight"][2:4, 3:] = half
+    assert asked(model, *boxes)[0] == [digest(k + torch.eye(2, 6) * torch.tensor([[1.0], [0.0]])), digest(half)]

@@ -1,0 +1,107 @@
+"""When a call to ranks does not come back, the error names those that are to blame, and their stacks are there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from megarl.config.layout import Layout
+from megarl.errors import DeadlineError, WorkerError
+from megarl.system.process_exit import log_to_file
+from megarl.workers import failure_report
+from megarl.workers.group import WorkerGroup
+from megarl.workers.rank_actor import write_stacks
+
+
+class Sleeper:
+    """Answers what `WorkerGroup` asks of a rank, without a model."""
+
+    def __init__(self, log_folder: str, rank: int) -> None:
+        self.rank = rank
+        log_to_file(f"{log_folder}/policy-{rank}.log")
+        os.write(1, f"rank {rank} was here\n".encode())
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self, method)(*arguments)
+
+    def host_and_pid(self) -> tuple[str, int]:
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def sleep_in_a_named_place(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.rank
+
+    @ray.method(concurrency_group="control")
+    def dump_stacks(self, folder: str) -> str:
+        return write_stacks(folder, "policy", self.rank)
+
+
+SLEEP: Any = Sleeper.sleep_in_a_named_place
+"""Called as the methods of `RankCalls` are."""
+
+
+@pytest.fixture
+def group(local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerGroup]:
+    monkeypatch.setattr(failure_report, "STACKS_DEADLINE_S", 5.0)
+    sleeper: Any = ray.remote(concurrency_groups={"control": 1})(Sleeper)
+    actors: list[Any] = [sleeper.options(num_cpus=0).remote(str(tmp_path), rank) for rank in range(3)]
+    group = WorkerGroup("policy", Layout(dp=3), actors, str(tmp_path))
+    group.host_and_pid = ray.get([actor.host_and_pid.remote() for actor in actors])
+    yield group
+    for _, pid in group.host_and_pid:
+        if psutil.pid_exists(pid):
+            os.kill(pid, signal.SIGCONT)
+    group.kill()
+
+
+def test_results_come_in_rank_order(group: WorkerGroup) -> None:
+    seconds = [(0.3,), (0.0,), (0.1,)]
+    assert group.wait(group.submit(SLEEP, seconds), phase="sleep", deadline_s=30) == [0, 1, 2]
+    assert group.call(SLEEP, 0.0, phase="sleep", deadline_s=30) == [0, 1, 2]
+
+
+def test_a_rank_that_is_stopped_is_named_though_others_are_late_too(group: WorkerGroup, tmp_path: Path) -> None:
+    pid = group.host_and_pid[1][1]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(DeadlineError) as caught:
+        group.call(SLEEP, 20.0, phase="sleep", deadline_s=1)
+    assert caught.value.who == "rank 1 of policy"
+    text = str(caught.value)
+    assert "phase 'sleep' was not done after 1 s: ranks of policy [0, 1, 2] had not answered" in text
+    assert f"rank 1 of policy (process {pid} on {group.host_and_pid[1][0]}) is stopped (SIGSTOP)" in text
+    assert "rank 0 of policy (" not in text
+    reports = [(tmp_path / "stacks" / f"policy-{rank}.txt").read_text() for rank in range(3)]
+    for rank, report in enumerate(reports):
+        state = "is stopped (SIGSTOP)" if rank == 1 else "answers"
+        assert report.startswith(f"rank {rank} of policy (process {group.host_and_pid[rank][1]} on ")
+        assert f"in phase 'sleep': {state}" in report
+        assert f"rank {rank} was here" in report
+        assert ("sleep_in_a_named_place" in report) == (rank != 1)
+
+
+def test_a_rank_that_is_gone_is_named(group: WorkerGroup, tmp_path: Path) -> None:
+    started = group.submit(SLEEP, [(20.0,)] * 3)
+    os.kill(group.host_and_pid[2][1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"rank 2 of policy .* is gone") as caught:
+        group.wait(started, phase="sleep", deadline_s=30)
+    assert caught.value.who == "rank 2 of policy"
+    assert "sleep_in_a_named_place" in (tmp_path / "stacks" / "policy-0.txt").read_text()
+
+
+def test_a_rank_that_was_out_of_memory_is_named(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: Any, timeout: float) -> None:
+        raise ray.exceptions.OutOfMemoryError("the node ran low on memory")  # what Ray's memory monitor leaves of an actor
+
+    monkeypatch.setattr(failure_report.ray, "get", get)
+    silent, clause = group.examine("policy update")
+    assert silent == ["rank 0 of policy", "rank 1 of policy", "rank 2 of policy"]
+    assert f"rank 1 of policy (process {group.host_and_pid[1][1]} on " in clause
+    assert "was ended by Ray, as its node was short of memory" in clause

@@ -1,0 +1,14 @@
+"""What the server imports from which the ranks of tests.world are forked: everything that takes long, and starts no thread."""
+
+import gc
+
+from megarl import platform
+
+platform.install()
+
+import transformers  # noqa: E402, F401
+
+import megarl.megatron.rank_model  # noqa: E402, F401
+
+gc.collect()
+gc.freeze()  # what is shared with the ranks stays shared: their collections leave it alone
