@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from megarl.atomic import whole_folder
+from megarl.system.atomic_files import whole_folder
 
 
 def packaged_gguf() -> Path:

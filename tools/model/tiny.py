@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from megarl.atomic import whole_folder
+from megarl.system.atomic_files import whole_folder
 
 TOKENS = ["<pad>", "<eos>", "<unk>", "Calculate", "+", ".", *"0123456789"]
 PAD, EOS = 0, 1
