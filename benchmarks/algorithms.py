@@ -33,7 +33,7 @@ from megarl.algorithms import (
     correction,
     kl_per_token,
     masked_whiten,
-    mismatch,
+    mismatch_sums,
     token_rewards,
     token_weights,
     value_loss,
@@ -62,7 +62,6 @@ def advantage_cases(mask: Tensor, noise: Tensor) -> Iterator[Case]:
         greedy_scores=binary,
         step_rewards=noise[1],
         step_ends=torch.rand(mask.shape) < 1 / STEP_TOKENS,
-        pass_k=GROUP // 2,
     )
     more = {"gae": [inputs.values], "grpo_process": [inputs.step_rewards, inputs.step_ends]}
     for name in ADVANTAGES:
@@ -76,7 +75,7 @@ def batch_cases(mask: Tensor, noise: Tensor) -> Iterator[Case]:
     scores = noise[2, :, 0]
     yield "token_rewards", [noise[0], mask], lambda: token_rewards(scores, noise[0], mask)
     yield "masked_whiten", [noise[0], mask], lambda: masked_whiten(noise[0], mask)
-    yield "mismatch", [old, rollout, mask], lambda: mismatch(old, rollout, mask)
+    yield "mismatch_sums", [old, rollout], lambda: mismatch_sums(old.flatten(), rollout.flatten())
     for mode in AGGREGATIONS:
         yield f"weights/{mode}", [mask], lambda mode=mode: token_weights(mask, mode, norm_length=mask.shape[1])
     for mode in CORRECTIONS:

@@ -28,7 +28,7 @@ def run(mode: str, seed: int, overrides: list[str], folder: str) -> dict[str, An
     """One run, and what its metrics say."""
     from megarl.config import load_config
     from megarl.observe import read_metrics
-    from megarl.trainers.rl import train
+    from megarl.trainers.rl.loop import train
 
     overrides = [*overrides, f"run.seed={seed}", f"run.name={mode}-{seed}", f"run.folder={folder}", "run.log_samples=0"]
     config = load_config(ROOT / f"examples/tiny/{EXAMPLES[mode]}.yaml", overrides)

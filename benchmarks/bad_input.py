@@ -54,14 +54,14 @@ def warm_up() -> None:
     import contextlib
     import io
 
-    import megarl.checkpoint.convert_run
+    import megarl.cli.plan
+    import megarl.convert.run
     import megarl.data.inspect
-    import megarl.plan_cli
     import megarl.rewards.server
-    import megarl.trainers.evaluate
-    import megarl.trainers.generate
-    import megarl.trainers.rl
-    import megarl.trainers.supervised  # noqa: F401
+    import megarl.trainers.rl.evaluate
+    import megarl.trainers.rl.generate
+    import megarl.trainers.rl.loop
+    import megarl.trainers.supervised.loop  # noqa: F401
     from benchmarks.bad_input_cases import WARM_UP
     from megarl.cli import main
 
@@ -111,7 +111,7 @@ def _child(what: Sequence[str] | Callable[[], int], folder: Path, said: Path, ma
         os.environ.update([mark.split("=", 1)])
         for number, path in ((0, os.devnull), (1, os.devnull), (2, str(said))):
             os.dup2(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), number)
-        from megarl.cli import main, reported
+        from megarl.cli.commands import main, reported
 
         code = reported(what) if callable(what) else main(list(what))
     except SystemExit as error:

@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from megarl.config import leaves
+from megarl.config import config_fields
+from megarl.config.renamed import RENAMED
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "models" / "tiny-arithmetic"
@@ -85,10 +86,14 @@ _FILES: dict[str, bytes | None] = {
     "html": b"<html><body>404</body></html>\n",
 }
 _OVERRIDES = [
-    "algorithm.clip_low=1.5", "algorithm.mini_batches=3", "algorithm.truncated=bootstrap", "algorithm.kl.where=reward",
-    "algorithm.kl.target=1", "algorithm.shaping.overlong_tokens=100", "algorithm.correction={mode: mis_token, low: 3}",
+    "algorithm.clip_low=1.5", "algorithm.mini_batches=3", "algorithm.truncated_responses=bootstrap",
+    "algorithm.kl.apply_to=reward",
+    "algorithm.kl.target=1", "algorithm.shaping.overlong_tokens=100", "algorithm.rollout_correction={mode: mis_token, low: 3}",
     "algorithm.advantage=nowhere:function", "algorithm.advantage=grpo_process", "critic.warmup_steps=2", "run.eval_every=1",
-    "run.guards=[stop kl]", "run.guards=[rollback if kl/reference above 1]", "run.keep_best=accuracy",
+    "run.guards=[stop kl]", "run.guards=[rollback if kl/reference above 1]",
+    "run.guards=[{metric: kl/reference, action: stop}]",
+    "run.guards=[{metric: kl/reference, above: 1, action: rollback}]",
+    "run.guards=[{metric: a, above: 1, below: 2, action: stop}]", "run.keep_best=accuracy",
     "run.name=a/b/../../..", "run.resume=nowhere", "policy.layout={tp: 3}", "policy.layout={pp: 3}", "policy.layout={ep: 2}",
     "policy.layout={tp: 2, vpp: 2}", "policy.layout={dp: 3}", "policy.max_tokens_per_micro_batch=8", "rollout.tp=3",
     "rollout.engine=replay", "rollout.samples_per_prompt=1", "reference.reset_every=x", "ptx.coef=0.5", "rewards=[]",
@@ -97,8 +102,13 @@ _OVERRIDES = [
     "data.max_prompt_tokens=1", "rewards=[{name: http}]", "rewards=[{name: http, args: {url: 'ftp://x'}}]",
     "rewards=[{name: exact_numbr}]", "rewards=[{name: exact_number, args: {x: 1}}]",
     "rewards=[{name: math_verify, args: {x: (hidden)}}]", "rollout.engine_args={no_such_argument: 1}",
-    "rollout.episode.kind=tools", "model.fp8=hybrid", "policy.optimizer={lr: 1e-6, min_lr: 1}", "trackers.to=[comet]",
+    "rollout.episode.kind=tools", "model.fp8=hybrid", "policy.optimizer={lr: 1e-6, min_lr: 1}", "trackers.backends=[comet]",
 ]  # fmt: skip
+
+_WRONG_SECTIONS = (
+    "policy.lr", "rollout.lr", "run.eval", "run.temperature", "data.seeds", "algorithm.samples_per_prompt", "rollout.staleness",
+    "rollout.guards", "critic.share_prompts", "policy.lam", "model.layout", "rollout.urls", "resources.engines", "data.rewards",
+)  # fmt: skip
 
 
 def _configs(chance: random.Random) -> Iterator[Case]:
@@ -106,26 +116,29 @@ def _configs(chance: random.Random) -> Iterator[Case]:
         yield Case("config", name, lambda folder, content=content: _config_file(folder, content))
     for override in _OVERRIDES:
         yield Case("config", override, lambda folder, override=override: [*_train(folder), override])
-    for leaf in chance.sample(leaves(), 50):
-        value = chance.choice(_wrong_values(leaf.may_be))
+    for name in [*RENAMED, *_WRONG_SECTIONS]:
+        text = f"{name.replace('[]', '.0')}=1"
+        yield Case("config", text, lambda folder, text=text: [*_train(folder), text])
+    for leaf in chance.sample(config_fields(), 50):
+        value = chance.choice(_wrong_values(leaf.allowed_values))
         name = leaf.name.replace("[]", ".0")
         yield Case("config", f"{name}={value}"[:80], lambda folder, text=f"{name}={value}": [*_train(folder), text])
-    for leaf in chance.sample(leaves(), 15):
+    for leaf in chance.sample(config_fields(), 15):
         name = _misspelled(leaf.name.replace("[]", ".0"), chance)
         yield Case("config", f"{name}=1", lambda folder, name=name: [*_train(folder), f"{name}=1"])
 
 
-def _wrong_values(may_be: str) -> list[str]:
+def _wrong_values(allowed_values: str) -> list[str]:
     """YAML that a leaf of this kind cannot take."""
-    if may_be.startswith(("a whole number", "a number")):
+    if allowed_values.startswith(("a whole number", "a number")):
         return ["much", "[1]", "{a: 1}", ".nan", "true", "-1e999", "'3'"]
-    if may_be.startswith("true or false"):
+    if allowed_values.startswith("true or false"):
         return ["3", "perhaps", "[]", "null"]
-    if may_be.startswith("text"):
+    if allowed_values.startswith("text"):
         return ["3", "[a]", "{a: b}", "true"]
-    if may_be.startswith("a mapping"):
+    if allowed_values.startswith("a mapping"):
         return ["3", "text", "[1]", "null"]
-    if may_be.startswith(("a list", "a section")):
+    if allowed_values.startswith(("a list", "a section")):
         return ["3", "text", "{no_such_key: 1}", "[[1, 2], {}]"]
     return ["3", "no-such-name", "[]", "{}"]
 
@@ -388,7 +401,7 @@ def _scoring(raw: bytes, reward: str = "http", args: dict[str, Any] | None = Non
     """Scores two samples by a server on loopback that answers `raw`, as a run does."""
 
     def score() -> int:
-        from megarl.config.schema import DataConfig, RewardConfig, SourceConfig
+        from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
         from megarl.data.sample import Sample
         from megarl.rewards import build_rewards
 

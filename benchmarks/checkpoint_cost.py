@@ -21,13 +21,13 @@ from typing import Any
 from workload import PROMPTS, ROOT, machine, publish, versions, write_prompts
 
 from megarl.config import Config, load_config
-from megarl.trainers.rl_run import RlRun
+from megarl.trainers.rl.run import RlRun
 
 WARMUP, CYCLE = 2, 3
 
 
 def one_step(run: RlRun) -> None:
-    """The loop's body in `megarl.trainers.rl` without evaluation, guards and saving."""
+    """The loop's body in `megarl.trainers.rl.loop` without evaluation, guards and saving."""
     with run.next_step():
         run.sync_weights()
         samples = run.generate()

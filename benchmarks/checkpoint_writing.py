@@ -24,7 +24,7 @@ import torch
 from workload import ROOT, machine, publish, versions
 
 from megarl.checkpoint.dist_writer import write_shards
-from megarl.megatron.shards import Box, Shards
+from megarl.megatron.shards import ShardBox, Shards
 
 TENSORS, ROWS, COLUMNS = 100, 1024, 3906
 WAYS = {"past the page cache": os.O_DIRECT, "through the page cache": 0}
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     sizes = (ROWS, COLUMNS)
-    boxes = [Box(f"weight.{number}", sizes, (0, 0), sizes, torch.randn(ROWS * COLUMNS)) for number in range(TENSORS)]
+    boxes = [ShardBox(f"weight.{number}", sizes, (0, 0), sizes, torch.randn(ROWS * COLUMNS)) for number in range(TENSORS)]
     shards = Shards(0, boxes, {}, None)
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on the disk that the repository is on: /tmp may be in memory
         figures = measure(shards, Path(folder), arguments.repeats)

@@ -100,10 +100,10 @@ def plain_loop(source: Path, target: Path) -> Callable[[], None]:
 def megarl(action: str, source: Path, target: Path, layout: str, workers: int) -> Callable[[], None]:
     import torch.distributed.checkpoint  # noqa: F401  (otherwise imported at the first use)
 
-    from megarl.checkpoint.convert_plan import plan_dist, plan_hf
-    from megarl.checkpoint.convert_run import run_plan
-    from megarl.checkpoint.convert_sources import open_dist, open_hf
-    from megarl.convert_cli import parse_layout
+    from megarl.cli.convert import parse_layout
+    from megarl.convert.plan import plan_dist, plan_hf
+    from megarl.convert.run import run_plan
+    from megarl.convert.sources import open_dist, open_hf
 
     def run() -> None:
         if action == "import":

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 import yaml
 
-from megarl.atomic import write_text_atomically
+from megarl.system.atomic_files import write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE_S = (1.0, 4.0)
@@ -70,7 +70,7 @@ def config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
     task["args"] = arithmetic | {"allow_parentheses": False, "allow_negation": False}
     url = f"http://127.0.0.1:{reward_port}/get_reward"
     return {
-        "run": {"folder": str(folder), "steps": steps, "save_every": 2, "resume": "auto", "restarts": 5}
+        "run": {"folder": str(folder), "steps": steps, "save_every": 2, "resume": "auto", "max_restarts": 5}
         | {"log_samples": 10_000, "export": True, "seed": 1},
         "model": {"path": str(ROOT / "models/tiny-arithmetic"), "dtype": "float32"},
         "policy": {"layout": {"dp": 2}, "threads_per_rank": 1, "max_tokens_per_micro_batch": 1024, "optimizer": {"lr": 5e-4}},

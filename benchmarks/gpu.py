@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl.config.fp8 import RECIPES, device_problem, token_multiple  # noqa: E402
-from megarl.data.plan import FlopsModel  # noqa: E402
+from megarl.models.flops import FlopsModel  # noqa: E402
+from megarl.models.shape import shape_of  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
 
 HF_CONFIG = {
@@ -41,7 +42,7 @@ BUDGET_S = 220.0
 PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12}
 """Dense, from NVIDIA's data sheets, by what the device's name holds, the more special name first; FP8 has twice as many."""
 FORMULA = (
-    "MFU = 3 * F / (s * P): F = megarl.data.plan.FlopsModel.cost, the forward operations of a step's prompts and responses "
+    "MFU = 3 * F / (s * P): F = megarl.models.flops.FlopsModel.cost, the forward operations of a step's prompts and responses "
     "(2 per multiply-add; the output layer for response tokens only; causal attention by pairs), 3 = forward + twice that "
     "backward, s = median seconds of an optimizer step, P = the device's dense peak in BF16, or in FP8 where it says so"
 )
@@ -77,7 +78,7 @@ def parts_for(capability: tuple[int, int] | None, cuda: str | None, has_transfor
 
 def step_flops() -> int:
     """Floating-point operations of one optimizer step, forward and backward."""
-    forward = FlopsModel.from_hf_config(HF_CONFIG).cost(PROMPT_TOKENS, [RESPONSE_TOKENS])
+    forward = FlopsModel.of(shape_of(HF_CONFIG)).cost(PROMPT_TOKENS, [RESPONSE_TOKENS])
     return 3 * forward * RESPONSES * MICRO_BATCHES
 
 
@@ -121,7 +122,7 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     from megarl.data.stream import Response, Unit
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
-    from megarl.megatron.roles import Role
+    from megarl.megatron.rank_model import RankModel
 
     rendezvous = tempfile.mkdtemp()
     torch.distributed.init_process_group(
@@ -132,7 +133,7 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
         str(folder), Layout(), layer_spec=part.layer_spec, dtype="bfloat16", fp8=part.fp8, fp8_recipe=part.fp8_recipe,
         fp8_param=part.fp8_param, token_multiple=token_multiple(part.fp8, part.fp8_recipe),
     )  # fmt: skip
-    role = Role(options, OptimizerOptions(lr=1e-6))
+    role = RankModel(options, OptimizerOptions(lr=1e-6))
     generator = torch.Generator().manual_seed(0)
     micro_batches: list[list[Unit]] = [[] for _ in range(MICRO_BATCHES)]
     for index in range(RESPONSES * MICRO_BATCHES):

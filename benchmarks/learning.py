@@ -32,7 +32,7 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},
     "grpo": {},
-    "grpo_process": {"reward_model": {"path": MODEL, "process": True, "weight": 0.0}},
+    "grpo_process": {"reward_model": {"path": MODEL, "per_step": True, "weight": 0.0}},
     "dr_grpo": {},
     "rloo": {},
     "remax": {},
@@ -45,7 +45,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {},
     "reinforce": {},
-    "kl_penalty": {"penalty_coef": 0.1},
+    "kl_penalty": {"old_policy_kl_coef": 0.1},
 }
 
 
@@ -64,7 +64,7 @@ def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[s
         "run": {"name": f"{kind}-{name}-{seed}", "folder": folder, "steps": steps, "seed": seed, "log_samples": 0},
         "model": {"path": MODEL, "dtype": "float32"},
         "policy": {
-            "max_tokens_per_micro_batch": 4096, "share_prompts": True, "threads_per_rank": 1,
+            "max_tokens_per_micro_batch": 4096, "share_prefix": True, "threads_per_rank": 1,
             "optimizer": {"lr": LR[kind], "warmup_steps": 5, "schedule": "cosine", "betas": [0.9, 0.99]},
         },
         "algorithm": algorithm,
@@ -81,7 +81,7 @@ def learn(row: tuple[str, str, int], steps: int) -> dict[str, Any]:
 
     from megarl.config import parse_config
     from megarl.observe import read_metrics
-    from megarl.trainers.rl import train
+    from megarl.trainers.rl.loop import train
 
     if not ray.is_initialized():
         ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=256 * 2**20, log_to_driver=False)

@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads that torch may use")
     arguments = parser.parse_args()
     megarl_platform.install()
-    from megarl.megatron.heads import LOGIT_CHUNK_BYTES
+    from megarl.megatron.options import LOGIT_CHUNK_BYTES
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)

@@ -35,12 +35,14 @@ from workload import machine
 
 from megarl.config.layout import Layout
 from megarl.models.hf_folder import HFFolder
-from megarl.reshard.pieces import RankPlan
+from megarl.models.weight_tensors import shard_from_hf
 from megarl.reshard.plan import LOAD_BYTES
-from megarl.rollout.payload import sharing_by_file
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_server import HOST, ServerOptions
-from megarl.workers.weight_sync import Pusher, open_sender, plan_for
+from megarl.reshard.rank_plan import RankPlan
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import HOST, ServerOptions
+from megarl.weight_sync.pusher import Pusher
+from megarl.weight_sync.staging import sharing_by_file
+from megarl.workers.senders import open_sender, plan_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 ONE_BILLION = LlamaConfig(
@@ -169,9 +171,9 @@ def as_a_rank(
     """What a run's only training rank holds, and what sends that to the engine, with or without checksums."""
     plan = plan_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1)
     assert plan is not None
-    mine, hf = RankPlan(plan, 0, at_once=transport == "process_group"), dict(weights)
-    shards = {rule.megatron_name: rule.shard_from_hf(hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
-    return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify)
+    mine, hf = RankPlan(plan, 0, single_batch=transport == "process_group"), dict(weights)
+    shards = {rule.megatron_name: shard_from_hf(rule, hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
+    return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify=verify)
 
 
 async def updates(engine: SglangEngine, weights: Weights, transport: str, plain: Any, repeats: int) -> dict[str, Any]:
@@ -219,9 +221,9 @@ def measure(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
             options = ServerOptions(
                 str(folder), Path(logs) / "server.log", dtype=dtype, max_total_tokens=1024, max_running_requests=4
             )
-            engine = await SglangEngine.start(options)
+            engine = await SglangEngine.open(options)
             try:
-                for transport, plain_transfer in (("tensors", SharedMemory), ("process_group", Gloo)):
+                for transport, plain_transfer in (("shared_memory", SharedMemory), ("process_group", Gloo)):
                     plain = plain_transfer(flat)
                     try:
                         figures[transport] = await updates(engine, weights, transport, plain, repeats)

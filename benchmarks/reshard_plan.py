@@ -22,9 +22,9 @@ from typing import Any
 
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
-from megarl.reshard.cost import Cluster, cost_of
+from megarl.reshard.cost import ClusterRates, cost_of
 from megarl.reshard.plan import plan_reshard
-from megarl.reshard.targets import Target
+from megarl.reshard.targets import EngineTarget
 from megarl.reshard.verify import verify
 
 MODELS = Path(__file__).resolve().parent.parent / "examples/models"
@@ -48,12 +48,12 @@ def measure(case: str, world: int) -> dict[str, Any]:
     ranks = engine["tp"] * engine.get("dp", 1)
     config = load_hf_config(MODELS / model)
     marks, cpu = [time.perf_counter()], time.process_time()
-    plan = plan_reshard(config, layout, Target(**engine, engines=max(1, world // ranks)))
+    plan = plan_reshard(config, layout, EngineTarget(**engine, engines=max(1, world // ranks)))
     marks.append(time.perf_counter())
     proof = verify(plan)
     marks.append(time.perf_counter())
     cpu = time.process_time() - cpu
-    cost = cost_of(plan, Cluster(), colocated=True)
+    cost = cost_of(plan, ClusterRates(), colocated=True)
     marks.append(time.perf_counter())
     sends = sum(len(bucket.engines) for bucket in plan.sends(world // 2))
     marks.append(time.perf_counter())

@@ -20,7 +20,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -33,14 +33,14 @@ import torch
 
 from megarl.config import Layout, parse_config
 from megarl.data.batch import Batch
-from megarl.data.plan import FlopsModel
 from megarl.data.sample import Sample
-from megarl.models.registry import load_hf_config
+from megarl.models.flops import FlopsModel
+from megarl.models.shape import ModelShape
 from megarl.planning.lengths import Lengths
-from megarl.trainers import roles as roles_module
-from megarl.trainers.experience import Experience, set_loss_weights
-from megarl.trainers.objectives import PolicyObjective
-from megarl.trainers.roles import POLICY, REFERENCE, Roles, role_specs
+from megarl.trainers.rl.experience import Experience, set_loss_weights
+from megarl.trainers.rl.objectives import PolicyObjective
+from megarl.trainers.run import roles as roles_module
+from megarl.trainers.run.roles import POLICY, REFERENCE, Roles, role_specs
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/models/llama-3.1-70b"
@@ -85,20 +85,20 @@ class SimulatedGroup:
         self.answers: dict[str, list[bytes]] = {}
         self._nothing = pickle.dumps({})
 
-    def share(self, replicas: Sequence[Any]) -> list[Any]:
+    def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
         """Every replica's micro-batches, pickled once, as `ray.put` does."""
         with self.clock("serialising"):
             pickled = [pickle.dumps(value, protocol=5) for value in replicas]
         return [pickled[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
 
-    def submit(self, method: str, arguments: Any) -> list[bytes]:
+    def submit(self, method: Callable[..., Any], arguments: Any) -> list[bytes]:
         """One answer per rank; only reporting ranks have one that is not empty."""
         with self.clock("dispatch"):
             found = []
             for rank, _ in enumerate(arguments):
                 at = self.layout.coords(rank)
                 reports = at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
-                found.append(self.answers[method][at.dp] if reports else self._nothing)
+                found.append(self.answers[method.__name__][at.dp] if reports else self._nothing)
             return found
 
     def wait(self, submitted: Sequence[bytes], *, phase: str, deadline_s: float) -> list[Any]:
@@ -106,9 +106,10 @@ class SimulatedGroup:
         with self.clock("collection"):
             return [pickle.loads(answer) for answer in submitted]
 
-    def call(self, method: str, arguments: Any, *, phase: str, deadline_s: float) -> list[Any]:
+    def call(self, method: Callable[..., Any], *arguments: Any, phase: str, deadline_s: float) -> list[Any]:
         """As `submit` and `wait`."""
-        return self.wait(self.submit(method, arguments), phase=phase, deadline_s=deadline_s)
+        per_rank = [arguments] * self.layout.world_size
+        return self.wait(self.submit(method, per_rank), phase=phase, deadline_s=deadline_s)
 
 
 def run_config(world: int) -> Any:
@@ -147,7 +148,7 @@ def step_seconds(world: int) -> dict[str, float]:
     """Seconds of one step's driver by part."""
     config, clock = run_config(world), Clock()
     group = SimulatedGroup(config.policy.layout, clock)
-    flops = FlopsModel.from_hf_config(load_hf_config(MODEL))
+    flops = FlopsModel.of(ModelShape.read(MODEL))
     roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, temperature=1.0, updates=1)
     samples = samples_of(config.policy.layout.dp * PER_REPLICA)
     planner = roles_module.plan_micro_batches
@@ -214,14 +215,15 @@ def ray_seconds(actors: int, calls: int) -> dict[str, float]:
     actor = ray.remote(num_cpus=0)(_Idle)
     group = WorkerGroup(POLICY, Layout(dp=actors), [actor.remote() for _ in range(actors)], "logs")
     began = time.perf_counter()
-    group.call("answer", ([], 0), phase="start", deadline_s=300)
+    answer: Any = _Idle.answer
+    group.call(answer, [], 0, phase="start", deadline_s=300)
     found: dict[str, list[float]] = {"start": [time.perf_counter() - began]}
     values = [b"x" * 200_000] * actors
     for _ in range(calls):
         marks = [time.perf_counter()]
-        shared = group.share(values)
+        shared = group.per_rank(values)
         marks.append(time.perf_counter())
-        submitted = group.submit("answer", [([reference], 50_000) for reference in shared])
+        submitted = group.submit(answer, [([reference], 50_000) for reference in shared])
         marks.append(time.perf_counter())
         group.wait(submitted, phase="answer", deadline_s=300)
         marks.append(time.perf_counter())
@@ -231,13 +233,17 @@ def ray_seconds(actors: int, calls: int) -> dict[str, float]:
     for count in WORLDS:
         references = [ray.put(b"x") for _ in range(count)]
         began = time.perf_counter()
-        wait_for(references, phase="wait", deadline_s=300)
+        wait_for(references, phase="wait", deadline_s=300, whose=[f"value {number}" for number in range(count)])
         waits[f"wait_for_{count}"] = time.perf_counter() - began
     group.kill()
     return {name: statistics.median(each) for name, each in found.items()} | waits
 
 
 class _Idle:
+    def call(self, method: str, *arguments: Any) -> Any:
+        """As `RankProcess.call`."""
+        return getattr(self, method)(*arguments)
+
     def answer(self, shared: list[Any], nbytes: int) -> bytes:
         """As many bytes as asked for."""
         return b"y" * nbytes

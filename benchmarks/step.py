@@ -20,9 +20,9 @@ from typing import Any
 from transformers import AutoTokenizer
 from workload import MODEL, NEW_TOKENS, PROMPTS, SAMPLES, machine, medians, run_megarl, write_prompts
 
-from megarl.rollout.engine import SamplingParams
-from megarl.rollout.sglang_engine import SglangEngine
-from megarl.rollout.sglang_server import ServerOptions, SglangServer
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 
 PHASES = ("step", "sync", "generate", "reward", "log_probs", "advantages", "update", "other")
 
@@ -53,7 +53,7 @@ def generation_against_bare_server(prompts_file: Path, work: Path, rounds: int) 
         options = ServerOptions(
             model_path=str(MODEL), log_file=work / "engine.log", max_total_tokens=16384, max_running_requests=PROMPTS * SAMPLES
         )
-        engine = await SglangEngine.start(options, initial_version=0)
+        engine = await SglangEngine.open(options, initial_version=0)
         seconds: dict[str, list[float]] = {"megarl": [], "bare": []}
         try:
             for number, batch in enumerate(batches[: 2 * (rounds + 1)]):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Iterative RPO: each iteration samples pairs from the model of the last one and starts from it (METHODS section 7).
+# Iterative RPO: each iteration samples pairs from the model of the last one and starts from it (docs/methods.md#rpo-term).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 megarl="${PYTHON:-.venv/bin/python} -m megarl"

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from megarl.atomic import whole_folder
+from megarl.system.atomic_files import whole_folder
 
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<unk>"]
 BEGIN, END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
