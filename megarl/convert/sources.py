@@ -296,8 +296,8 @@ def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or list(block or ()) != [FP8_BLOCK, FP8_BLOCK]:
         raise ModelError(
-            f"config.json in '{folder}': quantization_config says {method!r} with weight_block_size {block!r}, but it may "
-            f"only be 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]"
+            f"config.json in '{folder}': quantization_config says {method!r} with weight_block_size {block!r}; it must "
+            f"be 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]"
         )
 
 

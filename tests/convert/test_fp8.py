@@ -119,7 +119,7 @@ def test_transformers_and_an_import_read_the_same_values_from_it(wide: Path, tmp
             "wrong scale",
             r"q_proj\.weight_scale_inv' in '.*' is torch\.float32 \[1, 1\], but blocks of 128 x 128 need .* \[2, 2\]",
         ),
-        ("other method", r"quantization_config says 'awq' with weight_block_size None; it must be 'fp8'"),
+        ("other method", r"quantization_config says 'awq' with weight_block_size None; it must be 'fp8' with \[128, 128\]"),
     ],
 )
 def test_quantised_weights_that_cannot_be_read_are_named(wide: Path, tmp_path: Path, change: str, message: str) -> None:

@@ -68,7 +68,7 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
     assert read_token(None) == "another-token-0123456789"
     assert read_token(str(tmp_path / "token")) == TOKEN
     (tmp_path / "token").write_text("short")
-    with pytest.raises(RewardError, match="16 printable ASCII characters or more") as caught:
+    with pytest.raises(RewardError, match="must be at least 16 printable ASCII characters") as caught:
         read_token(str(tmp_path / "token"))
     assert "short" not in str(caught.value)
     with pytest.raises(RewardError, match="cannot be read"):

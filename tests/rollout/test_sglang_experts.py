@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -67,12 +65,6 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tp: 
     asyncio.run(scenario())
 
 
-def config_only(folder: Path, **config: Any) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, **config}))
-    return folder
-
-
 def test_where_the_order_of_experts_is_not_known_they_are_sent_whole_this_is_said_and_the_rest_checked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,15 +79,15 @@ def test_where_the_order_of_experts_is_not_known_they_are_sent_whole_this_is_sai
         assert (set(checksums.values()) == {UNCHECKED}) is whole
     caplog.clear()
     assert not EngineLayout.of_model(folder, "float32", 2, "cpu").takes_whole_experts
-    dense = config_only(tmp_path / "dense", model_type="llama")
-    assert not EngineLayout.of_model(dense, "float32", 2, "cuda").takes_whole_experts
+    build_folder("llama", tmp_path / "dense")
+    assert not EngineLayout.of_model(tmp_path / "dense", "float32", 2, "cuda").takes_whole_experts
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
     ("family", "why"),
     [
-        ("mixtral", "pads intermediate_size = 24, which may only be a multiple of 32"),
+        ("mixtral", "pads intermediate_size = 24, which must be a multiple of 32"),
         ("deepseek_v3", "not known here"),
         ("qwen3_moe", "mlp_only_layers and decoder_sparse_step"),
     ],

@@ -33,7 +33,7 @@ CONFIG = TINY.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     ],
 )
 def test_the_first_difference_is_named(changed: dict[str, Any], dtype: str, message: str) -> None:
-    with pytest.raises(EngineError, match=f"the engine's model {message}.*may only be given the weights of the model"):
+    with pytest.raises(EngineError, match=f"the engine's model {message}.*: an engine takes only weights of the model that"):
         check_same_model(ServedModel(CONFIG | changed, dtype), ServedModel(CONFIG, "float32"))
 
 

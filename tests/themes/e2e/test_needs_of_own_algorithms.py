@@ -129,10 +129,10 @@ def test_a_loss_in_a_users_file_gets_the_log_probs_it_needs(
 def test_what_a_users_estimator_needs_is_checked_with_the_config(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ESTIMATOR)
     own = {"algorithm.advantage": f"{tmp_path / 'mine.py'}:above_both"}
-    with pytest.raises(ConfigError, match=r"mine\.py:above_both', whose greedy responses"):
+    with pytest.raises(ConfigError, match=r"mine\.py:above_both' cannot use: its greedy responses"):
         tiny_config(**own, **{"rollout.schedule": {"mode": "one_step_off_policy"}})
-    with pytest.raises(ConfigError, match=r"mine\.py:above_both' has no place for a penalty per token"):
+    with pytest.raises(ConfigError, match=r"mine\.py:above_both' has one per response; it must be 'loss'"):
         tiny_config(**own, **{"algorithm.kl": {"apply_to": "reward", "coef": 0.1}})
     with pytest.raises(ConfigError, match=r"critic\.layout\.dp is 3"):
         tiny_config(**own, **{"critic.layout": {"dp": 3}})
-    assert tiny_config(**own, **{"algorithm.truncated": "bootstrap", "critic.warmup_steps": 1}).uses_critic
+    assert tiny_config(**own, **{"algorithm.truncated_responses": "bootstrap", "critic.warmup_steps": 1}).uses_critic
