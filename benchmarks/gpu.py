@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Part:
     reason: str | None = None
 
 
-def parts_for(capability: tuple[int, int] | None, cuda: str | None, has_transformer_engine: bool) -> list[Part]:
+def parts_for(capability: tuple[int, int] | None, cuda: str | None, *, has_transformer_engine: bool) -> list[Part]:
     """The parts on a device of this compute capability (None: there is no GPU) under torch's CUDA version."""
     missing = "there is no GPU" if capability is None else None
     without = missing or (None if has_transformer_engine else "transformer_engine cannot be imported")
@@ -72,7 +72,7 @@ def parts_for(capability: tuple[int, int] | None, cuda: str | None, has_transfor
         reason = without or device_problem(recipe, capability or (0, 0), cuda)
         parts.append(Part(f"fp8 {recipe}", "transformer_engine", kind, recipe, reason=reason))
     tensorwise = next(part for part in parts if part.fp8_recipe == "tensorwise" and part.fp8 != "none")
-    parts.append(Part("fp8 tensorwise, fp8_param", "transformer_engine", "hybrid", "tensorwise", True, tensorwise.reason))
+    parts.append(replace(tensorwise, name="fp8 tensorwise, fp8_param", fp8_param=True))
     return parts
 
 
@@ -214,9 +214,9 @@ def on_this_machine() -> tuple[str | None, list[Part]]:
     from megarl.megatron.options import has_transformer_engine
 
     if not torch.cuda.is_available():
-        return None, parts_for(None, torch.version.cuda, False)
+        return None, parts_for(None, torch.version.cuda, has_transformer_engine=False)
     return torch.cuda.get_device_name(), parts_for(
-        torch.cuda.get_device_capability(), torch.version.cuda, has_transformer_engine()
+        torch.cuda.get_device_capability(), torch.version.cuda, has_transformer_engine=has_transformer_engine()
     )
 
 

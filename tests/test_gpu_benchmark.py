@@ -28,7 +28,7 @@ def gpu() -> ModuleType:
 
 
 def test_the_parts_of_an_h200(gpu: ModuleType) -> None:
-    parts = {part.name: part for part in gpu.parts_for((9, 0), "13.0", True)}
+    parts = {part.name: part for part in gpu.parts_for((9, 0), "13.0", has_transformer_engine=True)}
     runs = [name for name, part in parts.items() if part.reason is None]
     assert runs == ["bf16", "fp8 delayed", "fp8 tensorwise", "fp8 blockwise", "fp8 tensorwise, fp8_param"]
     assert "needs Blackwell" in parts["fp8 mxfp8"].reason
@@ -37,7 +37,7 @@ def test_the_parts_of_an_h200(gpu: ModuleType) -> None:
 
 
 def test_without_transformer_engine_the_reference_layers_are_what_runs(gpu: ModuleType) -> None:
-    parts = gpu.parts_for((9, 0), "13.0", False)
+    parts = gpu.parts_for((9, 0), "13.0", has_transformer_engine=False)
     assert [(part.name, part.layer_spec) for part in parts if part.reason is None] == [("bf16, reference layers", "reference")]
     assert {part.reason for part in parts if part.reason} == {"transformer_engine cannot be imported"}
 

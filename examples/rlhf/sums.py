@@ -10,7 +10,7 @@ def demonstrations() -> list[dict[str, str]]:
     return [{"prompt": question, "response": str(answer + extra)} for question, answer in SUMS for extra in (0, 1)]
 
 
-def preferences(held_out: bool = False) -> list[dict[str, str]]:
+def preferences(*, held_out: bool = False) -> list[dict[str, str]]:
     """The right answer preferred to a wrong one that is at most 3 off; every fifth such pair is held out."""
     wrong = (1, -1, 2, -2, 3, -3)
     pairs = [(question, answer, answer + off) for question, answer in SUMS for off in wrong if answer + off >= 0]
@@ -18,7 +18,7 @@ def preferences(held_out: bool = False) -> list[dict[str, str]]:
     return [row for number, row in enumerate(rows) if (number % 5 == 2) == held_out]
 
 
-def labels(held_out: bool = False) -> list[dict[str, str | bool]]:
+def labels(*, held_out: bool = False) -> list[dict[str, str | bool]]:
     """The same as single answers, labelled right or wrong."""
     return [
         {"prompt": row["prompt"], "response": row[side], "label": side == "chosen"}

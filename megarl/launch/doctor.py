@@ -111,12 +111,12 @@ def _machine_findings() -> list[Finding]:
     is_tight = free_memory < FREE_MEMORY_BYTES, free_disk < FREE_DISK_BYTES
     return [
         Finding("machine", f"{here['system']}, {here['processor']}, {here['cores']} cores"),
-        _noted_if(is_tight[0], Finding("memory", memory), "the quickstart needs about 8 GiB; close something"),
-        _noted_if(is_tight[1], Finding("disk", disk), "checkpoints need room; set run.folder to a larger disk"),
+        _noted_if(Finding("memory", memory), "the quickstart needs about 8 GiB; close something", is_noted=is_tight[0]),
+        _noted_if(Finding("disk", disk), "checkpoints need room; set run.folder to a larger disk", is_noted=is_tight[1]),
     ]
 
 
-def _noted_if(is_noted: bool, finding: Finding, fix: str) -> Finding:
+def _noted_if(finding: Finding, fix: str, *, is_noted: bool) -> Finding:
     return replace(finding, health="note", fix=fix) if is_noted else finding
 
 
@@ -141,7 +141,7 @@ def _trainer_findings(found: dict[str, Any]) -> list[Finding]:
         ]
     is_cuda = found["platform"] == "cuda"
     devices = ", ".join(found["devices"]) if is_cuda else "no CUDA device: training runs on the CPU under Gloo"
-    findings = [Finding("devices", devices, *_cuda_hint(is_cuda, found["torch_cuda"]))]
+    findings = [Finding("devices", devices, *_cuda_hint(found["torch_cuda"], is_cuda=is_cuda))]
     why = {
         "transformer_engine": "there is a GPU and transformer_engine imports",
         "local": "megatron-core's own layers",
@@ -153,12 +153,12 @@ def _trainer_findings(found: dict[str, Any]) -> list[Finding]:
         )
     else:
         findings.append(Finding("layer spec", f"{found['layer_spec']}: {why}"))
-    findings.append(_optimizer_finding(found["optimizer"], is_cuda))
+    findings.append(_optimizer_finding(found["optimizer"], is_cuda=is_cuda))
     findings.append(_fp8_finding(found))
     return findings
 
 
-def _cuda_hint(is_cuda: bool, torch_cuda: str | None) -> tuple[Health, str]:
+def _cuda_hint(torch_cuda: str | None, *, is_cuda: bool) -> tuple[Health, str]:
     if is_cuda or not Path("/dev/nvidiactl").exists():
         return "ok", ""
     if torch_cuda is None:
@@ -169,7 +169,7 @@ def _cuda_hint(is_cuda: bool, torch_cuda: str | None) -> tuple[Health, str]:
     )
 
 
-def _optimizer_finding(name: str, is_cuda: bool) -> Finding:
+def _optimizer_finding(name: str, *, is_cuda: bool) -> Finding:
     if name.startswith("transformer_engine"):
         return Finding("optimizer", f"{name}: megatron-core prefers transformer_engine's fused Adam")
     if name.startswith("apex"):

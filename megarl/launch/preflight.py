@@ -98,7 +98,7 @@ def check_partition(partitions: Sequence[Partition], job: Job, profile: ClusterP
             f"time is {profile.time}, but partition '{name}' ends jobs after {_as_time(limit)}; ask for "
             f"--time {_as_time(limit)} or less: the run is put back into the queue and goes on"
         )
-    return Partition(name, fitting[0].is_default, True, limit, nodes, most)
+    return Partition(name, is_default=fitting[0].is_default, is_up=True, time_s=limit, nodes=nodes, gpus_per_node=most)
 
 
 def ask_nodes(job: Job, profile: ClusterProfile) -> list[NodeFacts]:

@@ -56,7 +56,7 @@ class Engines:
     @property
     def plan(self) -> ReshardPlan:
         """The way of the weights to the engines."""
-        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, self.fp8)
+        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, fp8=self.fp8)
 
     @property
     def weight_bytes(self) -> int:
@@ -70,7 +70,7 @@ class Engines:
 
     @property
     def _held(self) -> tuple[int, float]:
-        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize, self.fp8)
+        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize, fp8=self.fp8)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -81,12 +81,12 @@ class Engines:
 
 
 @lru_cache(maxsize=32)
-def _reshard_plan(shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, fp8: bool) -> ReshardPlan:
+def _reshard_plan(shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, *, fp8: bool) -> ReshardPlan:
     return plan_reshard(shape.config, trainer, target, itemsize=itemsize, fp8=fp8)
 
 
 @cache
-def _weights(shape: ModelShape, target: EngineTarget, itemsize: int, fp8: bool) -> tuple[int, float]:
+def _weights(shape: ModelShape, target: EngineTarget, itemsize: int, *, fp8: bool) -> tuple[int, float]:
     """(bytes of the fullest rank of an engine, share of the model that is experts')."""
     check_target(shape.config, target)
     tensors = TensorTable.of(quantised_map(shape.weight_map) if fp8 else shape.weight_map, itemsize)
