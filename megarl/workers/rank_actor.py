@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -57,9 +60,23 @@ class RankProcess:
 def start_rank(name: str, rank: int, layout: Layout, threads: int) -> Rank:
     """The rank of this process. The platform is installed first: the modules that a rank imports import megatron."""
     here = platform.install()
-    from megarl.workers.rank import Rank
+    with _without_trackers():
+        from megarl.workers.rank import Rank
 
     return Rank(name, rank, layout, threads, here)
+
+
+@contextmanager
+def _without_trackers() -> Iterator[None]:
+    """Spare this process the trackers' packages, a fifth of its start: megatron-core imports them where it can, and a rank
+    never uses them through it."""
+    hidden = [name for name in ("wandb", "torch.utils.tensorboard") if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: importing it is an ImportError
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def write_stacks(folder: str, name: str, rank: int) -> str:

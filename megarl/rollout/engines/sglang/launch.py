@@ -2,8 +2,10 @@
 
 The first line of its standard input is the token that every request must bring: there, unlike among the arguments, nobody
 else on the machine reads it. The process ends with all its children as soon as that pipe closes, that is when the process
-that started it is gone, however it went. SGLang's spawned children import this module again (as `__mp_main__`), so what is done
-at import time holds in all of them.
+that started it is gone, however it went.
+
+On CUDA SGLang spawns its children, which import everything again. On a CPU they are forked: what is imported, and the
+stand-ins, hold in all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from pathlib import Path
 
 from megarl.system.process_tree import end_tree
 
-if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+if ON_CPU:
     from megarl.rollout.engines.sglang.on_cpu import stand_ins
 
     stand_ins.install(Path(sys.prefix) / "sglang-cpu")
-    if __name__ == "__mp_main__":  # one of SGLang's children, of which the scheduler computes attention
-        importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
 
 
 def _read_token() -> str:
@@ -47,6 +48,12 @@ def main(arguments: list[str]) -> None:
     """Serve until killed; `arguments` are those of `sglang serve`. Children never outlive this process."""
     token = _read_token()
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    if ON_CPU:
+        from megarl.rollout.engines.sglang.on_cpu import quick_start
+
+        quick_start.import_models_of(arguments[arguments.index("--model-path") + 1])
+        importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+        quick_start.fork_children()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
