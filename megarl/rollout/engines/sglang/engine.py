@@ -6,8 +6,7 @@ The driver owns the server through this class; the processes that hold weights s
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,23 +16,22 @@ from megarl.config.engine_kinds import SGLANG
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
-from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import check_engine_args
-from megarl.rollout.engines.sglang.client import SglangClient
+from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_loader import answer_bytes, checking, read_answer
 from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weight_sync.staging import SLICED, NamedTensors, serialize, sharing_by_file
-from megarl.weight_sync.weight_state import WeightState
 
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
 
 
-class SglangEngine(Engine):
+class SglangEngine(ServedEngine):
     """An SGLang server of this run's own and its client. Made by `await SglangEngine.start(...)`, or `open`."""
 
     capabilities = SGLANG
@@ -86,16 +84,11 @@ class SglangEngine(Engine):
         return engine
 
     def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
+        super().__init__(server, initial_version)
         self.server = server
         self._endpoint = ServerEndpoint(server.url, layout, server.token)
-        self._client = SglangClient(server)
-        self._weights = WeightState(initial_version)
         self._update_open = False
         self._sender = TensorSender(self.endpoint)
-
-    @property
-    def weight_version(self) -> int | None:
-        return self._weights.version
 
     @property
     def served_model(self) -> ServedModel:
@@ -105,24 +98,12 @@ class SglangEngine(Engine):
     def endpoint(self) -> ServerEndpoint:
         return self._endpoint
 
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-    ) -> list[list[Generation]]:
-        version = check_request(prompts, n, keys, self.weight_version)
-        return await self._client.generate(prompts, params, n=n, version=version, deadline_s=deadline_s)
-
     # weights ------------------------------------------------------------------------------------------------------
 
     async def begin_update(self, version: int, base: int | None = None) -> None:
         self._weights.begin(version, base)
         self._sender = TensorSender(self.endpoint)
-        with failing(self._weights):
+        with self._losing_weights_on_error():
             await self._client.pause()
             if self._update_open:  # left by an update that failed
                 await self._client.control("end_weight_update", {})
@@ -135,18 +116,14 @@ class SglangEngine(Engine):
 
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
         self._weights.check(version)
-        with failing(self._weights):
+        with self._losing_weights_on_error():
             sent: dict[SliceKey, str] = {**self._sender.checksums(), **(checksums or {})}
             missing: dict[SliceKey, str] = dict.fromkeys(self.endpoint.layout.missing(sent), UNCHECKED)
             held = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(sent)
             compare(sent, held | missing)
             await self._client.control("end_weight_update", {})
             self._update_open = False
-            await serve(self._client, self._weights, version)
-
-    async def abandon_update(self) -> None:
-        # the server's own update stays open, and sampling paused, until the next one
-        self._weights.fail()
+            await self._serve(version)
 
     async def _held(self, sent: Mapping[SliceKey, str]) -> dict[SliceKey, str]:
         """The digests of what was sent as the server's ranks read them back from their parameters.
@@ -190,26 +167,6 @@ class SglangEngine(Engine):
 
     # the process --------------------------------------------------------------------------------------------------
 
-    async def health(self) -> None:
-        await self._client.health()
-
     async def stop(self) -> None:
         self._weights.lose()
         await asyncio.to_thread(self.server.stop)
-
-
-async def serve(client: SglangClient, weights: WeightState, version: int) -> None:
-    """Have the server answer under the weights of `version`, which are all there."""
-    await client.take_version(version)
-    weights.confirm()
-    await client.resume()
-
-
-@contextlib.contextmanager
-def failing(weights: WeightState) -> Iterator[None]:
-    """Whatever is raised inside leaves the engine without weights of a known version."""
-    try:
-        yield
-    except BaseException:
-        weights.lose()
-        raise

@@ -12,7 +12,7 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.config import Config
@@ -20,11 +20,9 @@ from megarl.config.engine_kinds import RUNNING_SGLANG
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
-from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
-from megarl.rollout.engines.sglang.client import SglangClient
-from megarl.rollout.engines.sglang.engine import failing, serve
+from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
-from megarl.weight_sync.weight_state import WeightState
 
 ASK_S = 10.0
 POLL_S = 0.5
@@ -73,7 +71,7 @@ class ExternalServer:
             raise EngineError(f"rollout.servers.urls: {url} did not answer: {error}") from error
 
 
-class ExternalEngine(Engine):
+class ExternalEngine(ServedEngine):
     """The engine on such a server. Made by `await ExternalEngine.start(...)`, or `at`; of its weights no version is known."""
 
     capabilities = RUNNING_SGLANG
@@ -112,30 +110,9 @@ class ExternalEngine(Engine):
             raise EngineError(f"rollout.servers.urls: {url} must be started with --skip-tokenizer-init: it is sent token ids")
         return cls(server)
 
-    def __init__(self, server: ExternalServer) -> None:
-        self.server = server
-        self._client = SglangClient(server)
-        self._weights = WeightState()
-
-    @property
-    def weight_version(self) -> int | None:
-        return self._weights.version
-
-    async def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        *,
-        n: int = 1,
-        keys: Sequence[str] | None = None,
-        deadline_s: float = 1800.0,
-    ) -> list[list[Generation]]:
-        version = check_request(prompts, n, keys, self.weight_version)
-        return await self._client.generate(prompts, params, n=n, version=version, deadline_s=deadline_s)
-
     async def begin_update(self, version: int, base: int | None = None) -> None:
         self._weights.begin(version, base)
-        with failing(self._weights):
+        with self._losing_weights_on_error():
             await self._client.pause()
 
     async def load_update(self, folder: str) -> None:
@@ -144,14 +121,8 @@ class ExternalEngine(Engine):
 
     async def end_update(self, version: int, checksums: Mapping[Any, str] | None = None) -> None:
         self._weights.check(version)
-        with failing(self._weights):
-            await serve(self._client, self._weights, version)
-
-    async def abandon_update(self) -> None:
-        self._weights.fail()
-
-    async def health(self) -> None:
-        await self._client.health()
+        with self._losing_weights_on_error():
+            await self._serve(version)
 
     async def stop(self) -> None:
         """The server goes on; this engine has no weights from here on."""

@@ -1,0 +1,56 @@
+"""What every engine on an SGLang server does alike, whoever runs the server: responses over HTTP, weights with a version."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams, check_request
+from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
+from megarl.weight_sync.weight_state import WeightState
+
+
+class ServedEngine(Engine):
+    """An engine that asks `server`; `initial_version` is that of the weights it serves (None: not known)."""
+
+    def __init__(self, server: AskedServer, initial_version: int | None = None) -> None:
+        self._client = SglangClient(server)
+        self._weights = WeightState(initial_version)
+
+    @property
+    def weight_version(self) -> int | None:
+        return self._weights.version
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int = 1,
+        keys: Sequence[str] | None = None,
+        deadline_s: float = 1800.0,
+    ) -> list[list[Generation]]:
+        version = check_request(prompts, n, keys, self.weight_version)
+        return await self._client.generate(prompts, params, n=n, version=version, deadline_s=deadline_s)
+
+    async def abandon_update(self) -> None:
+        # sampling stays paused, and an update that the server has begun stays open, until the next one
+        self._weights.fail()
+
+    async def health(self) -> None:
+        await self._client.health()
+
+    async def _serve(self, version: int) -> None:
+        """Have the server answer under the weights of `version`, which are all there."""
+        await self._client.take_version(version)
+        self._weights.confirm()
+        await self._client.resume()
+
+    @contextlib.contextmanager
+    def _losing_weights_on_error(self) -> Iterator[None]:
+        """Whatever is raised inside leaves the engine without weights of a known version."""
+        try:
+            yield
+        except BaseException:
+            self._weights.lose()
+            raise
