@@ -39,6 +39,11 @@ def local_ray() -> Iterator[None]:
     """Ray that every run of the session joins instead of starting its own."""
     import ray
 
-    ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=512 * 2**20, log_to_driver=False)
-    yield
-    ray.shutdown()
+    from tests.warm_workers import WarmWorkers
+
+    with WarmWorkers() as workers:
+        settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
+        ray.init(address="local", num_cpus=8, runtime_env={"py_executable": workers.python}, **settings)
+        workers.start()
+        yield
+        ray.shutdown()
