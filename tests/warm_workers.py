@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import random
@@ -76,14 +77,14 @@ def serve(address: str) -> None:
 
 
 def _import() -> None:
-    import tests.world_imports  # noqa: F401  (first: it installs the platform)
-
-    import ray._private.workers.default_worker  # noqa: F401, I001
-
-    import megarl.rollout.engines.embedded
-    import megarl.workers.engine_actor
-    import megarl.workers.rank  # noqa: F401
-
+    for name in (
+        "tests.world_imports",  # installs the platform, and so comes first
+        "ray._private.workers.default_worker",
+        "megarl.rollout.engines.embedded",
+        "megarl.workers.engine_actor",
+        "megarl.workers.rank",
+    ):
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()
 
