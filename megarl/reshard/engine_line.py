@@ -11,8 +11,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Number = TypeVar("Number", int, Ints)
+Number = TypeVar("Number", int, npt.NDArray[np.int64])
 
 
 def engine_position(engine: Number, replicas: Number, engines: int) -> Number:

@@ -56,6 +56,7 @@ class SglangEngine(Engine):
             "device": place.platform,
             "dtype": config.model.dtype,
             "tp": rollout.tp,
+            "gpus": place.gpus,
             "threads": place.threads,
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,
