@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from megarl.config import AnyConfig
 from megarl.config.layout import Layout, divisors
 from megarl.errors import ClusterError, LayoutError, either
 from megarl.reshard.engine_line import replica_shares
@@ -45,6 +46,13 @@ class PlacementRequest:
     engines: int
     engine_tp: int
     colocated: bool
+
+    @classmethod
+    def of(cls, config: AnyConfig) -> PlacementRequest:
+        """What the run of `config` needs under Ray."""
+        engines = config.sampling.engines if config.sampling is not None else 0
+        engine_tp = config.engine_places // engines if engines else 0
+        return cls(config.layouts, engines, engine_tp, config.resources.placement == "colocated")
 
     @property
     def bundles(self) -> int:
