@@ -111,10 +111,9 @@ class Placement:
         inside = [bundle for bundles in self.engines for bundle in bundles]
         if inside:
             held.append(f"engines {_ranges(self._numbers_of_nodes(inside))}")
-        return (
-            f"{len(sizes)} {'node' if len(sizes) == 1 else 'nodes'} with {_ranges(sizes.values(), ' to ')} {kind} each; "
-            f"by node: {', '.join(held)}"
-        )
+        each = _ranges(sizes.values(), " to ")
+        nodes = f"1 node with {each} {kind}" if len(sizes) == 1 else f"{len(sizes)} nodes with {each} {kind} each"
+        return f"{nodes}; by node: {', '.join(held)}"
 
     def rows(self) -> list[tuple[str, str, dict[str, str]]]:
         """(node, its GPUs, the ranks or engines there by group) of every node, as ranges."""
@@ -203,7 +202,7 @@ class _Nodes:
             if layout.tp > self.largest:
                 raise self._refused(LayoutError, "tp", layout.tp).under(f"{name}.layout", LayoutError)
         if request.engines and request.engine_tp > self.largest:
-            raise self._refused(ClusterError, "rollout.tp", request.engine_tp, "; an engine lives on one node")
+            raise self._refused(ClusterError, "rollout.tp", request.engine_tp, ", and an engine cannot yet be on several nodes")
 
     def _refused(self, kind: type[LayoutError] | type[ClusterError], field: str, size: int, why: str = "") -> Any:
         reason = f"is more than the {self.largest} GPUs of a node{why}"
