@@ -1,12 +1,7 @@
-"""The bundles of Ray's reservation: on which node each is and which GPU it has, asked of processes inside them.
-
-Every process of a run on GPUs sees all GPUs of its node and is told which is its own: tensors that one process shares with
-another by CUDA IPC can be opened only by a process that sees the GPU they are on.
-"""
+"""The bundles of Ray's reservation: on which node each is and which GPU it has, asked of processes inside them."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from typing import Any
 
@@ -14,11 +9,9 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from megarl.errors import ClusterError, DeadlineError
+from megarl.errors import DeadlineError
 from megarl.reshard.placement import Bundle
-
-SEES_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Keeps Ray from narrowing `CUDA_VISIBLE_DEVICES` to the GPUs that it gives a process; what the node's Ray sees stays."""
+from megarl.workers.own_gpu import SEES_ALL_GPUS, own_gpu
 
 
 def find_bundles(group: PlacementGroup, *, have_gpus: bool, deadline_s: float) -> list[Bundle]:
@@ -51,26 +44,3 @@ def _ask(group: PlacementGroup, bundles: int, deadline_s: float) -> list[int | N
         return ray.get(asked)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
-
-
-def own_gpu() -> int | None:
-    """The number of the GPU that Ray gave this process, among those that it sees; None if it gave none."""
-    given = ray.get_gpu_ids()
-    return gpu_number(given[0], os.environ.get("CUDA_VISIBLE_DEVICES")) if given else None
-
-
-def gpu_number(gpu: int | str, visible: str | None) -> int:
-    """The number by which CUDA knows what Ray calls `gpu`, in a process whose `CUDA_VISIBLE_DEVICES` is `visible`.
-
-    Raises:
-        ClusterError: `gpu` is not among those that are visible.
-    """
-    if visible is None:
-        return int(gpu)
-    names = [name.strip() for name in visible.split(",")]
-    if str(gpu) not in names:
-        raise ClusterError(
-            f"Ray gave GPU {gpu}, which is not among CUDA_VISIBLE_DEVICES='{visible}'; start Ray with the same "
-            "CUDA_VISIBLE_DEVICES on the whole node, or without"
-        )
-    return names.index(str(gpu))

@@ -25,8 +25,9 @@ from megarl.errors import ClusterError
 from megarl.platform import Platform
 from megarl.reshard.placement import Placement, PlacementRequest, place
 from megarl.workers import engine_actor
-from megarl.workers.bundles import SEES_ALL_GPUS, find_bundles
+from megarl.workers.bundles import find_bundles
 from megarl.workers.group import WorkerGroup
+from megarl.workers.own_gpu import SEES_ALL_GPUS
 from megarl.workers.rank_actor import RankActor
 
 EngineActor: Any = engine_actor.EngineActor

@@ -15,7 +15,7 @@ from megarl import platform
 from megarl.config.layout import Layout
 from megarl.models.registry import use_architecture
 from megarl.system.process_exit import end_with_parent, log_to_file
-from megarl.workers.bundles import own_gpu
+from megarl.workers.own_gpu import own_gpu
 
 if TYPE_CHECKING:
     from megarl.workers.rank import Rank

@@ -120,7 +120,7 @@ def test_a_placement_names_the_gpus_of_every_rank_and_engine(capsys: pytest.Capt
         (["c.yaml", "--placement", "--gpus-per-node=0"], "--gpus-per-node is 0; it must be a whole number above 0"),
         (["c.yaml", "--placement", "--gpus=8"], "--gpus is 8, but the layouts need 1024"),
         (["c.yaml", "--placement", "--gpus-per-node=4"], "policy.layout.tp is 8, which is more than the 4 GPUs of a node"),
-        (["c.yaml", "--placement", "rollout.tp=16"], "rollout.tp is 16, which is more than the 8 GPUs of a node, and an engine"),
+        (["c.yaml", "--placement", "rollout.tp=16"], "rollout.tp is 16, which is more than the 8 GPUs of a node, and"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

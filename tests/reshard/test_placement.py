@@ -183,7 +183,8 @@ def test_engines_take_evenly_spaced_gpus_of_what_others_left(spaced: int, gpus: 
     (PlacementRequest({"policy": Layout(tp=16)}, 0, 1, True), [8, 8], LayoutError,
      "policy.layout.tp is 16, which is more than the 8 GPUs of a node; it must be 1, 2, 4 or 8"),
     (PlacementRequest({"policy": Layout(dp=16)}, 1, 16, True), [8, 8], ClusterError,
-     "rollout.tp is 16, which is more than the 8 GPUs of a node, and an engine cannot yet be on several nodes; it must be 1, 2, 4 or 8"),
+     "rollout.tp is 16, which is more than the 8 GPUs of a node, and an engine cannot yet be on several nodes; it must be 1, "
+     "2, 4 or 8"),
     (PlacementRequest({"critic": Layout(tp=3, dp=4)}, 0, 1, True), [8, 4], LayoutError,
      "critic.layout.tp is 3, which needs 3 GPUs of one node 4 times (tp * cp = 3 * 1), but the nodes have 4 or 8 GPUs for "
      "critic; it must be a size that divides the GPUs of every node"),

@@ -18,8 +18,8 @@ from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.workers import cluster as cluster_module
-from megarl.workers.bundles import gpu_number
 from megarl.workers.cluster import Cluster, GroupRequest
+from megarl.workers.own_gpu import gpu_number
 
 PER_NODE = 4
 VISIBLE = {0: None, 1: "4,5,6,7"}
@@ -38,7 +38,7 @@ def reporter() -> type:
 
             import ray
 
-            from megarl.workers.bundles import own_gpu
+            from megarl.workers.own_gpu import own_gpu
 
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             node = ray.get_runtime_context().get_node_id()
@@ -82,7 +82,7 @@ def server_options(place: EnginePlace) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("colocated", "dp", "engines"), [(True, 4, 4), (False, 2, 2)])
+@pytest.mark.parametrize(("colocated", "dp", "engines"), [(True, 3, 3), (False, 1, 2)])
 def test_every_process_sees_its_nodes_gpus_and_has_its_own(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, colocated: bool, dp: int, engines: int
 ) -> None:
