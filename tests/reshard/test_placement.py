@@ -115,11 +115,19 @@ def test_experts_stay_within_a_node_and_stages_follow_each_other() -> None:
     assert len(set.union(*stages)) == 8
 
 
-def test_a_node_that_lacks_gpus_is_passed_over_where_a_group_would_be_cut() -> None:
-    bundles = cluster([8, 6, 2], seed=5)
-    placement = place(PlacementRequest({"policy": Layout(tp=4, dp=3)}, 4, 1, False), bundles)
-    ranks = placement.ranks["policy"]
-    assert [len(nodes_of(placement, ranks[at : at + 4])) for at in (0, 4, 8)] == [1, 1, 1]
+@pytest.mark.parametrize(("layout", "fixed"), [
+    (Layout(tp=4, dp=3), ("dp", "pp")), (Layout(tp=2, cp=2, dp=3), ("dp", "pp")), (Layout(dp=12, ep=4), ("edp", "pp")),
+])  # fmt: skip
+def test_the_rest_of_a_node_is_left_to_others_where_a_group_would_be_cut(layout: Layout, fixed: tuple[str, ...]) -> None:
+    placement = place(PlacementRequest({"policy": layout}, 4, 1, False), cluster([6, 6, 4], seed=5))
+    for group in groups_of(layout, *fixed):
+        assert len(nodes_of(placement, [placement.ranks["policy"][rank] for rank in group])) == 1
+    assert len({*placement.ranks["policy"], *(bundle for places in placement.engines for bundle in places)}) == 16
+
+
+def test_what_needs_many_gpus_of_a_node_is_placed_before_what_fits_anywhere() -> None:
+    placement = place(PlacementRequest({"policy": Layout(dp=3)}, 3, 4, False), cluster([8, 7], seed=4))
+    assert [len(nodes_of(placement, places)) for places in placement.engines] == [1, 1, 1]
 
 
 def test_context_parallel_groups_larger_than_a_node_leave_tensor_parallel_ones_whole() -> None:
@@ -131,12 +139,12 @@ def test_context_parallel_groups_larger_than_a_node_leave_tensor_parallel_ones_w
 
 @pytest.mark.parametrize(("layout", "engines", "engine_tp"), [
     (Layout(tp=2, dp=4), 8, 1), (Layout(tp=2, dp=4), 4, 2), (Layout(dp=8), 8, 1), (Layout(dp=8), 4, 1), (Layout(dp=8), 2, 4),
-    (Layout(tp=2, cp=2, dp=2, pp=2), 16, 1), (Layout(tp=2, dp=2, pp=4), 4, 2),
+    (Layout(tp=2, cp=2, dp=2, pp=2), 16, 1), (Layout(tp=2, dp=2, pp=4), 4, 2), (Layout(dp=6), 2, 2),
 ])  # fmt: skip
 def test_a_colocated_engine_is_on_gpus_of_ranks_that_send_most_to_it(layout: Layout, engines: int, engine_tp: int) -> None:
     plan = plan_reshard(load_hf_config(str(LLAMA)), layout, EngineTarget(tp=engine_tp, engines=engines))
     request = PlacementRequest({"policy": layout}, engines, engine_tp, True)
-    placement = place(request, cluster([8] * (layout.world_size // 8), seed=2))
+    placement = place(request, cluster([min(8, layout.world_size)] * max(1, layout.world_size // 8), seed=2))
     for engine, places in enumerate(placement.engines):
         sent: Counter[int] = Counter()
         for engine_rank in range(engine_tp):
