@@ -42,12 +42,18 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     plan.add_argument(
         "--cluster", metavar="FILE", help="with --reshard: YAML file with the cluster's rates (default: 8 H100s a node)"
     )
+    plan.add_argument("--placement", action="store_true", help="show which GPU each rank and engine would have instead")
+    plan.add_argument("--gpus-per-node", type=int, metavar="N", help="with --placement: GPUs of a node (default: 8)")
     plan.set_defaults(run=lambda arguments: _plan(arguments, console()))
 
 
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.reshard:
         return _reshard(arguments, console)
+    if arguments.placement:
+        return _placement(arguments, console)
+    if arguments.gpus_per_node is not None:
+        raise ConfigError("--gpus-per-node is for `megarl plan --placement`; the GPUs of a plan are counted by --gpus")
     if arguments.cluster:
         raise ConfigError("--cluster is for `megarl plan --reshard`; the GPUs of a plan are named by --gpu")
     if arguments.gpus is not None and arguments.gpus < 1:
@@ -112,6 +118,33 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     console.print(_facts(config, plan, proof, cost, seconds))
     console.print()
     console.print(_links(cost))
+    return 0
+
+
+def _placement(arguments: argparse.Namespace, console: Console) -> int:
+    import json
+
+    from rich.table import Table
+
+    from megarl.config import load_any
+    from megarl.reshard.placement import PlacementRequest, place, planned_bundles
+
+    size = 8 if arguments.gpus_per_node is None else arguments.gpus_per_node
+    if size < 1:
+        raise ConfigError(f"--gpus-per-node is {size}; it must be a whole number above 0")
+    request = PlacementRequest.of(load_any(arguments.config, arguments.overrides))
+    if arguments.gpus is not None and arguments.gpus < request.bundles:
+        raise ConfigError(f"--gpus is {arguments.gpus}, but the layouts need {request.bundles}")
+    placement = place(request, planned_bundles(request.bundles, size))
+    if arguments.json:
+        console.print(json.dumps(placement.as_json(), indent=1), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    table = Table("node", "GPUs", *request.groups, "engines", box=None, pad_edge=False)
+    for node, gpus, held in placement.rows():
+        table.add_row(node, gpus, *held.values())
+    console.print(placement.summary(), highlight=False)
+    console.print()
+    console.print(table, highlight=False)
     return 0
 
 

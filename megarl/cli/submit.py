@@ -146,14 +146,15 @@ def _preflight(job: Job, profile: ClusterProfile, step_s: float | None, console:
 
 def _submit_ray(arguments: argparse.Namespace) -> int:
     from megarl.launch.cluster_profile import ClusterProfile
-    from megarl.launch.job import places_needed, plan_job
+    from megarl.launch.job import plan_job
     from megarl.launch.submit import ray_job
+    from megarl.reshard.placement import PlacementRequest
 
     # the cluster is there already: what it has is for Ray to say, when the run asks for its places
     job = plan_job(arguments.config, arguments.overrides, ClusterProfile(nodes=1, gpus_per_node=0, places_per_node=2**20))
     command = ray_job(job, arguments.address)
     if arguments.dry_run:
-        sys.stdout.write(f"# needs {places_needed(job.config)} places\n{shlex.join(command)}\n")
+        sys.stdout.write(f"# needs {PlacementRequest.of(job.config).bundles} places\n{shlex.join(command)}\n")
         return 0
     return subprocess.run(command, check=False).returncode
 

@@ -41,6 +41,8 @@ _SGLANG_SET_ELSEWHERE = {
     "dtype": "model.dtype",
     "tp_size": "rollout.tp",
     "device": "the machine that the run is on",
+    "base_gpu_id": "megarl, which chooses the engines' GPUs",
+    "gpu_id_step": "megarl, which chooses the engines' GPUs",
     "host": "megarl, whose servers listen on this machine alone",
     "weight_version": "megarl, which counts the weights' versions",
     "skip_tokenizer_init": "megarl, which sends and takes token ids",

@@ -13,6 +13,7 @@ from megarl.errors import ConfigError
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.models.check_layouts import check_models
 from megarl.observe import read_metrics
+from megarl.reshard.placement import PlacementRequest, place, planned_bundles
 
 START_S = 120
 """Allowance for the nodes' checks, Ray, the engines and the model; a run's own start may take longer."""
@@ -56,7 +57,8 @@ def plan_job(
     `step_s` is how long a step takes, in seconds (None: what an earlier start of the same run measured).
 
     Raises:
-        ConfigError: the config is wrong, its layouts do not fit the nodes, or the time limit is too short for a step.
+        ConfigError, LayoutError: the config is wrong, its layouts do not fit the nodes, or the time limit is too short for a
+            step.
         ModelError: a model folder is missing.
     """
     config = load_any(path, overrides)
@@ -81,12 +83,6 @@ def plan_job(
             )
     check_time(profile, step_s or measured_step_s(job.run_folders[0]))
     return job
-
-
-def places_needed(config: AnyConfig) -> int:
-    """Places that the run's ranks and engines take under Ray, as workers/cluster.py counts them."""
-    sizes = [*(layout.world_size for layout in config.layouts.values()), config.engine_places]
-    return max(sizes) if config.resources.placement == "colocated" else sum(sizes)
 
 
 def check_time(profile: ClusterProfile, step_s: float | None) -> None:
@@ -120,7 +116,8 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
     kind = "GPUs" if profile.gpus_per_node else "places"
     field = "gpus_per_node" if profile.gpus_per_node else "places_per_node"
-    needed = places_needed(config) if launcher == "ray" else _ranks(config)
+    request = PlacementRequest.of(config)
+    needed = request.bundles if launcher == "ray" else _ranks(config)
     fewest = math.ceil(needed / profile.places)
     nodes = profile.nodes or fewest
     if nodes < fewest:
@@ -144,6 +141,8 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
             f"policy.layout has {needed} ranks, but {nodes} nodes of {profile.places} {kind} cannot hold an equal share each; "
             f"ask for --nodes {fitting[0]}, or change policy.layout.dp"
         )
+    if launcher == "ray" and profile.gpus_per_node:
+        place(request, planned_bundles(needed, profile.gpus_per_node))
     return nodes
 
 

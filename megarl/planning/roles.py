@@ -117,7 +117,7 @@ class RunShape:
 
     @property
     def places(self) -> dict[str, range]:
-        """GPUs by group, the engines' under `engine` (`workers/cluster.py` places them so)."""
+        """GPUs by group, the engines' under `engine`, counted from the first on; in a run `reshard/placement.py` chooses."""
         sizes = {name: layout.world_size for name, layout in self.groups.items()}
         if self.engines is not None:
             sizes["engine"] = self.engines.target.engines * self.engines.target.ranks

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Literal
 
 from megarl.platform.base import Platform
 
-__all__ = ["Platform", "cuda_present", "current", "detect", "install"]
+__all__ = ["Platform", "cuda_present", "current", "detect", "install", "named"]
 
 _installed: Platform | None = None
 
@@ -20,8 +21,13 @@ def cuda_present() -> bool:
 
 
 def detect() -> Platform:
-    """Return this machine's platform without making this process ready for megatron: for a driver, which only starts others."""
-    if cuda_present():
+    """Return this machine's platform without making this process ready for megatron."""
+    return named("cuda" if cuda_present() else "cpu")
+
+
+def named(name: Literal["cpu", "cuda"]) -> Platform:
+    """Return a platform by its name: for a driver, which only starts processes, perhaps on other machines than its own."""
+    if name == "cuda":
         from megarl.platform.cuda import CudaPlatform
 
         return CudaPlatform()

@@ -21,6 +21,7 @@ from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
 from megarl.reshard.block_scales import quantised_map
+from megarl.reshard.engine_line import engine_position
 from megarl.reshard.slices import Slices, engine_slices
 from megarl.reshard.sources import Sources
 from megarl.reshard.targets import EVERY_RANK, EngineTarget, check_target
@@ -199,21 +200,15 @@ class ReshardPlan:
         it. So every replica serves as many bytes as any other, whether there are more engines or more replicas.
         """
         replicas = self.sources.replicas[self.bucket_source[bucket]]
-        place = self._engine_position(engine, replicas) + self._middle[bucket]
+        place = engine_position(engine, replicas, self.target.engines) + self._middle[bucket]
         return (place * replicas / self.target.engines).astype(np.int64)
-
-    def _engine_position(self, engine: Ints, replicas: Ints) -> Ints:
-        """Where engines stand on the line: those of one residue together, so that replica e % replicas serves engine e."""
-        of_each, left = self.target.engines // replicas, self.target.engines % replicas
-        residue = engine % replicas
-        return residue * of_each + np.minimum(residue, left) + engine // replicas
 
     @cached_property
     def engine_order(self) -> dict[int, Ints]:
         """The engines as they stand on the line, by the number of replicas that a source has."""
         engines = np.arange(self.target.engines)
         return {
-            replicas: np.argsort(self._engine_position(engines, np.array(replicas)))
+            replicas: np.argsort(engine_position(engines, np.array(replicas), self.target.engines))
             for replicas in set(self.sources.replicas.tolist())
         }
 

@@ -78,11 +78,12 @@ class BucketBuilder:
 class Pusher:
     """One rank's connections to the engines, by the engine's number, and the two buffers that all of them read from.
 
-    `name` tells its buffers from those of the other ranks.
+    `name` tells its buffers from those of the other ranks. `choose_device` is called first in every thread that hashes or
+    sends: a thread begins on the first GPU that the process sees, whichever the rank's own is.
     """
 
-    def __init__(self, name: str = "0") -> None:
-        self.name = name
+    def __init__(self, name: str = "0", choose_device: Callable[[], None] | None = None) -> None:
+        self.name, self.choose_device = name, choose_device
         self.senders: dict[int, Sender] = {}
         self.unreachable: dict[int, str] = {}
         self._sent = SentWeights()
@@ -147,7 +148,7 @@ class Pusher:
         filled again when every engine has read it or failed.
         """
         failed = {engine: Pushed(error=self.unreachable[engine]) for engine in bases if engine in self.unreachable}
-        lanes = {engine: _EngineQueue(self.senders[engine]) for engine in bases if engine in self.senders}
+        lanes = {engine: _EngineQueue(self.senders[engine], self.choose_device) for engine in bases if engine in self.senders}
         if not lanes:
             for _ in loads:
                 pass
@@ -155,7 +156,7 @@ class Pusher:
         deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
         one = next(iter(lanes.values())).sender
         self._staging = self._staging or (Staging(name=self.name) if one.stages else ZeroCopy())
-        hashing = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        hashing = ThreadPoolExecutor(1, thread_name_prefix="hash", initializer=self.choose_device)
         self._sent.begin()
         try:
             for load in loads:
@@ -185,11 +186,11 @@ class Pusher:
 class _EngineQueue:
     """One engine's share of a push, in threads of its own; after its first failure, nothing more is delivered."""
 
-    def __init__(self, sender: Sender) -> None:
+    def __init__(self, sender: Sender, choose_device: Callable[[], None] | None) -> None:
         self.sender = sender
         self.error: str | None = None
         self.checksums: list[Future[dict[SliceKey, str]]] = []
-        self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push")
+        self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push", initializer=choose_device)
         self._all: list[Future[None]] = []
 
     def submit(self, staged: StagedSlices) -> Future[None]:

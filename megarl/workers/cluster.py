@@ -22,8 +22,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import megarl.platform
 from megarl.config.layout import Layout
 from megarl.errors import ClusterError
+from megarl.platform import Platform
+from megarl.reshard.placement import Placement, PlacementRequest, place
 from megarl.workers import engine_actor
+from megarl.workers.bundles import find_bundles
 from megarl.workers.group import WorkerGroup
+from megarl.workers.own_gpu import SEES_ALL_GPUS
 from megarl.workers.rank_actor import RankActor
 
 EngineActor: Any = engine_actor.EngineActor
@@ -40,33 +44,13 @@ class GroupRequest:
     threads: int | None
 
 
-@dataclass(frozen=True)
-class Places:
-    """Which bundle each rank gets: `ranks[name][rank]` and `engines[i]` are bundle numbers below `bundles`."""
-
-    bundles: int
-    ranks: dict[str, list[int]]
-    engines: list[int]
-    stacked: int
-
-
-def assign_places(requests: Sequence[GroupRequest], engines: int, engine_tp: int, *, colocated: bool) -> Places:
-    """Bundles for every rank and engine. Colocated: all start at bundle 0 and share. Separate: one after the other.
-
-    With `engine_tp` 0 the engines are elsewhere, and take no room here.
-    """
-    sizes = {request.name: request.layout.world_size for request in requests}
-    ranks, start = {}, 0
-    for name, size in sizes.items():
-        ranks[name] = list(range(start, start + size))
-        start += 0 if colocated else size
-    engine_bundles = [start + i * engine_tp if engine_tp else 0 for i in range(engines)]
-    total = max([*sizes.values(), engines * engine_tp]) if colocated else start + engines * engine_tp
-    return Places(total, ranks, engine_bundles, len(requests) + 1 if colocated else 1)
-
-
 class Cluster:
     """The Ray side of a run, as a context manager: leaving it ends every actor and the Ray that it started."""
+
+    # known once it is entered
+    platform: Platform
+    """That of the cluster's nodes, which need not be that of this machine."""
+    placement: Placement
 
     def __init__(
         self,
@@ -82,22 +66,21 @@ class Cluster:
     ) -> None:
         """`architecture`: the import path of the user's own, which every process of the run must know."""
         self.requests = list(requests)
-        self.platform = megarl.platform.detect()
-        self.places = assign_places(requests, engines, engine_tp, colocated=colocated)
-        self.engine_tp = engine_tp
+        layouts = {request.name: request.layout for request in requests}
+        self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated)
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s
         self.architecture = architecture
         self.groups: dict[str, WorkerGroup] = {}
         self.engines: list[Any] = []
-        self._placement: PlacementGroup | None = None
+        self._reserved: PlacementGroup | None = None
         self._owns_ray = False
 
     def __enter__(self) -> Cluster:
         try:
             self._join_ray()
-            self._reserve()
+            self._place()
         except BaseException:
             self.shutdown()
             raise
@@ -109,14 +92,14 @@ class Cluster:
     def start_groups(self, seed: int) -> Mapping[str, WorkerGroup]:
         """Start every group's ranks and bring their worlds up."""
         for request in self.requests:
-            threads = request.threads or self._fair_threads(request.layout.world_size)
+            threads = request.threads or max(1, self.cores // self.placement.ranks_per_node(request.name))
             actors = [
                 RankActor.options(**self._where(bundle, threads)).remote(
                     self.log_folder, request.name, rank, request.layout, threads, self.architecture
                 )
-                for rank, bundle in enumerate(self.places.ranks[request.name])
+                for rank, bundle in enumerate(self.placement.ranks[request.name])
             ]
-            self.groups[request.name] = WorkerGroup(request.name, request.layout, actors, self.log_folder)
+            self.groups[request.name] = WorkerGroup(request.name, request.layout, actors, self.log_folder, self.platform.name)
         for group in self.groups.values():
             group.connect(seed=seed, deadline_s=self.start_deadline_s)
         return self.groups
@@ -124,8 +107,10 @@ class Cluster:
     def start_engines(self, path: str, model_path: str, options: Sequence[dict[str, Any]], threads: int) -> list[Any]:
         """Create one actor per entry of `options` for engines of the class at `path`; they start their engines when asked."""
         self.engines = [
-            EngineActor.options(**self._where(bundle, threads)).remote(path, model_path, option, self.architecture)
-            for bundle, option in zip(self.places.engines, options, strict=True)
+            EngineActor.options(**self._where(bundles[0] if bundles else None, threads)).remote(
+                path, model_path, option, self.architecture
+            )
+            for bundles, option in zip(self.placement.engines, options, strict=True)
         ]
         return self.engines
 
@@ -152,9 +137,9 @@ class Cluster:
         for group in self.groups.values():
             group.kill()
         self.engines, self.groups = [], {}
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
+        if self._reserved is not None:
+            remove_placement_group(self._reserved)
+            self._reserved = None
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
@@ -184,37 +169,41 @@ class Cluster:
                 ) from error
         else:
             # On a CPU machine more ranks than cores may share the cores: places are counted, not cores.
-            cores = max(self.cores, self.places.bundles) if self.platform.name == "cpu" else None
+            on_cpu = megarl.platform.detect().name == "cpu"
+            sizes = {"num_cpus": max(self.cores, self.wanted.bundles), "num_gpus": 0} if on_cpu else {}
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # every actor has an environment of its own
-            ray.init(address="local", num_cpus=cores, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+            ray.init(address="local", **sizes, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
         self._owns_ray = True
 
-    def _reserve(self) -> None:
-        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if self.platform.name == "cuda" else {})
-        self._placement = placement_group([bundle] * self.places.bundles, strategy="PACK")
-        if not self._placement.wait(timeout_seconds=self.start_deadline_s):
+    def _place(self) -> None:
+        have_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        self.platform = megarl.platform.named("cuda" if have_gpus else "cpu")
+        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})
+        self._reserved = placement_group([bundle] * self.wanted.bundles, strategy="PACK")
+        if not self._reserved.wait(timeout_seconds=self.start_deadline_s):
             have = ray.cluster_resources()
             raise ClusterError(
-                f"the layouts need {self.places.bundles} places with {bundle} each, but the Ray cluster has "
+                f"the layouts need {self.wanted.bundles} places with {bundle} each, but the Ray cluster has "
                 f"{have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs; use smaller layouts or "
                 "resources.placement=colocated"
             )
+        found = find_bundles(self._reserved, have_gpus=have_gpus, deadline_s=self.start_deadline_s)
+        self.placement = place(self.wanted, found)
 
-    def _where(self, bundle: int, threads: int) -> dict[str, Any]:
-        share = math.floor(10_000 / self.places.stacked) / 10_000
+    def _where(self, bundle: int | None, threads: int) -> dict[str, Any]:
+        """Ray's options for an actor in `bundle`; with None it works elsewhere, and takes no room in the first one."""
+        share = math.floor(10_000 / self.wanted.processes_per_bundle) / 10_000 if bundle is not None else 0
+        on_gpus = self.platform.name == "cuda"
         return {
             "num_cpus": share,
-            "num_gpus": share if self.platform.name == "cuda" else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundle),
-            "runtime_env": {"env_vars": self.platform.worker_env(threads)},
+            "num_gpus": share if on_gpus else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=bundle or 0),
+            "runtime_env": {"env_vars": self.platform.worker_env(threads) | (SEES_ALL_GPUS if on_gpus else {})},
         }
 
     @property
     def cores(self) -> int:
         """Cores of this machine that the run may use."""
         return len(os.sched_getaffinity(0))
-
-    def _fair_threads(self, ranks: int) -> int:
-        return max(1, self.cores // ranks)

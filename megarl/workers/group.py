@@ -28,6 +28,8 @@ class RankGroup(Protocol):
 
     name: str
     layout: Layout
+    platform: str
+    """The name of the platform that the ranks run on."""
 
     def call(self, method: Callable[[RankCalls, *Ts], T], *arguments: *Ts, phase: str, deadline_s: float) -> list[T]:
         """Results of `method` in rank order; all ranks get the same arguments."""
@@ -57,8 +59,9 @@ class RankGroup(Protocol):
 class WorkerGroup:
     """The Ray actors of one layout, in rank order."""
 
-    def __init__(self, name: str, layout: Layout, actors: Sequence[Any], log_folder: str) -> None:
+    def __init__(self, name: str, layout: Layout, actors: Sequence[Any], log_folder: str, platform: str = "cpu") -> None:
         self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
+        self.platform = platform
         self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
 

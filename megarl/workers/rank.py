@@ -51,8 +51,9 @@ def free_address() -> tuple[str, int]:
 class Rank(RankCalls):
     """Rank `rank` of a world that runs `layout`."""
 
-    def __init__(self, name: str, rank: int, layout: Layout, threads: int, platform: Platform) -> None:
-        self.name, self.rank, self.layout, self.platform = name, rank, layout, platform
+    def __init__(self, name: str, rank: int, layout: Layout, threads: int, platform: Platform, gpu: int = 0) -> None:
+        """`gpu`: the number of its GPU among those that this process sees."""
+        self.name, self.rank, self.layout, self.platform, self.gpu = name, rank, layout, platform, gpu
         torch.set_num_threads(threads)
         self.roles: dict[str, RankModel] = {}
         self.pusher: Pusher | None = None
@@ -64,8 +65,7 @@ class Rank(RankCalls):
         self.profile: Profile | None = None
 
     def connect(self, address: tuple[str, int] | None, seed: int, timeout_s: float) -> int:
-        # Ray shows an actor only the device it was given, so the first one visible is its own; torchrun shows all.
-        self.platform.set_device(0 if address is not None else int(os.environ.get("LOCAL_RANK", "0")))
+        self.platform.set_device(self.gpu)  # of this thread, in which Ray calls everything that computes
         torch.distributed.init_process_group(
             self.platform.collective_backend,
             init_method=f"tcp://{address[0]}:{address[1]}" if address is not None else "env://",
@@ -114,7 +114,7 @@ class Rank(RankCalls):
         self.engines |= mine.keys()
         if self.plan is None and self.layout.coords(self.rank).tp:
             return
-        self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}")
+        self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", partial(self.platform.set_device, self.gpu))
         backend = self.platform.collective_backend
         for engine, target in mine.items():
             if (serves := senders.model_of(target)) is not None:

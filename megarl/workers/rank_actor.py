@@ -15,6 +15,7 @@ from megarl import platform
 from megarl.config.layout import Layout
 from megarl.models.registry import use_architecture
 from megarl.system.process_exit import end_with_parent, log_to_file
+from megarl.workers.own_gpu import own_gpu
 
 if TYPE_CHECKING:
     from megarl.workers.rank import Rank
@@ -29,7 +30,7 @@ class RankProcess:
         end_with_parent()
         log_to_file(f"{log_folder}/{name}-{rank}.log")
         self.name, self.number = name, rank
-        self.rank = start_rank(name, rank, layout, threads)
+        self.rank = start_rank(name, rank, layout, threads, own_gpu() or 0)
         use_architecture(architecture)
 
     def host_and_pid(self) -> tuple[str, int]:
@@ -57,13 +58,16 @@ class RankProcess:
         return write_stacks(folder, self.name, self.number)
 
 
-def start_rank(name: str, rank: int, layout: Layout, threads: int) -> Rank:
-    """The rank of this process. The platform is installed first: the modules that a rank imports import megatron."""
+def start_rank(name: str, rank: int, layout: Layout, threads: int, gpu: int = 0) -> Rank:
+    """The rank of this process, on the `gpu`-th GPU that it sees, if it sees any.
+
+    The platform is installed first: the modules that a rank imports import megatron.
+    """
     here = platform.install()
     with _without_trackers():
         from megarl.workers.rank import Rank
 
-    return Rank(name, rank, layout, threads, here)
+    return Rank(name, rank, layout, threads, here, gpu)
 
 
 @contextmanager

@@ -37,7 +37,8 @@ class SpmdGroup:
                 "the two must be the same number"
             )
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._worker = start_rank(name, self.rank, layout, threads or max(1, cores))
+        self._worker = start_rank(name, self.rank, layout, threads or max(1, cores), int(os.environ.get("LOCAL_RANK", "0")))
+        self.platform = self._worker.platform.name
         self._worker.connect(None, seed, deadline_s)
 
     def call(self, method: Callable[[RankCalls, *Ts], T], *arguments: *Ts, phase: str, deadline_s: float) -> list[T]:

@@ -83,6 +83,19 @@ def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_byte
     assert "redundancy 1.000 bytes" in out
 
 
+def test_a_placement_names_the_gpus_of_every_rank_and_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["policy.layout={tp: 4, dp: 4}", "rollout.engines=4", "rollout.tp=2", "model.path=none"]
+    assert cli.main(["plan", "c.yaml", "--placement", "resources.placement=separate", *words]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()][2:] == [
+        ["node", "GPUs", "policy", "engines"], ["node", "0", "0-7", "0-7"], ["node", "1", "0-7", "8-15"],
+        ["node", "2", "0-7", "0-3"],
+    ]  # fmt: skip
+    assert cli.main(["plan", "c.yaml", "--placement", "--json", "--gpus-per-node", "4", *words]) == 0
+    placed = json.loads(capsys.readouterr().out)
+    assert placed["nodes"] == [f"node {number}" for number in range(4)]
+    assert placed["ranks"]["policy"][6] == {"bundle": 6, "node": "node 1", "gpu": 2}
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -103,6 +116,11 @@ def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_byte
         (["c.yaml", "--reshard", "--cluster", "none.yaml"], "'none.yaml' cannot be read"),
         (["c.yaml", "--reshard", "model.path=none"], "model.path is 'none', which is no folder"),
         (["c.yaml", "--reshard", "--fast"], "--fast"),
+        (["c.yaml", "--gpus-per-node=4"], "--gpus-per-node is for `megarl plan --placement`"),
+        (["c.yaml", "--placement", "--gpus-per-node=0"], "--gpus-per-node is 0; it must be a whole number above 0"),
+        (["c.yaml", "--placement", "--gpus=8"], "--gpus is 8, but the layouts need 1024"),
+        (["c.yaml", "--placement", "--gpus-per-node=4"], "policy.layout.tp is 8, which is more than the 4 GPUs of a node"),
+        (["c.yaml", "--placement", "rollout.tp=16"], "rollout.tp is 16, which is more than the 8 GPUs of a node, and"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

@@ -9,13 +9,13 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import load_config
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, LayoutError
 from megarl.launch.cluster_profile import ClusterProfile
-from megarl.launch.job import places_needed, plan_job
+from megarl.launch.job import plan_job
 from megarl.launch.preflight import check_partition, check_site, checkpoint_bytes, parse_partitions
 from megarl.launch.submit import job_number
+from megarl.reshard.placement import PlacementRequest
 from megarl.trainers.run.roles import group_requests
-from megarl.workers.cluster import assign_places
 
 SINFO = "debug*|up|30:00|2|(null)\nh100|up|2-00:00:00|16|gpu:h100:8(S:0-1)\nold|down|infinite|4|gpu:4\n"
 
@@ -94,14 +94,19 @@ def test_a_folder_that_holds_a_run_is_not_continued_unasked(rl_yaml: Path, tmp_p
 
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 @pytest.mark.parametrize("extra", [[], ["algorithm.name=ppo", "critic.layout.dp=3"], ["reference.layout.dp=2"]])
-def test_places_are_counted_as_the_cluster_takes_them(rl_yaml: Path, placement: str, extra: list[str]) -> None:
+def test_a_jobs_places_are_those_that_the_run_asks_for(rl_yaml: Path, placement: str, extra: list[str]) -> None:
     words = [f"resources.placement={placement}", "policy.layout.dp=4", "rollout.engines=3", "rollout.tp=2", *extra]
     config = load_config(rl_yaml, words)
-    assert places_needed(config) == assign_places(group_requests(config), 3, 2, colocated=placement == "colocated").bundles
+    layouts = {request.name: request.layout for request in group_requests(config)}
+    assert PlacementRequest.of(config) == PlacementRequest(layouts, 3, 2, placement == "colocated")
     urls = "rollout.servers={urls: [http://a:1, http://b:1, http://c:1]}"
     elsewhere = load_config(rl_yaml, [*words, "rollout.weight_transport=folder", urls])
-    without = assign_places(group_requests(config), 3, 0, colocated=placement == "colocated")
-    assert places_needed(elsewhere) == without.bundles > max(without.engines)
+    assert PlacementRequest.of(elsewhere) == PlacementRequest(layouts, 3, 0, placement == "colocated")
+
+
+def test_a_group_that_the_nodes_would_cut_is_refused_before_the_job_is_queued(rl_yaml: Path) -> None:
+    with pytest.raises(LayoutError, match=r"policy\.layout\.tp is 4, which needs 4 GPUs of one node 3 times"):
+        plan_job(rl_yaml, ["policy.layout={tp: 4, dp: 3}"], ClusterProfile(gpus_per_node=6))
 
 
 def test_partitions_are_read_from_sinfo_and_refused_with_a_way_out(rl_yaml: Path) -> None:

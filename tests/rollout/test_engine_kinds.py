@@ -116,3 +116,33 @@ def test_a_server_of_each_engine_has_room_for_its_share_of_a_step(tmp_path: Path
     # 8 prompts are 3 for each of 3 engines, with 40 responses of at most 28 + 100 tokens
     assert (options.max_running_requests, options.max_total_tokens) == (120, 120 * 128 + 1024)
     assert ServerOptions("model", **kind.options(config, EnginePlace(0, 5, "cuda", tmp_path))).max_total_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "flags"), [((4, 5), ["4", "1"]), ((0, 2), ["0", "2"]), ((7,), ["7", "1"])], ids=["neighbours", "step", "one"]
+)
+def test_a_server_on_gpus_is_told_which_are_its_own_and_sees_all(
+    gpus: tuple[int, ...], flags: list[str], tmp_path: Path
+) -> None:
+    config = config_of(engine="sglang", tp=len(gpus))
+    place = EnginePlace(0, 5, "cuda", tmp_path, gpus)
+    options = ServerOptions("model", **load_engine(CLASSES["sglang"]).options(config, place))
+    line = options.arguments(1, "id")
+    said = [line[line.index(flag) + 1] for flag in ("--base-gpu-id", "--gpu-id-step", "--tp-size", "--device")]
+    assert said == [*flags, str(len(gpus)), "cuda"]
+    seen = options.environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "A": "1"})
+    assert {name: value for name, value in seen.items() if name != "PYTHONPATH"} == {
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "A": "1"
+    }  # fmt: skip
+
+
+def test_a_server_on_a_cpu_is_told_of_no_gpu(tmp_path: Path) -> None:
+    place = EnginePlace(0, 5, "cpu", tmp_path)
+    options = ServerOptions("model", **load_engine(CLASSES["sglang"]).options(config_of(engine="sglang"), place))
+    assert not {"--base-gpu-id", "--gpu-id-step"} & set(options.arguments(1, "id"))
+
+
+@pytest.mark.parametrize("name", ["base_gpu_id", "gpu_id_step"])
+def test_where_a_servers_gpus_are_is_not_for_the_config_to_say(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.engine_args\.{name} is set by megarl, which chooses the engines' GPUs"):
+        check_engine(config_of(engine="sglang", engine_args={name: 1}), "cuda")

@@ -290,3 +290,18 @@ def test_the_errors_and_checksums_of_all_stages_are_put_together() -> None:
     a, b = (SliceKey.whole(name, torch.empty(1)) for name in "ab")
     merged = merge([{0: Pushed({a: "1"}), 1: Pushed({a: "1"})}, {}, {0: Pushed({b: "2"}), 1: Pushed(error="gone")}])
     assert merged == {0: Pushed({a: "1", b: "2"}), 1: Pushed({a: "1"}, "gone")}
+
+
+def test_every_thread_that_hashes_or_sends_chooses_the_ranks_device_first(folder: Path) -> None:
+    chosen, worked = set[str](), set[str]()
+
+    class Noting(Direct):
+        def deliver(self, staged: StagedSlices) -> None:
+            worked.add(threading.current_thread().name)
+
+    pusher = Pusher(choose_device=lambda: chosen.add(threading.current_thread().name))
+    sender = Noting(EmbeddedEngine(folder))
+    pusher.connect(0, lambda: sender)
+    pusher.push(exported(weights_of(load(folder, seed=1))))
+    assert worked <= chosen
+    assert {name.partition("_")[0] for name in chosen} == {"hash", "push"}

@@ -65,12 +65,16 @@ class Generation:
 
 @dataclass(frozen=True)
 class EnginePlace:
-    """Where one of a run's engines is: its number, the CPU threads it gets, the platform, and where its logs go."""
+    """Where one of a run's engines is: its number, the CPU threads it gets, the platform, and where its logs go.
+
+    `gpus` are its GPUs, one for each rank, by their numbers among those that every process of its node sees; none on a CPU.
+    """
 
     number: int
     threads: int
     platform: str
     log_folder: Path
+    gpus: tuple[int, ...] = ()
 
 
 class Engine(ABC):

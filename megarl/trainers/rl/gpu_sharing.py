@@ -19,13 +19,12 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Literal, Protocol
 
-import megarl.platform
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError
 from megarl.rollout.scheduling.engine_state import EngineHandle
 from megarl.rollout.scheduling.scheduler import Scheduler, failures
-from megarl.trainers.run.roles import Roles
+from megarl.trainers.run.roles import POLICY, Roles
 
 Kept = Literal["all", "policy", "none"]
 """What the trainer has on the device: everything, the policy's weights alone, or nothing."""
@@ -139,7 +138,7 @@ def gpu_sharing_of(config: Config, scheduler: Scheduler, roles: Roles) -> GpuSha
     takes_turns = (
         capabilities_of(rollout).sleeps and rollout.schedule.mode == "sync" and rollout.weight_transport == "shared_memory"
     )
-    if megarl.platform.detect().name != "cuda" or config.resources.placement != "colocated" or not takes_turns:
+    if roles.groups[POLICY].platform != "cuda" or config.resources.placement != "colocated" or not takes_turns:
         return None
     if rollout.engine_args.get("enable_memory_saver") is False:
         return None

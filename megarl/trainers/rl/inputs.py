@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
     check_architectures(config)
     ADVANTAGES.resolve(config.algorithm.advantage)
     POLICY_LOSSES.resolve(config.algorithm.policy_loss)
-    check_engine(config, platform.detect().name)
+    check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
     with ExitStack() as opened:
         episodes = None
@@ -70,3 +71,9 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         opened.pop_all()
     return RlInputs(tokenizer, episodes, kept, held_out, sum(map(len, parts)), rewards)
+
+
+def _platform_of(config: Config) -> str:
+    """This machine's, where the run starts a Ray of its own; what a cluster's nodes lack is said once the run has joined it."""
+    is_local = config.resources.ray_address is None and "RAY_ADDRESS" not in os.environ
+    return platform.detect().name if is_local else "cuda"

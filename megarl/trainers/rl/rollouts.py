@@ -12,7 +12,7 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
-from megarl.rollout.engines.registry import engine_path, load_engine
+from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
@@ -39,13 +39,16 @@ class Rollouts:
         """`episodes`: None where every response is a single turn."""
         self.config, self.tokenizer, self.episodes = config, tokenizer, episodes
         rollout = config.rollout
-        engine = load_engine(engine_path(rollout))
+        engine = check_engine(config, cluster.platform.name)
         self.stale = False
         self.version = 0
         logs = Path(cluster.log_folder)
         logs.mkdir(parents=True, exist_ok=True)
         threads = rollout.threads or max(1, cluster.cores // (1 if rollout.schedule.mode == "sync" else 2))
-        places = [EnginePlace(number, threads, cluster.platform.name, logs) for number in range(rollout.engines)]
+        at = cluster.placement
+        places = [
+            EnginePlace(number, threads, cluster.platform.name, logs, at.gpus(number)) for number in range(rollout.engines)
+        ]
         options = [engine.options(config, place) for place in places]
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)

@@ -78,6 +78,7 @@ class RlRun(Run):
         self._stack.callback(self.distributions.close)
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
+        self.tell_placement(cluster.placement)
         self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes)
         self._stack.callback(self.rollouts.close)
         starting = self.rollouts.begin_start()

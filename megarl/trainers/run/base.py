@@ -23,7 +23,9 @@ from megarl.config import AnyConfig, save_resolved, to_yaml
 from megarl.config.guard_rules import GuardRule
 from megarl.errors import CheckpointError, ConfigError, DeadlineError, MegarlError, RunStopped, WorkerError, nearest
 from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
+from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow
+from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
 from megarl.trainers.run.guards import Guards, newest_sound_before
 from megarl.trainers.run.profiling import Profiling
@@ -155,6 +157,12 @@ class Run(ABC):
         if state is not None:
             self.evaluations.update(state["evaluations"])
             self.load_state(state)
+
+    def tell_placement(self, placement: Placement) -> None:
+        """Say in one line where ranks and engines are, and write all of it to `placement.json`."""
+        if self.leads:
+            write_text_atomically(self.folder / "placement.json", json.dumps(placement.as_json(), indent=1) + "\n")
+            self.progress.say(f"placement: {placement.summary()}")
 
     def _name_what_is_written(self, phase: str | None) -> None:
         """At the begin of every phase, so that a checkpoint is there soon after it is whole."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from megarl import platform
 from megarl.config import AnyConfig
 from megarl.errors import ModelError
 from megarl.megatron.options import choose_layer_spec
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
+from megarl.reshard.placement import Placement
 from megarl.system.torchrun import is_torchrun
 from megarl.system.user_code import absolute_name
 from megarl.trainers.run.roles import POLICY, Roles, group_requests, role_specs
@@ -58,13 +58,16 @@ def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder
     )
 
 
-def open_groups(config: AnyConfig, stack: ExitStack, log_folder: Path) -> Mapping[str, RankGroup]:
+def open_groups(
+    config: AnyConfig, stack: ExitStack, log_folder: Path, tell: Callable[[Placement], None]
+) -> Mapping[str, RankGroup]:
     """The ranks of a run without engines: under torchrun this process is one of them, else Ray starts them.
 
-    `stack` ends what is started here.
+    `stack` ends what is started here; `tell` is told where Ray has room for it.
     """
     if not is_torchrun():
         cluster = stack.enter_context(open_cluster(config, group_requests(config), log_folder))
+        tell(cluster.placement)
         return cluster.start_groups(config.run.seed)
     group = SpmdGroup(
         POLICY,
@@ -83,7 +86,7 @@ def open_roles(config: AnyConfig, groups: Mapping[str, RankGroup]) -> Roles:
         config,
         role_specs(config),
         groups,
-        choose_layer_spec(config.model.layer_spec, platform.detect().name, config.model.fp8),
+        choose_layer_spec(config.model.layer_spec, groups[POLICY].platform, config.model.fp8),
         FlopsModel.of(ModelShape.read(config.model.path)),
         temperature=config.sampling.temperature if config.sampling is not None else 1.0,
         updates=config.run.steps * config.optimizer_steps_per_step,

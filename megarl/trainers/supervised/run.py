@@ -59,7 +59,8 @@ class SupervisedRun(Run):
         for why, count in self.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
-        self.roles = open_roles(self.config, open_groups(self.config, self._stack, self.folder / "logs"))
+        groups = open_groups(self.config, self._stack, self.folder / "logs", self.tell_placement)
+        self.roles = open_roles(self.config, groups)
         self.roles.load(POLICY)
         if self.config.uses_reference:
             self.roles.load(REFERENCE)

@@ -60,6 +60,9 @@ def test_a_run_on_sglang_passes_its_gates_and_leaves_everything_in_its_folder(ti
     assert set(summary["phases"]) >= {"generate", "reward", "log_probs", "advantages", "update", "sync"}
     assert summary["eval"]["before"]["prompts"] == summary["eval"]["after"]["prompts"] == 8
     assert (folder / "checkpoints" / "step_000003" / "state.json").exists()
+    placement = json.loads((folder / "placement.json").read_text())
+    assert [rank["bundle"] for rank in placement["ranks"]["policy"]] == [0, 1]
+    assert placement["engines"] == [placement["ranks"]["policy"][:1]]
     check_what_is_seen_of(config, ["driver", "policy 0", "policy 1"])
 
 

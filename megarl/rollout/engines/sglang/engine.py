@@ -54,6 +54,7 @@ class SglangEngine(ServedEngine):
             "device": place.platform,
             "dtype": config.model.dtype,
             "tp": rollout.tp,
+            "gpus": place.gpus,
             "threads": place.threads,
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,

@@ -44,8 +44,10 @@ class ServerOptions:
     """What a server is started with.
 
     `threads` are CPU cores per tensor-parallel rank, bound to the first cores of this process's affinity (None: all cores
-    shared by the ranks). `max_total_tokens` is the size of the KV cache. `memory_saver` lets `sleep` free GPU memory.
-    `extra` are further SGLang arguments by their Python names, which win over those chosen here.
+    shared by the ranks). `gpus` are the ranks' GPUs, evenly spaced, by their numbers among those that this process sees; the
+    server sees all of these, so that it can open what processes on other GPUs of the node share with it. `max_total_tokens`
+    is the size of the KV cache. `memory_saver` lets `sleep` free GPU memory. `extra` are further SGLang arguments by their
+    Python names, which win over those chosen here.
     """
 
     model_path: str
@@ -53,6 +55,7 @@ class ServerOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     tp: int = 1
+    gpus: tuple[int, ...] = ()
     port: int | None = None
     threads: int | None = None
     max_total_tokens: int | None = None
@@ -84,6 +87,9 @@ class ServerOptions:
             chosen |= {"attention_backend": "torch_native", "disable_overlap_schedule": True}
         else:
             chosen |= {"mem_fraction_static": self.mem_fraction_static, "enable_memory_saver": self.memory_saver}
+            if self.gpus:  # SGLang's rank r takes GPU base_gpu_id + r * gpu_id_step (0.5.23: entrypoints/engine.py)
+                step = self.gpus[1] - self.gpus[0] if len(self.gpus) > 1 else 1
+                chosen |= {"base_gpu_id": self.gpus[0], "gpu_id_step": step}
         chosen |= self.extra
         line: list[str] = []
         for name, value in chosen.items():
