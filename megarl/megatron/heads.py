@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.megatron.options import LOGIT_CHUNK_BYTES
+from megarl.megatron.options import default_chunk_tokens
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
@@ -146,7 +146,7 @@ class LogProbHead(torch.nn.Module):
         chunk_tokens: int | None,
     ) -> None:
         """`vocab_size` without padding; `temperature` of sampling; `chunk_tokens` rows of logits held at a time (None: as many
-        as fit in `LOGIT_CHUNK_BYTES`)."""
+        as fit in `options.LOGIT_CHUNK_BYTES`)."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
@@ -160,7 +160,7 @@ class LogProbHead(torch.nn.Module):
         assert self.request is not None, "set request = (rows, targets) before the forward pass"
         rows, targets = self.request
         weight = self.weight if weight is None else weight
-        chunk_tokens = self.chunk_tokens or max(1, LOGIT_CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, weight.shape[0])
         scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
         log_probs, entropy = VocabParallelLogProbs.apply(
             scored,

@@ -9,6 +9,7 @@ import torch
 
 from megarl.megatron import heads
 from megarl.megatron.heads import VocabParallelLogProbs
+from megarl.megatron.options import default_chunk_tokens
 from tests.algorithms.test_memory import peak_bytes, size
 
 
@@ -46,6 +47,10 @@ def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float,
     torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-5)
     assert not weight.grad[vocab:].any()
+
+
+def test_a_gpu_computes_sixteen_times_the_rows_at_once() -> None:
+    assert (default_chunk_tokens("cpu", 131072), default_chunk_tokens("cuda", 131072)) == (128, 2048)
 
 
 def test_a_small_vocabulary_slice_has_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
