@@ -63,10 +63,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             per_row = torch.stack([log_z[rows], entropy[rows], grads[0][rows], grads[1][rows]])[..., None]
             grad_logits = _chunk_backward(hidden[rows], weight, local, real, temperature, per_row)
             grad_hidden[rows] = grad_logits @ weight
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), hidden[rows])
-            else:
-                grad_weight += grad_logits.t() @ hidden[rows]
+            _add_product(grad_weight, grad_logits.t(), hidden[rows])
             del grad_logits  # before the next chunk's is made
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
@@ -112,6 +109,19 @@ def _chunk_backward(
     target, here = local
     p.scatter_add_(1, target[:, None], grad_log_prob * here[:, None])
     return p.div_(temperature).to(weight.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """float32 `total` `[V, H]` += `left` `[V, n]` @ `right` `[n, H]`, without a tensor of its size in between.
+
+    A chunk has few rows, so one pass over `[V, H]` takes as long as the product itself.
+    """
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif total.device.type == "cpu":
+        total.addmm_(left.float(), right.float())
+    else:  # GPUs add bfloat16 products to float32 inside the product
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
 
 
 def _chunks(total: int, size: int) -> list[slice]:
