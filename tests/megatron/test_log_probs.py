@@ -114,7 +114,11 @@ class Allocations(TorchDispatchMode):
         answer = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         for tensor in tree_leaves(answer):
-            if isinstance(tensor, torch.Tensor) and tensor.numel() == self.numel and tensor.untyped_storage()._cdata not in given:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.numel() == self.numel
+                and tensor.untyped_storage()._cdata not in given
+            ):
                 self.found.append(str(func))
         return answer
 
