@@ -96,11 +96,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads that torch may use")
     arguments = parser.parse_args()
     megarl_platform.install()
-    from megarl.megatron.options import LOGIT_CHUNK_BYTES
+    from megarl.megatron.options import default_chunk_tokens
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    chunk_tokens = arguments.chunk_tokens or max(1, LOGIT_CHUNK_BYTES // (4 * arguments.vocab))
+    chunk_tokens = arguments.chunk_tokens or default_chunk_tokens("cpu", arguments.vocab)
     found = machine()
     figures = measure(arguments.tokens, arguments.vocab, arguments.hidden, chunk_tokens)
     result = {

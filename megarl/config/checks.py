@@ -12,6 +12,7 @@ from megarl.config.batch import batch_arithmetic
 from megarl.config.fp8 import check_fp8
 from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import closest, divisors
+from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
@@ -26,6 +27,7 @@ PROCEDURAL_ROWS = 1000
 def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     _check_algorithm(config)
+    check_megatron_sections(config)
     check_rollout(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
@@ -51,6 +53,7 @@ def check_fields_agree(config: Config) -> None:
 
 def check_supervised(config: SupervisedConfig) -> None:
     """`check_fields_agree` for a run that trains on given responses."""
+    check_megatron_sections(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)

@@ -60,7 +60,7 @@ def allowed_values(field: FieldInfo) -> str:
     if section is not None:
         words = f"a section with {', '.join(fields_of(section))}"
         return f"a list of sections, each with {', '.join(fields_of(section))}" if _is_list(field.annotation) else words
-    words = _in_words(field.annotation)
+    words = in_words(field.annotation)
     limits = _limits(field)
     return f"{words} {limits}".strip() if not words.endswith("or null") else f"{words[:-8]} {limits} or null".replace("  ", " ")
 
@@ -122,22 +122,23 @@ def _is_list(annotation: Any) -> bool:
     )
 
 
-def _in_words(annotation: Any) -> str:
+def in_words(annotation: Any) -> str:
+    """The values of a type, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation == UserFunction:
         return FORMS
     if annotation == ClassPath:
         return CLASS_FORMS
     if origin is typing.Annotated:
-        return _in_words(arguments[0])
+        return in_words(arguments[0])
     if origin in (typing.Union, UnionType):
-        words = [_in_words(argument) for argument in arguments if argument is not NoneType]
+        words = [in_words(argument) for argument in arguments if argument is not NoneType]
         return " or ".join([*words, *(["null"] if NoneType in arguments else [])])
     if origin is Literal:
         quoted = [f"'{choice}'" for choice in arguments]
         return " or ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
-    if origin is tuple and Ellipsis in arguments:
-        return "a list of whole numbers" if _in_words(arguments[0]) == "a whole number" else "a list of texts"
+    if origin is list or (origin is tuple and Ellipsis in arguments):
+        return "a list of whole numbers" if in_words(arguments[0]) == "a whole number" else "a list of texts"
     if origin is tuple:
         return f"a list of {len(arguments)} numbers"
     if origin is dict or annotation is dict:

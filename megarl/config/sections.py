@@ -76,8 +76,8 @@ class ModelConfig(Section):
     layer_spec: Literal["auto", "transformer_engine", "local", "reference"] = "auto"
     """Megatron layer implementation. `auto`: transformer_engine if there is a GPU and it can be imported, else reference."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation checkpointing: recompute nothing, only core attention (`selective`) or whole layers (`full`) in the
-    backward pass."""
+    """What the backward pass computes anew: nothing, `full` layers, or `selective`: with transformer_engine MLPs, norms and
+    experts' activations, else core attention."""
     fp8: Fp8Format = "none"
     """Matrix products in FP8 with Transformer Engine. `hybrid`: gradients in E5M2, the rest in E4M3. `e4m3`: all in E4M3."""
     fp8_recipe: Fp8RecipeName = "tensorwise"
@@ -124,8 +124,11 @@ class TrainedRole(Section):
     max_tokens_per_micro_batch: Positive = 8192
     """Maximum number of tokens packed into one micro-batch of one data-parallel rank."""
     logit_chunk_tokens: Positive | None = None
-    """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 64
-    MiB."""
+    """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 1 GiB
+    (without a GPU: 64 MiB)."""
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by their own names
+    (docs/performance.md)."""
 
 
 class PolicyConfig(TrainedRole):
@@ -153,6 +156,8 @@ class ReferenceConfig(Section):
     """Hugging Face folder of the reference model. null: `model.path`."""
     layout: LayoutConfig | None = None
     """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    megatron: dict[str, Any] | None = None
+    """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
     reset_every: Count = 0
     """Copy the policy into the reference every this many steps (iterative GRPO). 0: never."""
 
@@ -164,6 +169,8 @@ class RewardModelConfig(Section):
     """Hugging Face folder of the reward model. null: no reward model."""
     layout: LayoutConfig | None = None
     """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Fields of megatron-core's TransformerConfig."""
     weight: float = 1.0
     """Weight of the reward model's score in the sum of all rewards."""
     per_step: bool = False

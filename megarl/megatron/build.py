@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
-from megarl.megatron.model_config import ddp_config, transformer_config
+from megarl.megatron.model_config import ddp_config, fuses_gradient_accumulation, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
@@ -44,6 +44,8 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     for chunk in chunks:
         layer_specs.set_rotary_embedding(chunk, options.layer_spec, hf_config)
         chunk.to(device=torch.cuda.current_device())
+        if fuses_gradient_accumulation(options):
+            fuse_gradient_accumulation(chunk)
     if not options.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)
@@ -58,7 +60,22 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         for index, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = _finalize_without_rescaling
+    if ddp_config(options).overlap_grad_reduce:
+        # Without it every micro-batch would start the reduction, not only the last.
+        functions = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped
+
+
+def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
+    """Have every layer of Transformer Engine's add its weight gradients to megatron-core's buffers itself.
+
+    It is set on the layers and not in the config: there it also asks for apex, for the output layer that `LogProbHead`
+    replaces.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
 
 
 def _finalize_without_rescaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.megatron.options import LOGIT_CHUNK_BYTES
+from megarl.megatron.options import default_chunk_tokens
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
@@ -63,10 +63,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
             per_row = torch.stack([log_z[rows], entropy[rows], grads[0][rows], grads[1][rows]])[..., None]
             grad_logits = _chunk_backward(hidden[rows], weight, local, real, temperature, per_row)
             grad_hidden[rows] = grad_logits @ weight
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad_logits.t(), hidden[rows])
-            else:
-                grad_weight += grad_logits.t() @ hidden[rows]
+            _add_product(grad_weight, grad_logits.t(), hidden[rows])
             del grad_logits  # before the next chunk's is made
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
 
@@ -114,6 +111,19 @@ def _chunk_backward(
     return p.div_(temperature).to(weight.dtype)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """float32 `total` `[V, H]` += `left` `[V, n]` @ `right` `[n, H]`, without a tensor of its size in between.
+
+    A chunk has few rows, so one pass over `[V, H]` takes as long as the product itself.
+    """
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif total.device.type == "cpu":
+        total.addmm_(left.float(), right.float())
+    else:  # GPUs add bfloat16 products to float32 inside the product
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+
+
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
@@ -146,7 +156,7 @@ class LogProbHead(torch.nn.Module):
         chunk_tokens: int | None,
     ) -> None:
         """`vocab_size` without padding; `temperature` of sampling; `chunk_tokens` rows of logits held at a time (None: as many
-        as fit in `LOGIT_CHUNK_BYTES`)."""
+        as fit in `options.LOGIT_CHUNK_BYTES`)."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
@@ -160,7 +170,7 @@ class LogProbHead(torch.nn.Module):
         assert self.request is not None, "set request = (rows, targets) before the forward pass"
         rows, targets = self.request
         weight = self.weight if weight is None else weight
-        chunk_tokens = self.chunk_tokens or max(1, LOGIT_CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, weight.shape[0])
         scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
         log_probs, entropy = VocabParallelLogProbs.apply(
             scored,

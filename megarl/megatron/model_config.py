@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config.fp8 import device_problem
+from megarl.config.megatron_fields import ConfigClass
+from megarl.config.megatron_options import given_to
 from megarl.errors import ConfigError
 from megarl.megatron.options import ModelOptions
 from megarl.models.registry import architecture_for
@@ -21,7 +25,8 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     """megatron-core's config for a Hugging Face config under `options`.
 
     Raises:
-        ConfigError: the GPU that this process has cannot run the FP8 recipe.
+        ConfigError: the GPU that this process has cannot run the FP8 recipe, or a field of `options.megatron` does not go with
+            this model or layer spec.
     """
     architecture = architecture_for(hf_config)
     layout = options.layout
@@ -33,53 +38,123 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         kwargs |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if options.fp8 != "none":
         kwargs |= _fp8_kwargs(options)
-    on_cuda = options.layer_spec == "transformer_engine"
     config_class = MLATransformerConfig if kwargs.get("multi_latent_attention") else TransformerConfig
-    return config_class(
-        **kwargs,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp,
-        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
-        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
-        sequence_parallel=layout.sequence_parallel,
-        params_dtype=DTYPES[options.dtype],
-        pipeline_dtype=DTYPES[options.dtype],
-        bf16=options.dtype == "bfloat16",
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        use_cpu_initialization=not on_cuda,
-        perform_initialization=False,
-        deterministic_mode=options.deterministic,
-        variable_seq_lengths=True,
+    kwargs |= {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "num_layers_in_first_pipeline_stage": layout.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_stage_layers,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.sequence_parallel,
+        "params_dtype": DTYPES[options.dtype],
+        "pipeline_dtype": DTYPES[options.dtype],
+        "bf16": options.dtype == "bfloat16",
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "use_cpu_initialization": not _is_fast(options),
+        "perform_initialization": False,
+        "deterministic_mode": options.deterministic,
+        "variable_seq_lengths": True,
         # With two stages the next stage is also the one before: batched, their messages would be mistaken for each other.
-        overlap_p2p_comm=layout.vpp is not None,
-        batch_p2p_comm=layout.vpp is None,
+        "overlap_p2p_comm": layout.vpp is not None,
+        "batch_p2p_comm": layout.vpp is None,
         # Losses arrive already divided by their global denominator: sums everywhere, no rescaling by megatron-core.
-        calculate_per_token_loss=True,
-        bias_dropout_fusion=on_cuda,
-        bias_activation_fusion=on_cuda,
-        masked_softmax_fusion=on_cuda,
-        apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=on_cuda and "num_moe_experts" in kwargs,
-    )
+        "calculate_per_token_loss": True,
+        **_defaults(options, has_experts="num_moe_experts" in kwargs, is_latent=config_class is MLATransformerConfig),
+    }
+    given = fields_for(config_class, options, kind="model")
+    # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
+    given.pop("gradient_accumulation_fusion", None)
+    try:
+        return config_class(**kwargs | given)
+    except (ValueError, AssertionError, RuntimeError) as error:
+        if not given:
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"{options.section} sets {', '.join(given)}, which megatron-core refuses: {why}") from error
+
+
+def _is_fast(options: ModelOptions) -> bool:
+    """Whether layers are Transformer Engine's, which only GPUs run."""
+    return options.layer_spec == "transformer_engine"
+
+
+def _defaults(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> dict[str, Any]:
+    """What a config may change: with Transformer Engine everything fused that it has a kernel for, else nothing."""
+    fast = _is_fast(options)
+    found: dict[str, Any] = {
+        "bias_dropout_fusion": fast,
+        "bias_activation_fusion": fast,
+        "masked_softmax_fusion": fast,
+        # For latent attention megatron-core calls its kernels experimental.
+        "apply_rope_fusion": fast and not is_latent,
+        # It synchronises the device after every message between stages, for versions of torch that are no longer supported.
+        "batch_p2p_sync": not fast,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": fast and has_experts,
+        "moe_permute_fusion": fast and has_experts,
+        "moe_router_fusion": fast and has_experts,
+    }
+    if fast and options.recompute == "selective":
+        found["recompute_modules"] = recompute_modules(options, has_experts=has_experts, is_latent=is_latent)
+    return found
+
+
+def recompute_modules(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> list[str]:
+    """What Transformer Engine's layers compute anew: their attention keeps little, megatron-core's default recomputes it."""
+    modules = ["mlp"]
+    if options.fp8 == "none" or options.fp8_recipe != "delayed":  # whose scales megatron-core would learn twice
+        modules += ["layernorm", *(["moe_act"] if has_experts else [])]
+    return modules + (["mla_up_proj"] if is_latent else [])
+
+
+NEEDS_TRANSFORMER_ENGINE = frozenset(
+    {
+        "apply_rope_fusion", "fused_single_qkv_rope", "gradient_accumulation_fusion", "moe_permute_fusion", "moe_router_fusion",
+        "use_te_activation_func", "use_te_rng_tracker", "cpu_offloading", "fine_grained_activation_offloading",
+        "fp8_dot_product_attention", "fp8_multi_head_attention",
+    }
+)  # fmt: skip
+ENUMS = {"attention_backend": AttnBackend}
+
+
+def fields_for(config_class: type, options: ModelOptions, *, kind: ConfigClass) -> dict[str, Any]:
+    """The fields of `options.megatron` that `config_class` has, as megatron-core's values.
+
+    Raises:
+        ConfigError: a field needs Transformer Engine's layers, or latent attention, and this model has other ones.
+    """
+    known = {entry.name for entry in dataclasses.fields(config_class)}
+    given = given_to(kind, options.megatron)
+    for name, value in given.items():
+        place = f"{options.section}.{name}"
+        if name not in known:
+            raise ConfigError.of(place, value, "only a model with latent attention has", allowed="left out")
+        if value is True and name in NEEDS_TRANSFORMER_ENGINE and not _is_fast(options):
+            reason = f"only Transformer Engine's layers have, and model.layer_spec is '{options.layer_spec}' here"
+            raise ConfigError.of(place, value, reason, allowed="false")
+    return {name: ENUMS[name][value] if name in ENUMS else value for name, value in given.items()}
+
+
+def fuses_gradient_accumulation(options: ModelOptions) -> bool:
+    """Whether Transformer Engine adds weight gradients to the float32 buffers itself, without a BF16 copy in between."""
+    return options.trainable and bool(options.megatron.get("gradient_accumulation_fusion", _is_fast(options)))
 
 
 def ddp_config(options: ModelOptions) -> DistributedDataParallelConfig:
     """How megatron-core lays gradients into buffers and shards the optimizer over data parallelism."""
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        use_distributed_optimizer=True,
-        overlap_grad_reduce=False,
-        check_for_nan_in_grad=False,
-        fp8_param_gather=options.fp8_param,
-        reuse_grad_buf_for_mxfp8_param_ag=gathers_through_gradients(options),
-    )
+    defaults = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": _is_fast(options),
+        "check_for_nan_in_grad": False,
+        "fp8_param_gather": options.fp8_param,
+        "reuse_grad_buf_for_mxfp8_param_ag": gathers_through_gradients(options),
+    }
+    return DistributedDataParallelConfig(**defaults | fields_for(DistributedDataParallelConfig, options, kind="ddp"))
 
 
 def gathers_through_gradients(options: ModelOptions) -> bool:

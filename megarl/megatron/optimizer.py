@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl import platform
 from megarl.errors import ConfigError
-from megarl.megatron.model_config import DTYPES, gathers_through_gradients
+from megarl.megatron.model_config import DTYPES, fields_for, gathers_through_gradients
 from megarl.megatron.options import ModelOptions, OptimizerOptions, has_transformer_engine
 
 
@@ -43,24 +43,25 @@ def build_optimizer(
 def optimizer_config(options: OptimizerOptions, model: ModelOptions) -> OptimizerConfig:
     """megatron-core's config of the optimizer that `options` describe, for a model built from `model`."""
     offloads = options.offload_fraction > 0
-    return OptimizerConfig(
-        lr=options.lr,
-        min_lr=options.min_lr,
-        weight_decay=options.weight_decay,
-        adam_beta1=options.betas[0],
-        adam_beta2=options.betas[1],
-        adam_eps=options.eps,
-        clip_grad=options.clip_grad,
-        bf16=model.dtype == "bfloat16",
-        params_dtype=DTYPES[model.dtype],
-        use_distributed_optimizer=True,
-        fp8_recipe=model.fp8_recipe if model.fp8 != "none" else None,
-        reuse_grad_buf_for_mxfp8_param_ag=gathers_through_gradients(model),
-        optimizer_cpu_offload=offloads,
-        optimizer_offload_fraction=options.offload_fraction,
+    defaults = {
+        "lr": options.lr,
+        "min_lr": options.min_lr,
+        "weight_decay": options.weight_decay,
+        "adam_beta1": options.betas[0],
+        "adam_beta2": options.betas[1],
+        "adam_eps": options.eps,
+        "clip_grad": options.clip_grad,
+        "bf16": model.dtype == "bfloat16",
+        "params_dtype": DTYPES[model.dtype],
+        "use_distributed_optimizer": True,
+        "fp8_recipe": model.fp8_recipe if model.fp8 != "none" else None,
+        "reuse_grad_buf_for_mxfp8_param_ag": gathers_through_gradients(model),
+        "optimizer_cpu_offload": offloads,
+        "optimizer_offload_fraction": options.offload_fraction,
         # Offloading takes this code path for its gradients; all state stays in float32.
-        use_precision_aware_optimizer=offloads,
-    )
+        "use_precision_aware_optimizer": offloads,
+    }
+    return OptimizerConfig(**defaults | fields_for(OptimizerConfig, model, kind="optimizer"))
 
 
 def on_this_platform(options: OptimizerOptions) -> OptimizerOptions:

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megarl.megatron.shards import ShardBox, boxes_of
+from megarl.megatron.shards import ShardBox, boxes_of, is_tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """`param` is the float32 master copy, which BF16 training cannot do without; float32 weights have none."""
@@ -41,7 +40,7 @@ def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[Sh
     `models` are the model's sharded states by name; weights that the data-parallel ranks contribute in this way are taken
     out of them. The moments of a tensor are stored under `optimizer.<key>.<its key>`.
     """
-    places = {id(entry.data): (state, name) for state in models.values() for name, entry in state.items() if _is_tensor(entry)}
+    places = {id(entry.data): (state, name) for state in models.values() for name, entry in state.items() if is_tensor(entry)}
     boxes: list[ShardBox] = []
     for part, parameter in _parameters(optimizer):
         state, name = places[id(parameter)]
@@ -64,52 +63,47 @@ def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[Sh
     return boxes
 
 
-def sharded_moments(optimizer: Any, models: Mapping[str, dict[str, Any]], *, has_masters: bool) -> dict[str, Any]:
-    """`{"step": int, "<number of the parameter>.<key>": sharded tensor}`: empty places for a checkpoint to be loaded into.
-
-    Without `has_masters` the checkpoint has float32 weights, which are their own master copies.
-    """
-    metadata = {id(entry.data): entry for state in models.values() for entry in state.values() if _is_tensor(entry)}
-    state: dict[str, Any] = {"step": 0}
-    keys = KEYS if has_masters else KEYS[1:]
-    for number, (_, parameter) in enumerate(_parameters(optimizer)):
-        sharded = metadata[id(parameter)]
-        whole = torch.zeros(len(keys), parameter.numel(), device=parameter.device)
-        for row, key in enumerate(keys):
-            changes: dict[str, Any] = {"key": f"optimizer.{key}.{sharded.key}", "data": whole[row].view(parameter.shape)}
-            if not isinstance(sharded, ShardedTensorFactory):
-                changes["dtype"] = torch.float32
-            state[f"{number}.{key}"] = replace(sharded, **changes)
-    return state
-
-
-def load_moments(optimizer: Any, chunks: Sequence[Any], state: dict[str, Any]) -> None:
-    """Put loaded moments into the optimizer: each rank takes the slices it owns. Call after the model's own weights."""
-    # Adam makes its moments in its first step, so one on zero gradients comes first; everything it changes is loaded over.
-    weights = [parameter.detach().clone() for _, parameter in _parameters(optimizer)]
+def make_moments(optimizer: Any, chunks: Sequence[Any]) -> None:
+    """Have Adam make its moments, for a checkpoint to be read into; the weights change and must be read afterwards."""
+    # Adam makes them in its first step, so this is one on zero gradients; everything it changes is read over.
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.step()
-    with torch.no_grad():
-        for number, (part, parameter) in enumerate(_parameters(optimizer)):
-            parameter.copy_(weights[number])
-            owned = _owned(part, parameter)
-            if owned is None:
-                continue
-            place, tensors = owned
-            for key in KEYS:
-                loaded = state.get(f"{number}.{key}", parameter)  # without master copies, the weight
-                tensors[key].copy_(loaded.flatten()[place])
-            if "step" in tensors:
-                tensors["step"].fill_(state["step"])
+
+
+def moment_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]], *, has_masters: bool) -> Iterator[ShardBox]:
+    """The places of the moments that this rank's optimizer owns, for a checkpoint to be read into.
+
+    Without `has_masters` the checkpoint has float32 weights, which are their own master copies (`finish_moments`).
+    """
+    metadata = {id(entry.data): entry for state in models.values() for entry in state.values() if is_tensor(entry)}
+    for part, parameter in _parameters(optimizer):
+        owned = _owned(part, parameter)
+        if owned is None:
+            continue
+        place, tensors = owned
+        sharded = metadata[id(parameter)]
+        for key in KEYS if has_masters else KEYS[1:]:
+            of_key = replace(sharded, key=f"optimizer.{key}.{sharded.key}")
+            yield from boxes_of(of_key, tensors[key].detach().view(-1), place.start)
+
+
+@torch.no_grad()
+def finish_moments(optimizer: Any, step: int, *, has_masters: bool) -> None:
+    """Set what is in no box: Adam's count of updates and, without `has_masters`, the master copies. Call after the weights."""
+    for part, parameter in _parameters(optimizer):
+        owned = _owned(part, parameter)
+        if owned is None:
+            continue
+        place, tensors = owned
+        if not has_masters:
+            tensors["param"].copy_(parameter.flatten()[place])
+        if "step" in tensors:
+            tensors["step"].fill_(step)
     for adam in _adams(optimizer):
         for group in adam.param_groups:
             if "step" in group:  # Transformer Engine's and apex's Adam count per group
-                group["step"] = state["step"]
-
-
-def _is_tensor(entry: object) -> bool:
-    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+                group["step"] = step
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
 from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.errors import ConfigError
 
-LOGIT_CHUNK_BYTES = 64 * 2**20
-"""Bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of this are in use)."""
+LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""By type of device, bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of
+this are in use). On a CPU they stay near the caches; a GPU needs thousands of rows for its products to be fast."""
+
+
+def default_chunk_tokens(device_type: str, vocabulary: int) -> int:
+    """Rows of logits over a rank's slice of the vocabulary that a head holds at once on a device of this type."""
+    return max(1, LOGIT_CHUNK_BYTES[device_type] // (4 * vocabulary))
 
 
 @dataclass(frozen=True)
@@ -20,6 +27,7 @@ class ModelOptions:
     """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
+    `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
     path: str
@@ -37,6 +45,8 @@ class ModelOptions:
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
     deterministic: bool = False
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    section: str = "policy.megatron"
 
     def __post_init__(self) -> None:
         self.layout.check_layer_spec(self.layer_spec)

@@ -15,12 +15,13 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.optimizer_state import load_moments, owned_boxes, sharded_moments, step_of
+from megarl.megatron.optimizer_state import finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
-from megarl.megatron.shards import Shards, shards_of
+from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights
@@ -112,19 +113,24 @@ class RankModel:
         """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers)."""
         saved = dist_checkpointing.load_common_state_dict(folder)
         is_same_layout = saved.get("layout") == asdict(self.options.layout)
-        state: dict[str, Any] = self._models()
+        reader, models = BoxReader(folder), self._models()
+        has_masters = reader.has("optimizer.param.")
         if self.optimizer is not None:
-            has_masters = any(key.startswith("optimizer.param.") for key in dist_checkpointing.load_tensors_metadata(folder))
-            state["moments"] = sharded_moments(self.optimizer, dict(state), has_masters=has_masters)
-            state["scheduler"] = self.scheduler.state_dict()
-            if is_same_layout:
-                state["rng"] = sharded_rng_state()
-        state = dist_checkpointing.load(state, folder)
+            make_moments(self.optimizer, self.chunks)
+            reader.read(moment_boxes(self.optimizer, models, has_masters=has_masters))
+        read_weights(reader, models)
+        state: dict[str, Any] = {name: objects_of(model) for name, model in models.items()}
+        if self.optimizer is not None and is_same_layout:
+            state["rng"] = sharded_rng_state()
+        if any(state.values()):
+            state = dist_checkpointing.load(state, folder)
         for number, chunk in enumerate(self.chunks):
-            unwrap_model(chunk).load_state_dict(state[f"model{number}"], strict=True)
+            name = f"model{number}"
+            weights = {key: entry.data for key, entry in models[name].items() if key not in state[name]}
+            unwrap_model(chunk).load_state_dict(weights | state[name], strict=True)
         if self.optimizer is not None:
-            load_moments(self.optimizer, self.chunks, state["moments"])
-            self.scheduler.load_state_dict(state["scheduler"])
+            finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
+            self.scheduler.load_state_dict(saved["scheduler"])
             if is_same_layout:
                 restore_rng_state(state["rng"])
             else:

@@ -26,13 +26,17 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class ShardBox:
-    """Box `sizes` from `offsets` on of the tensor `key` of `global_shape`; its values are the flat `data`."""
+    """Box `sizes` from `offsets` on of the tensor `key` of `global_shape`; its values are the flat `data`.
+
+    `is_padded`: under another layout the tensor may have more or fewer rows of padding, as the vocabulary has.
+    """
 
     key: str
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     data: Tensor
+    is_padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,9 @@ def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start:
         for offsets, sizes in flat_boxes(tuple(part.local_shape), low - first, high - first):
             depth = part.prepend_axis_num
             place = (*part.global_offset[:depth], *(a + b for a, b in zip(part.global_offset[depth:], offsets, strict=True)))
-            yield ShardBox(part.key, tuple(part.global_shape), place, (*(1,) * depth, *sizes), data[at : at + prod(sizes)])
+            values = data[at : at + prod(sizes)]
+            shape, is_padded = tuple(part.global_shape), part.allow_shape_mismatch
+            yield ShardBox(part.key, shape, place, (*(1,) * depth, *sizes), values, is_padded)
             at += prod(sizes)
 
 
@@ -120,6 +126,16 @@ def flat_boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[t
 def plain(tensor: Tensor) -> Tensor:
     """The values of a tensor, also of one that Transformer Engine holds in FP8."""
     return (tensor.dequantize() if is_float8tensor(tensor) else tensor).detach()
+
+
+def is_tensor(entry: object) -> bool:
+    """Whether an entry of a sharded state is stored as a tensor, or as several."""
+    return isinstance(entry, ShardedTensor | ShardedTensorFactory)
+
+
+def objects_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a sharded state that are no tensors."""
+    return {name: entry for name, entry in state.items() if not is_tensor(entry)}
 
 
 def _aligned(box: ShardBox) -> int:

@@ -25,6 +25,7 @@ class Precision:
     recompute: str = "none"
     fp8: bool = False
     fp8_param: bool = False
+    device_type: str = "cuda"
 
     @property
     def operand(self) -> int:
@@ -41,24 +42,24 @@ class Precision:
 class LayerActivations:
     """Bytes per token of this rank's stream (which context parallelism has shared out), of one layer.
 
-    `whole` is without recomputation, `core` what core attention saves of it, `core_inputs` what selective recomputation keeps
-    in its place, `checkpoint` what full recomputation keeps.
+    `whole` is without recomputation, `selected` what selective recomputation computes anew of it, `inputs` what it keeps in
+    its place, `checkpoint` what full recomputation keeps.
     """
 
     whole: float
-    core: float
-    core_inputs: float
+    selected: float
+    inputs: float
     checkpoint: float
 
     def kept(self, recompute: str) -> float:
         """What stays from the forward to the backward pass."""
         if recompute == "full":
             return self.checkpoint
-        return self.whole - self.core + self.core_inputs if recompute == "selective" else self.whole
+        return self.whole - self.selected + self.inputs if recompute == "selective" else self.whole
 
     def recomputed(self, recompute: str) -> float:
         """What the layer under way has anew in the backward pass."""
-        return {"none": 0.0, "selective": self.core, "full": self.whole}[recompute]
+        return {"none": 0.0, "selective": self.selected, "full": self.whole}[recompute]
 
 
 def layer_activations(
@@ -72,7 +73,14 @@ def layer_activations(
     outside, core, core_inputs = attention
     mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
     checkpoint = rows * shape.hidden * precision.itemsize
-    return LayerActivations(outside + core + mlp, core, core_inputs, checkpoint)
+    if precision.is_reference:
+        return LayerActivations(outside + core + mlp, core, core_inputs, checkpoint)
+    # `model_config.recompute_modules`: a dense MLP with its norm, else the experts' activations and their norm's output; of
+    # latent attention the layer's norm and all that is projected up from the latents.
+    selected = _experts_selected(shape, layout, precision, rows) if has_experts else mlp
+    if shape.latent:
+        selected += rows * precision.operand * shape.hidden + core_inputs
+    return LayerActivations(outside + core + mlp, selected, 0.0 if has_experts else checkpoint, checkpoint)
 
 
 def norm(width: float, precision: Precision) -> float:
@@ -146,3 +154,9 @@ def _experts(shape: ModelShape, layout: Layout, precision: Precision, rows: floa
     of_reference = width * precision.itemsize if precision.is_reference else 0  # before it is weighted
     total += copies * (precision.operand * shape.hidden + _gated(width, precision) + of_reference + STATISTICS)
     return rows * total + (_gated(shape.shared_ffn / layout.tp, precision) if shape.shared_ffn else 0)
+
+
+def _experts_selected(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:
+    """The second product's input of every copy of a token, and what the norm gives out."""
+    copies, width = shape.top_k * layout.etp, shape.expert_ffn / layout.etp
+    return rows * (copies * width * precision.operand + precision.itemsize * shape.hidden)

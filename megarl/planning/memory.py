@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megarl.megatron.options import LOGIT_CHUNK_BYTES
+from megarl.megatron.options import default_chunk_tokens
 from megarl.models.packings import padded_vocab
 from megarl.planning.activations import STATISTICS, Precision, layer_activations, norm
 from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
@@ -60,7 +60,8 @@ def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
     """How activations are kept on such a GPU."""
     model = run.config.model
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
-    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, model.fp8 != "none", model.fp8_param)
+    device = "cpu" if gpu.name == "cpu" else "cuda"
+    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, model.fp8 != "none", model.fp8_param, device)
 
 
 def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> RoleMemory:
@@ -139,7 +140,7 @@ def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
     """Two buffers of a chunk's logits; in the backward pass also the output matrix's gradient in float32 and its copy."""
     rows = padded_vocab(role.shape.vocab, role.layout.tp) // role.layout.tp
     scored = max(1, work.scored // role.layout.cp)
-    chunk = min(role.logit_chunk_tokens or max(1, LOGIT_CHUNK_BYTES // (4 * rows)), scored)
+    chunk = min(role.logit_chunk_tokens or default_chunk_tokens(precision.device_type, rows), scored)
     gradient = rows * role.shape.hidden * (4 + precision.itemsize) if role.trained is not None else 0
     return 2.0 * chunk * rows * 4 + gradient + scored * role.shape.hidden * precision.itemsize
 

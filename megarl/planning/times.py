@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from megarl.config import Layout
 from megarl.config.layout import divisors
 from megarl.models.flops import FlopsModel
+from megarl.models.shape import ModelShape
+from megarl.planning.activations import Precision
 from megarl.planning.calibration import Calibration
 from megarl.planning.generation import generation_seconds
 from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
@@ -170,7 +172,7 @@ def _update(
     precision = precision_of(run, gpu)
     of_step = run.config.sequences_per_step
     epochs = sequences / of_step
-    factor = (4.0 if precision.recompute == "full" else 3.0) * epochs
+    factor = (3.0 + _computed_anew(role.shape, precision)) * epochs
     held = max(stage_parameters(role.shape, role.layout, value_head=role.value_head), key=lambda stage: stage.trained)
     replicas = role.layout.dp * role.layout.cp
     nbytes = (GRADIENT_BYTES + precision.itemsize) * (
@@ -189,6 +191,16 @@ def _update(
         * ((1 - offloaded) * OPTIMIZER_BYTES / gpu.hbm_gb_per_s + offloaded * OPTIMIZER_BYTES / gpu.host_gb_per_s)
         / 1e9,
     }
+
+
+def _computed_anew(shape: ModelShape, precision: Precision) -> float:
+    """What the backward pass computes anew, of a forward pass; attention and activations count as nothing."""
+    if precision.recompute != "selective" or precision.is_reference:
+        return 1.0 if precision.recompute == "full" else 0.0
+    with_experts = len(shape.expert_layers)
+    dense = 3 * shape.ffn * (shape.layers - with_experts)
+    experts = 3 * (shape.expert_ffn * shape.top_k + shape.shared_ffn) * with_experts
+    return dense / (dense + experts + 2 * (shape.query + shape.key_value) * shape.layers)
 
 
 def _sync(run: RunShape, gpu: GpuSpec, calibration: Calibration) -> dict[str, float]:

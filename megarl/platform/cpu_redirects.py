@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -194,7 +195,11 @@ def _collective_redirects() -> Iterator[Redirect]:
 
 
 def _expect_no_gpu_packages() -> None:
-    # Five modules of megatron warn, as they are imported, that Transformer Engine and Apex are absent. Neither exists here.
+    # Without a GPU neither can run, also where it is installed: optimizer/__init__.py:13-24 would take its fused Adam, and an
+    # import that fails for want of a driver is no ImportError. None in sys.modules makes each import one.
+    for package in ("transformer_engine", "apex"):
+        sys.modules.setdefault(package, None)  # type: ignore[arg-type]
+    # Five modules of megatron warn, as they are imported, that both are absent.
     for message in ("Apex is not installed", "Transformer Engine and Apex are not installed"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
 

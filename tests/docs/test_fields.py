@@ -19,7 +19,10 @@ FIELDS = {re.sub(r"\[\]", "", field.name) for root in (Config, SupervisedConfig)
 SECTIONS = {name for root in (Config, SupervisedConfig) for name in root.model_fields}
 LAYOUTS = {f"{role}.layout" for role in ("policy", "critic", "reference", "reward_model")}
 NAME = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?![\w(/])")
-FREE = ("rewards.args", "data.train.args", "data.eval.args", "rollout.engine_args", "data.train.columns")
+FREE = (
+    "rewards.args", "data.train.args", "data.eval.args", "rollout.engine_args", "data.train.columns", "policy.megatron",
+    "reference.megatron",
+)  # fmt: skip
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
 FOREIGN = {"reward_model.ground_truth", "reward_model.enable", "reward_model.model.path", "data.train_batch_size"}
 """Names of other trainers, which docs/migrating.md and docs/data.md mention."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megarl.config.layout import Layout
+from tests.algorithms.test_memory import peak_bytes, size
 from tests.families import build_folder
 from tests.megatron.moments import MOMENTS, adams, assert_equal, everything, merged, role_in, update
 from tests.megatron.saving import copied, save_role, write_parts
@@ -141,3 +142,39 @@ def test_a_checkpoint_before_the_first_update_has_moments_of_zero(world: World, 
 
 def save_untrained(rank: int, world_size: int, folder: Path, checkpoint: str) -> None:
     save_role(role_in(Layout(), folder, "float32"), checkpoint)
+
+
+def resume(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str) -> dict[str, int]:
+    """Bytes: the most that loading allocates at once, Adam's moments, a bucket of weights, the largest tensor in float32."""
+    role = role_in(move.target, folder, move.dtype)
+    peak = peak_bytes(lambda: role.load(checkpoint))
+    moments = [
+        tensor
+        for adam in adams(role)
+        for state in adam.optimizer.state.values()
+        for name, tensor in state.items()
+        if name.startswith("exp_avg")
+    ]
+    parameters = [parameter for chunk in role.chunks for parameter in chunk.parameters()]
+    return {
+        "peak": peak,
+        "moments": size(*moments),
+        "largest": 4 * max(parameter.numel() for parameter in parameters),
+        "bucket": size(*parameters),  # without overlap all weights are one, which Gloo gathers in a copy
+        "all": 4 * sum(parameter.numel() for parameter in parameters),
+    }
+
+
+@pytest.mark.parametrize(
+    "move",
+    [Move("llama", Layout(dp=2), Layout(dp=2), "bfloat16"), Move("llama", Layout(tp=2), Layout(dp=2))],
+    ids=["bfloat16", "tp2 to dp2"],
+)
+def test_resuming_holds_what_the_rank_owns_and_one_bucket(world: World, move: Move, tmp_path: Path) -> None:
+    """Not every parameter's moments and weights at once, which a GPU that trains has no room for."""
+    folder, checkpoint = tmp_path / "model", str(tmp_path / "checkpoint")
+    build_folder("llama", folder)
+    world.call(save, move, folder, checkpoint, 1, size=2)
+    for answer in world.call(resume, move, folder, checkpoint, size=2):
+        assert answer["moments"] == pytest.approx(answer["all"], rel=0.1)  # two of them, over two ranks
+        assert answer["peak"] <= answer["moments"] + answer["bucket"] + 2 * answer["largest"]

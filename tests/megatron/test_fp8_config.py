@@ -17,6 +17,7 @@ from megarl.errors import ConfigError
 from megarl.megatron import options as megatron_options
 from megarl.megatron.options import ModelOptions, OptimizerOptions, choose_layer_spec
 from megarl.models.check_layouts import check_models
+from tests.megatron.kernels import fused_kernels
 from tests.world import World
 
 HF_CONFIG = {
@@ -48,7 +49,8 @@ def megatron_configs(rank: int, world_size: int, models: list[ModelOptions], opt
     answers: list[Any] = []
     for model in models:
         try:
-            config = transformer_config(model, HF_CONFIG)
+            with fused_kernels():
+                config = transformer_config(model, HF_CONFIG)
         except ValueError as error:
             answers.append(str(error))
             continue
@@ -179,7 +181,8 @@ def on_a_hopper(rank: int, world_size: int, model: ModelOptions) -> str | None:
         patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
         patch.setattr(torch.version, "cuda", "13.0")
         try:
-            transformer_config(model, HF_CONFIG)
+            with fused_kernels():
+                transformer_config(model, HF_CONFIG)
         except ConfigError as error:
             return str(error)
     return None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megarl.megatron import heads
 from megarl.megatron.heads import VocabParallelLogProbs
+from megarl.megatron.options import default_chunk_tokens
 from tests.algorithms.test_memory import peak_bytes, size
 
 
@@ -46,6 +50,10 @@ def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float,
     torch.testing.assert_close(hidden.grad.double(), exact_hidden.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad.double(), exact_weight.grad, rtol=1e-4, atol=1e-5)
     assert not weight.grad[vocab:].any()
+
+
+def test_a_gpu_computes_sixteen_times_the_rows_at_once() -> None:
+    assert (default_chunk_tokens("cpu", 131072), default_chunk_tokens("cuda", 131072)) == (128, 2048)
 
 
 def test_a_small_vocabulary_slice_has_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,3 +101,62 @@ def test_a_bfloat16_gradient_is_summed_over_chunks_in_float32() -> None:
     expected = torch.full((vocab, hidden_size), -chunks / vocab)
     expected[0] += chunks
     torch.testing.assert_close(weight.grad.float(), expected, rtol=2**-8, atol=0)
+
+
+class Allocations(TorchDispatchMode):
+    """Remembers the operations that answer with a new tensor of as many elements as are counted."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.found = numel, list[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        for tensor in tree_leaves(answer):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.numel() == self.numel
+                and tensor.untyped_storage()._cdata not in given
+            ):
+                self.found.append(str(func))
+        return answer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_chunk_makes_a_tensor_as_large_as_the_weight(dtype: torch.dtype) -> None:
+    tokens, hidden_size, vocab = 24, 16, 40
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, hidden_size, generator=generator, dtype=dtype, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    outputs = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, 1.0, 3, OneRank())
+    with Allocations(vocab * hidden_size) as allocations:
+        torch.autograd.grad(outputs[0].sum() + outputs[1].sum(), [hidden, weight])
+    # For eight chunks together: the sum, and its copy in the weight's type.
+    assert len(allocations.found) == (1 if dtype == torch.float32 else 2), allocations.found
+
+
+def test_on_a_device_the_product_is_added_where_the_sum_is() -> None:
+    """The operation that GPUs run, on a device without values: it takes these types and makes nothing."""
+    total = torch.empty(40, 16, device="meta")
+    left, right = (torch.empty(*shape, device="meta", dtype=torch.bfloat16) for shape in ((40, 3), (3, 16)))
+    with Allocations(total.numel()) as allocations:
+        heads._add_product(total, left, right)
+    assert allocations.found == []
+
+
+def test_a_bfloat16_weights_gradient_is_the_dense_one() -> None:
+    """Against float64 of the same bfloat16 values, element by element: the only rounding left is that of the answer."""
+    tokens, hidden_size, vocab = 50, 16, 40
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(tokens, hidden_size, generator=generator, dtype=torch.bfloat16)
+    weight = torch.randn(vocab, hidden_size, generator=generator, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    log_probs, _ = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, 1.0, 3, OneRank())
+    log_probs.sum().backward()
+    exact = weight.detach().double().requires_grad_()
+    (hidden.double() @ exact.T).log_softmax(-1)[torch.arange(tokens), targets].sum().backward()
+    assert exact.grad is not None
+    # Logits are bfloat16 products, so each probability is off by up to 1/128 of itself for every unit of its logit.
+    torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=2e-2, atol=5e-2)

@@ -208,3 +208,23 @@ def test_a_seed_fixes_every_generator() -> None:
         return [random.random(), float(numpy.random.rand()), torch.rand(1).item()]
 
     assert draws() == draws()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True], ids=["imports", "needs a driver"])
+def test_without_cuda_transformer_engine_and_its_adam_are_hidden(tmp_path: Path, *, broken: bool) -> None:
+    """A package of its name stands for one that is installed on a machine without a GPU."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("__version__ = '2.20.2'\n")
+    (package / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n" if broken else "")
+    (package / "optimizers.py").write_text("class FusedAdam: ...\nclass FusedSGD: ...\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from megarl import platform; platform.install()\n"
+        "from megatron.core.optimizer import Adam; print(Adam.__module__)\n"
+        "from megarl.megatron.options import has_transformer_engine; print(has_transformer_engine())\n"
+    )
+    ran = _python("-c", program)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["torch.optim.adamw", "False"]

@@ -16,6 +16,7 @@ from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.config import AnyConfig
 from megarl.config.fp8 import token_multiple
 from megarl.config.guard_rules import skip_rules
+from megarl.config.megatron_options import megatron_of
 from megarl.config.sections import TrainedRole
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import UnitSize, plan_micro_batches
@@ -107,6 +108,8 @@ class Roles:
             fp8_param=config.model.fp8_param,
             fp8_bf16_layers=config.model.fp8_bf16_layers,
             deterministic=config.run.deterministic,
+            megatron=megatron_of(config, role),
+            section=f"{role}.megatron",
         )
         optimizer = None
         if spec.trained is not None:

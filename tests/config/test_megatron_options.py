@@ -1,0 +1,117 @@
+"""The sections `megatron`: names and types are the installed megatron-core's, and what megarl sets itself is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from megarl.config import parse_config
+from megarl.config.megatron_fields import megatron_fields
+from megarl.config.megatron_options import OWNED, megatron_of
+from megarl.config.yaml_tree import apply_overrides
+from megarl.errors import ConfigError
+from tests.world import World
+
+BASE: dict[str, Any] = {
+    "model": {"path": "nowhere"},
+    "data": {"train": {"name": "basic_arithmetic"}},
+    "rewards": [{"name": "reasoning_gym"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (
+            "policy.megatron.apply_rope_fusoin=true",
+            ["policy.megatron.apply_rope_fusoin is not a field", "(did you mean 'apply_rope_fusion'?)", "must be left out"],
+        ),
+        ("critic.megatron.hidden_size=8", ["hidden_size is 8, which megarl takes from the model's config.json"]),
+        ("policy.megatron.tensor_model_parallel_size=2", ["is 2, which megarl sets from the role's layout"]),
+        ("policy.megatron.params_dtype=float32", ["is 'float32', which megarl sets from model.dtype"]),
+        ("policy.megatron.lr=1.0", ["policy.megatron.lr is 1.0, which megarl sets from the role's optimizer"]),
+        ("policy.megatron.apply_rope_fusion=1", ["policy.megatron.apply_rope_fusion is 1; it must be true or false"]),
+        ("policy.megatron.bucket_size=1.5", ["policy.megatron.bucket_size is 1.5; it must be a whole number or null"]),
+        ("policy.megatron.attention_backend=falsh", ["it must be 'flash', 'fused', 'unfused', 'local' or 'auto'"]),
+        ("policy.megatron.moe_token_dispatcher_type=x", ["is 'x'; it must be 'allgather', 'alltoall' or 'flex'"]),
+        ("policy.megatron.recompute_modules=mlp", ["recompute_modules is 'mlp'; it must be a list of texts or null"]),
+        ("policy.megatron.grad_scale_func=f", ["is 'f', which is a field of a type that YAML cannot give"]),
+        ("reference.megatron={bucket_size: 5}", ["bucket_size is 5, which only a model that is trained uses"]),
+        ("reward_model.megatron.hidden_size=8", ["reward_model.megatron.hidden_size is 8"]),
+        ("policy.megatron.overlap_param_gather=true", ["read the weights right after an update"]),
+    ],
+)
+def test_what_a_role_cannot_set_is_one_sentence(override: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(apply_overrides(BASE, [override]))
+    assert "\n" not in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"attention_backend": "flash"},
+        {"recompute_modules": ["mlp", "layernorm"]},
+        {"bucket_size": None, "overlap_grad_reduce": True},
+        {"cp_comm_type": "a2a"},
+        {"cp_comm_type": ["a2a", "p2p"]},
+        {"moe_permute_fusion": False},
+    ],
+)
+def test_fields_of_the_right_type_are_taken(given: dict[str, Any]) -> None:
+    config = parse_config({**BASE, "policy": {"megatron": given}})
+    assert megatron_of(config, "policy") == given
+
+
+def test_a_reference_without_a_section_is_computed_as_the_policy_is() -> None:
+    given = {"attention_backend": "flash", "bucket_size": 5}
+    config = parse_config({**BASE, "policy": {"megatron": given}})
+    assert megatron_of(config, "reference") == {"attention_backend": "flash"}
+    assert megatron_of(config, "reward_model") == {}
+    config = parse_config({**BASE, "policy": {"megatron": given}, "reference": {"megatron": {}}})
+    assert megatron_of(config, "reference") == {}
+
+
+def test_fields_are_checked_without_torch() -> None:
+    check = f"""
+import sys
+from megarl.config import parse_config
+parse_config({BASE | {"policy": {"megatron": {"apply_rope_fusion": True}}}!r})
+assert "torch" not in sys.modules and "megatron.core" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def fields_of_megatron_core(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    """By kind, the fields of megatron-core's classes with their defaults where these are plain values."""
+    import dataclasses
+    import enum
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    def default(field: Any) -> Any:
+        value = field.default
+        value = value.name if isinstance(value, enum.Enum) else value
+        return value if isinstance(value, bool | int | float | str | None) else "no plain value"
+
+    classes = {"model": MLATransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
+    return {kind: {field.name: default(field) for field in dataclasses.fields(known)} for kind, known in classes.items()}
+
+
+def test_the_fields_read_from_source_are_those_of_the_imported_classes(world: World) -> None:
+    of_classes = world.call(fields_of_megatron_core, size=1)[0]
+    fields = megatron_fields()
+    for kind, expected in of_classes.items():
+        assert {name for name, field in fields.items() if kind in field.kinds} == {n for n in expected if not n.startswith("_")}
+    # Every default is of the type that was read, unless megatron-core itself gives None where its annotation does not.
+    for name in fields.keys() - OWNED.keys():
+        defaults = [of_classes[kind][name] for kind in fields[name].kinds]
+        if fields[name].annotation is not None and defaults[0] not in (None, "no plain value"):
+            parse_config({**BASE, "policy": {"megatron": {name: defaults[0]}}})

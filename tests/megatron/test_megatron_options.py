@@ -1,0 +1,185 @@
+"""The options of a role's section `megatron` reach megatron-core, and its defaults are fast on GPUs and plain on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.layout import Layout
+from megarl.config.megatron_options import OWNED
+from megarl.errors import ConfigError
+from megarl.megatron.options import ModelOptions, OptimizerOptions
+from tests.families import build_folder
+from tests.megatron.kernels import fused_kernels
+from tests.planning.test_memory import COMMON, MODELS
+from tests.themes.parallel.worlds import MODES, micro_batches, objective
+from tests.world import World
+
+FUSIONS = ("apply_rope_fusion", "bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion")
+MOE_FUSIONS = ("moe_permute_fusion", "moe_router_fusion")
+
+
+def configs(rank: int, world_size: int, model: ModelOptions, hf_config: dict[str, Any]) -> Any:
+    """(TransformerConfig, DDP config, OptimizerConfig) as dictionaries, or the sentence of why there are none."""
+    from megarl.megatron.model_config import ddp_config, fuses_gradient_accumulation, transformer_config
+    from megarl.megatron.optimizer import optimizer_config
+
+    try:
+        with fused_kernels():
+            transformer = vars(transformer_config(model, hf_config))
+        optimizer, ddp = vars(optimizer_config(OptimizerOptions(lr=1e-3), model)), vars(ddp_config(model))
+    except ConfigError as error:
+        return str(error)
+    fused = fuses_gradient_accumulation(model)
+    transformer["attention_backend"] = transformer["attention_backend"].name
+    plain = {name: value for name, value in transformer.items() if isinstance(value, bool | int | float | str | list | None)}
+    return plain | {"gradient_accumulation_fusion": fused}, ddp, {"pin_cpu_grads": optimizer["pin_cpu_grads"]}
+
+
+def options(spec: str = "transformer_engine", **changes: Any) -> ModelOptions:
+    return ModelOptions("unread", changes.pop("layout", Layout()), layer_spec=spec, dtype="bfloat16", **changes)
+
+
+def test_options_reach_each_of_megatron_cores_configs(world: World) -> None:
+    given = {
+        "attention_backend": "flash",
+        "cp_comm_type": "a2a",
+        "batch_p2p_sync": True,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "recompute_modules": ["core_attn"],
+        "overlap_grad_reduce": False,
+        "bucket_size": 123,
+        "pin_cpu_grads": False,
+    }
+    transformer, ddp, optimizer = world.call(
+        configs, options(megatron=given, recompute="selective"), COMMON | MODELS["llama"], size=1
+    )[0]
+    found = ddp | optimizer | transformer
+    assert {name: found[name] for name in given} == given
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_transformer_engine_fuses_and_overlaps_what_it_can(world: World, family: str) -> None:
+    hf_config = COMMON | MODELS[family]
+    transformer, ddp, _ = world.call(configs, options(recompute="selective"), hf_config, size=1)[0]
+    latent, experts = family == "deepseek_v3", family != "llama"
+    assert {name: transformer[name] for name in FUSIONS} == dict.fromkeys(FUSIONS, True) | {"apply_rope_fusion": not latent}
+    assert {name: transformer[name] for name in MOE_FUSIONS} == dict.fromkeys(MOE_FUSIONS, experts)
+    assert transformer["gradient_accumulation_fusion"]
+    assert ddp["overlap_grad_reduce"]
+    assert not transformer["batch_p2p_sync"]
+    modules = {"llama": ["mlp", "layernorm"], "qwen3_moe": ["mlp", "layernorm", "moe_act"]}
+    assert transformer["recompute_modules"] == modules.get(family, ["mlp", "layernorm", "moe_act", "mla_up_proj"])
+
+
+def test_the_reference_layers_have_none_of_it(world: World) -> None:
+    model, hf_config = options("reference", recompute="selective"), COMMON | MODELS["qwen3_moe"]
+    transformer, ddp, _ = world.call(configs, model, hf_config, size=1)[0]
+    names = (*FUSIONS, *MOE_FUSIONS, "gradient_accumulation_fusion", "moe_grouped_gemm")
+    assert {name: transformer[name] for name in names} == dict.fromkeys(names, False)
+    assert transformer["recompute_modules"] == ["core_attn"]
+    assert not ddp["overlap_grad_reduce"]
+    assert transformer["batch_p2p_sync"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "given", "part"),
+    [
+        ("reference", {"apply_rope_fusion": True}, "apply_rope_fusion is true, which only Transformer Engine's"),
+        ("transformer_engine", {"cache_mla_latents": True}, "which only a model with latent attention has"),
+        ("transformer_engine", {"recompute_modules": ["mlpp"]}, "sets recompute_modules, which megatron-core refuses"),
+    ],
+)
+def test_what_does_not_go_with_the_model_is_one_sentence(world: World, spec: str, given: dict[str, Any], part: str) -> None:
+    answer = world.call(configs, options(spec, megatron=given, recompute="selective"), COMMON | MODELS["llama"], size=1)[0]
+    assert isinstance(answer, str)
+    assert part in answer
+    assert "\n" not in answer
+
+
+def names_that_megarl_sets(rank: int, world_size: int) -> dict[str, set[str]]:
+    """What megarl passes to megatron-core's classes, by what a config may do about it."""
+    from megarl.megatron import model_config, optimizer
+
+    passed: set[str] = set()
+
+    def remember(**fields: Any) -> Any:
+        passed.update(fields)
+
+    classes = ("TransformerConfig", "MLATransformerConfig", "DistributedDataParallelConfig")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in classes:
+            patch.setattr(model_config, name, remember)
+        patch.setattr(optimizer, "OptimizerConfig", remember)
+        patch.setattr(model_config, "fields_for", lambda *unused, kind: {})
+        patch.setattr(optimizer, "fields_for", lambda *unused, kind: {})
+        for family in MODELS.values():
+            model_config.transformer_config(options(), COMMON | family)
+        model_config.ddp_config(options())
+        optimizer.optimizer_config(OptimizerOptions(lr=1e-3), options())
+        defaults = set(model_config._defaults(options(recompute="selective"), has_experts=True, is_latent=True))
+    return {"passed": passed, "defaults": defaults | {"overlap_grad_reduce", "grad_reduce_in_fp32", "check_for_nan_in_grad"}}
+
+
+def test_whatever_megarl_sets_is_refused_or_a_default(world: World) -> None:
+    names = world.call(names_that_megarl_sets, size=1)[0]
+    assert names["passed"] - names["defaults"] <= OWNED.keys()
+    assert names["defaults"] & OWNED.keys() == {"moe_grouped_gemm"}  # layer specs and weights' names follow from it
+
+
+def fused_layers(rank: int, world_size: int) -> list[bool]:
+    from megarl.megatron.build import fuse_gradient_accumulation
+
+    engine_like, other = torch.nn.Identity(), torch.nn.Identity()
+    engine_like.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    fuse_gradient_accumulation(torch.nn.Sequential(engine_like, other))
+    return [bool(engine_like.fuse_wgrad_accumulation), hasattr(other, "fuse_wgrad_accumulation")]
+
+
+def test_gradient_accumulation_is_fused_on_layers_that_know_it(world: World) -> None:
+    assert world.call(fused_layers, size=1)[0] == [True, False]
+
+
+def updated(rank: int, world_size: int, folder: Path, layout: Layout, given: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights after updates whose numbers of micro-batches differ, as they do from step to step of a run."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(layout, seed=1)
+    role = RankModel(ModelOptions(str(folder), layout, megatron=given), OptimizerOptions(lr=1e-2, eps=1e-3, clip_grad=0.0))
+    if given:
+        assert len(role.chunks[0].bucket_groups) > 1 or layout.coords(rank).pp  # one bucket would overlap with nothing
+    for mode in ("unpacked", "packed", "unpacked"):
+        role.forward(micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp])
+        role.update(micro_batches(MODES[mode], layout.dp)[layout.coords(rank).dp], objective)
+    return {name: tensor.clone() for name, tensor in role.export()}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("qwen2", Layout(dp=2)),
+        ("qwen3_moe", Layout(dp=2, ep=2)),
+        ("llama", Layout(dp=2, pp=2)),
+        ("llama", Layout(dp=1, pp=2, vpp=2)),
+        ("llama", Layout(cp=2)),
+    ],
+    ids=str,
+)
+def test_reduction_during_the_backward_pass_gives_the_same_weights(
+    world: World, tmp_path: Path, family: str, layout: Layout
+) -> None:
+    build_folder(family, tmp_path)
+    plain = world.call(updated, tmp_path, layout, {}, size=layout.world_size)
+    overlapped = world.call(
+        updated, tmp_path, layout, {"overlap_grad_reduce": True, "bucket_size": 1000}, size=layout.world_size
+    )
+    assert plain[0] or plain[-1]
+    for before, after in zip(plain, overlapped, strict=True):
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            torch.testing.assert_close(after[name], tensor, rtol=0, atol=1e-7, msg=name)
