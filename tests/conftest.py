@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -35,15 +36,23 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    """Ray that every run of the session joins instead of starting its own."""
+def _shared_ray() -> Iterator[ExitStack]:
+    with ExitStack() as ray_and_its_workers:
+        yield ray_and_its_workers
+
+
+@pytest.fixture
+def local_ray(_shared_ray: ExitStack) -> None:
+    """Ray that every run of the session joins instead of starting its own; begun anew where a test has ended it."""
     import ray
 
     from tests.warm_workers import WarmWorkers
 
-    with WarmWorkers() as workers:
-        settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
-        ray.init(address="local", num_cpus=8, runtime_env={"py_executable": workers.python}, **settings)
-        workers.start()
-        yield
-        ray.shutdown()
+    if ray.is_initialized():
+        return
+    _shared_ray.close()
+    workers = _shared_ray.enter_context(WarmWorkers())
+    settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
+    ray.init(address="local", num_cpus=8, runtime_env={"py_executable": workers.python}, **settings)
+    _shared_ray.callback(ray.shutdown)
+    workers.start()

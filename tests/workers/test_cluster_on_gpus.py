@@ -61,6 +61,7 @@ def reporter() -> type:
 
 @pytest.fixture(scope="module")
 def two_nodes() -> Iterator[str]:
+    ray.shutdown()  # that of the session (`local_ray`), which has no GPUs
     before = os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     started = RayCluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "object_store_memory": 10**8})
     try:
