@@ -83,7 +83,9 @@ def server_options(place: EnginePlace) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("colocated", "dp", "engines"), [(True, 3, 3), (False, 1, 2)])
+@pytest.mark.parametrize(
+    ("colocated", "dp", "engines"), [(True, 3, 3), pytest.param(False, 1, 2, marks=pytest.mark.exhaustive)]
+)
 def test_every_process_sees_its_nodes_gpus_and_has_its_own(
     two_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, colocated: bool, dp: int, engines: int
 ) -> None:

@@ -177,6 +177,7 @@ def test_engines_killed_while_they_generate_and_in_an_update_lose_nothing(
     check_everything_is_accounted_for(config, killer, staleness=0)
 
 
+@pytest.mark.exhaustive  # the test above and tests/rollout/test_sglang_killed.py stand for it
 @pytest.mark.slow
 def test_sglang_servers_killed_while_they_generate_and_in_an_update_lose_nothing(
     tiny_config: Callable[..., Config], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -29,6 +29,7 @@ def node_of_rank(cluster: Cluster) -> tuple[object, psutil.Process]:
     raise AssertionError("no node holds a rank")
 
 
+@pytest.mark.exhaustive  # test_faults.py loses ranks, engines and Ray; this one all of a node at once
 @pytest.mark.slow
 def test_a_run_that_loses_a_node_goes_on_on_a_spare_one(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 10**8})
