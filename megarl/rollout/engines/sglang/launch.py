@@ -18,12 +18,6 @@ from pathlib import Path
 
 from megarl.system.process_tree import end_tree
 
-ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
-if ON_CPU:
-    from megarl.rollout.engines.sglang.on_cpu import stand_ins
-
-    stand_ins.install(Path(sys.prefix) / "sglang-cpu")
-
 
 def _read_token() -> str:
     """The first line of standard input; ends the process if its parent is gone already."""
@@ -44,16 +38,22 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _prepare_for_cpu(model_path: str) -> None:
+    """What SGLang needs on a CPU before it is imported, and what makes it start and decode faster there."""
+    from megarl.rollout.engines.sglang.on_cpu import quick_start, stand_ins
+
+    stand_ins.install(Path(sys.prefix) / "sglang-cpu")
+    quick_start.import_models_of(model_path)
+    quick_start.fork_children()
+    importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+
+
 def main(arguments: list[str]) -> None:
     """Serve until killed; `arguments` are those of `sglang serve`. Children never outlive this process."""
     token = _read_token()
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
-    if ON_CPU:
-        from megarl.rollout.engines.sglang.on_cpu import quick_start
-
-        quick_start.import_models_of(arguments[arguments.index("--model-path") + 1])
-        importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
-        quick_start.fork_children()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        _prepare_for_cpu(arguments[arguments.index("--model-path") + 1])
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
