@@ -1,4 +1,4 @@
-"""Training on one GPU in figures: MFU in BF16 and in every FP8 recipe it can run, log-prob differences, peak memory.
+"""Training on one GPU in figures: MFU in BF16 and in every FP8 recipe it can run, what single options bring, peak memory.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json [--dry-run]
 
@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,59 @@ from megarl.models.flops import FlopsModel  # noqa: E402
 from megarl.models.shape import shape_of  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
 
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32768, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192, "tie_word_embeddings": False,
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "max_position_embeddings": 8192, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
-"""A quarter of Llama-3-8B's layers: the sizes of its matrices, and 36 GB with gradients and Adam."""
-PROMPT_TOKENS, RESPONSE_TOKENS, RESPONSES, MICRO_BATCHES = 1024, 1024, 4, 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and what a step of training is fed: `responses` to a prompt each in every one of `micro_batches`."""
+
+    hf_config: dict[str, Any]
+    prompt_tokens: int
+    response_tokens: int
+    responses: int
+    micro_batches: int = 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, prompts included."""
+        return (self.prompt_tokens + self.response_tokens) * self.responses * self.micro_batches
+
+    @property
+    def scored(self) -> int:
+        """Tokens of a step that have a log-prob."""
+        return self.response_tokens * self.responses * self.micro_batches
+
+    def flops(self) -> int:
+        """Floating-point operations of one optimizer step, forward and backward."""
+        forward = FlopsModel.of(shape_of(self.hf_config)).cost(self.prompt_tokens, [self.response_tokens])
+        return 3 * forward * self.responses * self.micro_batches
+
+
+WORKS = {
+    "8b": Work(
+        LLAMA
+        | {"vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "head_dim": 128}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False},
+        prompt_tokens=1024, response_tokens=1024, responses=4,
+    ),
+    "1b, short": Work(
+        LLAMA
+        | {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True},
+        prompt_tokens=64, response_tokens=192, responses=64,
+    ),
+}  # fmt: skip
+"""`8b`: a quarter of Llama-3-8B's layers, the sizes of its matrices, and 36 GB with gradients and Adam. `1b, short`: the shape
+of Llama-3.2-1B with its vocabulary, and many short sequences: what rotary embeddings, the output layer and the host cost."""
 WARMUP_STEPS, STEPS = 3, 7
-PART_DEADLINE_S = 75.0
-BUDGET_S = 220.0
+PART_DEADLINE_S = 120.0
+BUDGET_S = 480.0
+SHOWN_LINES = 30
+"""Of the standard error of a part that failed."""
 PEAK_BF16_FLOPS = {"H200": 989.4e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.4e12, "B200": 2250e12, "A100": 312e12}
 """Dense, from NVIDIA's data sheets, by what the device's name holds, the more special name first; FP8 has twice as many."""
 FORMULA = (
@@ -50,13 +92,20 @@ FORMULA = (
 
 @dataclass(frozen=True)
 class Part:
-    """One configuration to train with; `reason`, if any, is why it cannot run here."""
+    """One configuration to train with; `reason`, if any, is why it cannot run here.
+
+    `work` is a name of `WORKS`; `megatron` are fields of megatron-core's configs, as a config's `policy.megatron` has them.
+    """
 
     name: str
     layer_spec: str
     fp8: str = "none"
     fp8_recipe: str = "tensorwise"
     fp8_param: bool = False
+    work: str = "8b"
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    logit_chunk_tokens: int | None = None
+    recompute: str = "none"
     reason: str | None = None
 
 
@@ -73,13 +122,27 @@ def parts_for(capability: tuple[int, int] | None, cuda: str | None, *, has_trans
         parts.append(Part(f"fp8 {recipe}", "transformer_engine", kind, recipe, reason=reason))
     tensorwise = next(part for part in parts if part.fp8_recipe == "tensorwise" and part.fp8 != "none")
     parts.append(replace(tensorwise, name="fp8 tensorwise, fp8_param", fp8_param=True))
+    short = Part("short, as by default", "transformer_engine", work="1b, short", reason=without)
+    parts.append(short)
+    parts += [replace(short, name=f"short, {name}", **changes) for name, changes in SLOWER.items()]
     return parts
 
 
-def step_flops() -> int:
-    """Floating-point operations of one optimizer step, forward and backward."""
-    forward = FlopsModel.of(shape_of(HF_CONFIG)).cost(PROMPT_TOKENS, [RESPONSE_TOKENS])
-    return 3 * forward * RESPONSES * MICRO_BATCHES
+SLOWER: dict[str, dict[str, Any]] = {
+    "rotary embedding not fused": {"megatron": {"apply_rope_fusion": False}},
+    "gradient accumulation not fused": {"megatron": {"gradient_accumulation_fusion": False}},
+    "logits of 128 tokens at a time": {"logit_chunk_tokens": 128},
+    "recompute selective": {"recompute": "selective"},
+    "recompute full": {"recompute": "full"},
+    "none of these": {
+        "megatron": {
+            "apply_rope_fusion": False, "gradient_accumulation_fusion": False, "bias_dropout_fusion": False,
+            "bias_activation_fusion": False, "overlap_grad_reduce": False,
+        },
+        "logit_chunk_tokens": 128,
+    },
+}  # fmt: skip
+"""Parts with one of megarl's defaults for GPUs undone, or all that only cost time."""
 
 
 def peak_flops(device: str) -> float | None:
@@ -90,17 +153,17 @@ def peak_flops(device: str) -> float | None:
 def figures(part: Part, seconds: list[float], peak_bytes: int, device: str) -> dict[str, Any]:
     """What is recorded of a part that ran."""
     median, peak = statistics.median(seconds), peak_flops(device)
-    tokens = (PROMPT_TOKENS + RESPONSE_TOKENS) * RESPONSES * MICRO_BATCHES
+    work = WORKS[part.work]
     found: dict[str, Any] = {
         "step_s": median,
         "step_s_all": seconds,
-        "tokens_per_s": tokens / median,
-        "tflops_per_s": step_flops() / median / 1e12,
-        "mfu_of_bf16_peak": step_flops() / median / peak if peak else None,
+        "tokens_per_s": work.tokens / median,
+        "tflops_per_s": work.flops() / median / 1e12,
+        "mfu_of_bf16_peak": work.flops() / median / peak if peak else None,
         "peak_memory_bytes": peak_bytes,
     }
     if part.fp8 != "none":
-        found["mfu_of_fp8_peak"] = step_flops() / median / (2 * peak) if peak else None
+        found["mfu_of_fp8_peak"] = work.flops() / median / (2 * peak) if peak else None
     return found
 
 
@@ -124,6 +187,7 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
 
+    work, folder = WORKS[part.work], folder / part.work
     rendezvous = tempfile.mkdtemp()
     torch.distributed.init_process_group(
         here.collective_backend, init_method=f"file://{rendezvous}/rendezvous", rank=0, world_size=1
@@ -131,19 +195,21 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     initialize_layout(Layout(), seed=0)
     options = ModelOptions(
         str(folder), Layout(), layer_spec=part.layer_spec, dtype="bfloat16", fp8=part.fp8, fp8_recipe=part.fp8_recipe,
-        fp8_param=part.fp8_param, token_multiple=token_multiple(part.fp8, part.fp8_recipe),
+        fp8_param=part.fp8_param, token_multiple=token_multiple(part.fp8, part.fp8_recipe), megatron=part.megatron,
+        logit_chunk_tokens=part.logit_chunk_tokens, recompute=part.recompute,
     )  # fmt: skip
     role = RankModel(options, OptimizerOptions(lr=1e-6))
     generator = torch.Generator().manual_seed(0)
-    micro_batches: list[list[Unit]] = [[] for _ in range(MICRO_BATCHES)]
-    for index in range(RESPONSES * MICRO_BATCHES):
-        ids = torch.randint(0, HF_CONFIG["vocab_size"], (PROMPT_TOKENS + RESPONSE_TOKENS,), generator=generator)
-        mask = torch.ones(RESPONSE_TOKENS, dtype=torch.bool)
-        response = Response(index, ids[PROMPT_TOKENS:], mask, {})
-        micro_batches[index % MICRO_BATCHES].append(Unit(ids[:PROMPT_TOKENS], [response]))
+    micro_batches: list[list[Unit]] = [[] for _ in range(work.micro_batches)]
+    for index in range(work.responses * work.micro_batches):
+        length = work.prompt_tokens + work.response_tokens
+        ids = torch.randint(0, work.hf_config["vocab_size"], (length,), generator=generator)
+        mask = torch.ones(work.response_tokens, dtype=torch.bool)
+        response = Response(index, ids[work.prompt_tokens :], mask, {})
+        micro_batches[index % work.micro_batches].append(Unit(ids[: work.prompt_tokens], [response]))
 
     def mean_cross_entropy(output: Any, stream: Any) -> tuple[Any, dict[str, float]]:
-        return -output[:, 0].sum() / (RESPONSE_TOKENS * RESPONSES * MICRO_BATCHES), {}
+        return -output[:, 0].sum() / work.scored, {}
 
     def log_probs() -> Any:
         answers = role.forward(micro_batches)
@@ -151,7 +217,7 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
 
     if part.fp8_recipe == "delayed" and part.fp8 != "none":
         role.update(micro_batches, mean_cross_entropy)  # which is what delayed scaling learns its scales from
-    torch.save(log_probs(), folder / f"{part.name}.pt")
+    torch.save(log_probs(), folder.parent / f"{part.name}.pt")
     seconds = []
     for _ in range(WARMUP_STEPS + STEPS):
         here.synchronize()
@@ -165,8 +231,8 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     return found
 
 
-def write_model(folder: Path) -> None:
-    """Random weights for HF_CONFIG as a Hugging Face folder."""
+def write_models(works: Iterable[str], folder: Path) -> None:
+    """Random weights for these works as Hugging Face folders of their names."""
     import torch
 
     from megarl.models.hf_folder import write_hf_folder
@@ -179,8 +245,10 @@ def write_model(folder: Path) -> None:
             return torch.ones(shape, dtype=torch.bfloat16)
         return (0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device)).cpu()
 
-    shapes = architecture_for(HF_CONFIG).weight_map(HF_CONFIG).hf_shapes()
-    write_hf_folder(folder, ((name, value(shape)) for name, shape in shapes.items()), HF_CONFIG)
+    for work in works:
+        config = WORKS[work].hf_config
+        shapes = architecture_for(config).weight_map(config).hf_shapes()
+        write_hf_folder(folder / work, ((name, value(shape)) for name, shape in shapes.items()), config)
 
 
 def run_all(parts: list[Part], folder: Path, run: Callable[[Part], dict[str, Any]], budget_s: float) -> dict[str, Any]:
@@ -204,7 +272,8 @@ def in_a_process(part: Part, folder: Path) -> dict[str, Any]:
     answers = [line for line in child.stdout.splitlines() if line.startswith("PART")]
     if answers:
         return json.loads(answers[-1].removeprefix("PART"))
-    return {"not_run": f"failed: {(child.stderr.strip().splitlines() or [f'exit code {child.returncode}'])[-1]}"}
+    lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+    return {"not_run": f"failed: {lines[-1]}", "last_lines": lines[-SHOWN_LINES:]}
 
 
 def on_this_machine() -> tuple[str | None, list[Part]]:
@@ -226,10 +295,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="JSON file to write")
     parser.add_argument("--dry-run", action="store_true", help="list the parts and why some cannot run, and end")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="no part is begun after so many seconds")
+    parser.add_argument("--only", help="run the parts whose names have this in them")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     device, parts = on_this_machine()
+    parts = [part for part in parts if given.only is None or given.only in part.name]
     if given.part:
         part = next(part for part in parts if part.name == given.part)
         print("PART" + json.dumps(run_part(part, given.folder)))
@@ -239,9 +310,8 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{part.name}: {f'not run: {part.reason}' if part.reason else 'would run'}")
         return
     with tempfile.TemporaryDirectory() as work:
-        folder = Path(work) / "model"
-        if any(part.reason is None for part in parts):
-            write_model(folder)
+        folder = Path(work)
+        write_models(sorted({part.work for part in parts if part.reason is None}), folder)
         results = run_all(parts, folder, lambda part: in_a_process(part, folder), given.budget_s)
         off = {}
         if (folder / "bf16.pt").exists():
@@ -255,13 +325,7 @@ def main(arguments: list[str] | None = None) -> None:
         "device": device,
         "machine": machine(),
         "versions": versions(),
-        "work": {
-            "model": HF_CONFIG,
-            "prompt_tokens": PROMPT_TOKENS,
-            "response_tokens": RESPONSE_TOKENS,
-            "responses_per_micro_batch": RESPONSES,
-            "micro_batches": MICRO_BATCHES,
-        },
+        "works": {name: asdict(work) for name, work in WORKS.items()},
         "formula": FORMULA,
         "parts": results,
         "log_prob_difference_from_bf16": off,

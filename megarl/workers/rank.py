@@ -47,7 +47,9 @@ def free_address() -> tuple[str, int]:
         return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
 
-@timed("add_role", "forward", "update", "push_weights", "export_role", "save_role", "load_role")
+@timed(
+    "add_role", "forward", "update", "open_senders", "push_weights", "keep_on_device", "export_role", "save_role", "load_role"
+)
 class Rank(RankCalls):
     """Rank `rank` of a world that runs `layout`."""
 

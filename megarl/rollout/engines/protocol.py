@@ -68,6 +68,7 @@ class EnginePlace:
     """Where one of a run's engines is: its number, the CPU threads it gets, the platform, and where its logs go.
 
     `gpus` are its GPUs, one for each rank, by their numbers among those that every process of its node sees; none on a CPU.
+    `beside_bytes`: what others keep on each of these GPUs while the engine serves; 0 where that is not known.
     """
 
     number: int
@@ -75,6 +76,7 @@ class EnginePlace:
     platform: str
     log_folder: Path
     gpus: tuple[int, ...] = ()
+    beside_bytes: int = 0
 
 
 class Engine(ABC):

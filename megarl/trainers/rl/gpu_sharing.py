@@ -22,6 +22,10 @@ from typing import Literal, Protocol
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError
+from megarl.models.shape import ModelShape
+from megarl.planning.gpus import PROCESS_BYTES
+from megarl.planning.parameters import stage_parameters
+from megarl.reshard.run_plan import ITEMSIZE
 from megarl.rollout.scheduling.engine_state import EngineHandle
 from megarl.rollout.scheduling.scheduler import Scheduler, failures
 from megarl.trainers.run.roles import POLICY, Roles
@@ -132,14 +136,28 @@ class ColocatedDevice:
         return {engine: error for engine, error in failed.items() if engine not in unwell}
 
 
-def gpu_sharing_of(config: Config, scheduler: Scheduler, roles: Roles) -> GpuSharing | None:
-    """Who has the GPUs, for a run whose trainer and engines share GPUs and never work at the same time; None for any other."""
+def takes_turns(config: Config, platform: str) -> bool:
+    """Whether trainer and engines share GPUs and never work at the same time."""
     rollout = config.rollout
-    takes_turns = (
-        capabilities_of(rollout).sleeps and rollout.schedule.mode == "sync" and rollout.weight_transport == "shared_memory"
+    return (
+        platform == "cuda"
+        and config.resources.placement == "colocated"
+        and capabilities_of(rollout).sleeps
+        and rollout.schedule.mode == "sync"
+        and rollout.weight_transport == "shared_memory"
+        and rollout.engine_args.get("enable_memory_saver") is not False
     )
-    if roles.groups[POLICY].platform != "cuda" or config.resources.placement != "colocated" or not takes_turns:
-        return None
-    if rollout.engine_args.get("enable_memory_saver") is False:
+
+
+def bytes_beside_engines(config: Config) -> int:
+    """What the trainer keeps on a GPU while engines that take turns with it are given weights: these, and its processes."""
+    held = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
+    weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in held)
+    return int(weights + len(config.layouts) * PROCESS_BYTES)
+
+
+def gpu_sharing_of(config: Config, scheduler: Scheduler, roles: Roles) -> GpuSharing | None:
+    """Who has the GPUs, for a run whose trainer and engines take turns on them; None for any other."""
+    if not takes_turns(config, roles.groups[POLICY].platform):
         return None
     return GpuSharing(ColocatedDevice(config, scheduler, roles))

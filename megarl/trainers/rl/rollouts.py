@@ -18,6 +18,7 @@ from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import RolloutBatch, Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
+from megarl.trainers.rl.gpu_sharing import bytes_beside_engines, takes_turns
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
 from megarl.workers.cluster import Cluster
@@ -46,9 +47,11 @@ class Rollouts:
         logs.mkdir(parents=True, exist_ok=True)
         threads = rollout.threads or max(1, cluster.cores // (1 if rollout.schedule.mode == "sync" else 2))
         at = cluster.placement
-        places = [
-            EnginePlace(number, threads, cluster.platform.name, logs, at.gpus(number)) for number in range(rollout.engines)
-        ]
+        platform = cluster.platform.name
+        self.takes_turns = takes_turns(config, platform)
+        """Whether the engines sleep while the trainer works."""
+        beside = bytes_beside_engines(config) if self.takes_turns else 0
+        places = [EnginePlace(number, threads, platform, logs, at.gpus(number), beside) for number in range(rollout.engines)]
         options = [engine.options(config, place) for place in places]
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)

@@ -83,13 +83,16 @@ class RlRun(Run):
         self._stack.callback(self.rollouts.close)
         starting = self.rollouts.begin_start()
         self.roles = open_roles(config, cluster.start_groups(config.run.seed))
+        if self.rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded
+            self.rollouts.finish_start(starting, self.roles)
         self.roles.load(POLICY)
         for role, is_used in (
             (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (REWARD_MODEL, config.uses_reward_model)
         ):  # fmt: skip
             if is_used:
                 self.roles.load(role)
-        self.rollouts.finish_start(starting, self.roles)
+        if not self.rollouts.takes_turns:
+            self.rollouts.finish_start(starting, self.roles)
         self.timeline.others["engine"] = self.rollouts.scheduler.take_spans
         self.progress.within("generate", "groups", self.rollouts.progress)
         for phase in ("log_probs", "update"):

@@ -19,6 +19,18 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": [1]}
+        | {"norm_topk_prob": True},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+        | {"moe_intermediate_size": 256, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 128}
+        | {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
+        | {"num_nextn_predict_layers": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
 }
 
 
@@ -30,7 +42,7 @@ def hugging_face(family: str) -> Any:
     settings = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
-        "tie_word_embeddings": False, "pad_token_id": None, "attn_implementation": "eager",
+        "tie_word_embeddings": False, "pad_token_id": None, "attn_implementation": "eager", "experts_implementation": "eager",
     } | extra  # fmt: skip
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**settings)).float().eval()
     generator = torch.Generator().manual_seed(3)
@@ -114,7 +126,7 @@ def gradients_of(role: Any) -> dict[str, Tensor]:
     for chunk in role.chunks:
         chunk.train()
     forward_backward(role.chunks, role.options, [units()], objective)
-    return _by_hub_name(role, lambda parameter: parameter.main_grad)
+    return _by_hub_name(role, lambda parameter: getattr(parameter, "main_grad", None))  # buffers have none
 
 
 def optimizer_state(role: Any) -> dict[str, Tensor]:

@@ -1,47 +1,134 @@
-"""SGLang on a GPU samples with the log-probs that the trainer computes."""
+"""SGLang on a GPU: it samples with the trainer's log-probs, takes weights over CUDA IPC bit for bit, and sleeps.
+
+`MEGARL_TEST_ENGINE_ARGS`, a YAML mapping, gives the servers further arguments: `{attention_backend: triton}`, for example,
+where SGLang's own choice is not installed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from megarl.data.stream import Response, Unit
 from tests.themes.gpu.models import role_for, root_mean_square
 
 PROMPTS = [[5, 17, 200, 31], [901, 3, 77, 512, 640, 8]]
+ENGINE_ARGS = yaml.safe_load(os.environ.get("MEGARL_TEST_ENGINE_ARGS", "{}"))
+TE = {"layer_spec": "transformer_engine", "dtype": "bfloat16", "trainable": False}
+MOVED = 0.01
+"""What every weight is moved by: more than BF16 rounds away, and it changes every response."""
+
+needs_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
-def test_the_engine_and_the_trainer_agree(rank: None, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
-    from megarl.rollout.engines.protocol import Generation, SamplingParams
+async def opened(folder: Path, log_file: Path, *, memory_saver: bool = False) -> Any:
+    """An engine with the model in `folder`, in BF16."""
     from megarl.rollout.engines.sglang.engine import SglangEngine
     from megarl.rollout.engines.sglang.server import ServerOptions
 
-    async def sample() -> list[list[Generation]]:
-        options = ServerOptions(
-            model_path=str(folder_of("llama")), log_file=tmp_path / "engine.log", device="cuda", dtype="bfloat16",
-            mem_fraction_static=0.3, memory_saver=False, max_total_tokens=8192,
-        )  # fmt: skip
-        engine = await SglangEngine.open(options, initial_version=0)
-        try:
-            return await engine.generate(PROMPTS, SamplingParams(max_new_tokens=32, ignore_eos=True), n=4)
-        finally:
-            await engine.stop()
+    options = ServerOptions(
+        model_path=str(folder), log_file=log_file, device="cuda", dtype="bfloat16", memory_saver=memory_saver,
+        max_total_tokens=8192, extra={"mem_fraction_static": 0.3} | ENGINE_ARGS,
+    )  # fmt: skip
+    return await SglangEngine.open(options, initial_version=0)
 
+
+async def sampled(engine: Any) -> list[list[Any]]:
+    """Four responses of 32 tokens to each of two prompts."""
+    from megarl.rollout.engines.protocol import SamplingParams
+
+    answers: list[list[Any]] = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=32, ignore_eos=True), n=4)
+    return answers
+
+
+def differences(role: Any, answers: Sequence[Sequence[Any]]) -> torch.Tensor:
+    """The role's log-probs of sampled responses less the engine's."""
     units, engine_log_probs = [], []
-    for prompt, answers in zip(PROMPTS, asyncio.run(sample()), strict=True):
-        for answer in answers:
+    for prompt, of_prompt in zip(PROMPTS, answers, strict=True):
+        for answer in of_prompt:
             tokens = torch.tensor(answer.response_ids)
             mask = torch.ones(len(tokens), dtype=torch.bool)
             units.append(Unit(torch.tensor(prompt), [Response(len(units), tokens, mask, {})]))
             engine_log_probs.append(torch.tensor(answer.log_probs))
-    exact = role_for(folder_of("llama"), trainable=False)
-    answers = exact.forward([units])
-    trainer = torch.cat([answers[index][:, 0].float().cpu() for index in sorted(answers)])
+    found = role.forward([units])
+    return torch.cat([found[index][:, 0].float().cpu() for index in sorted(found)]) - torch.cat(engine_log_probs)
+
+
+def push(role: Any, endpoint: Any, version: int) -> Any:
+    """The checksums of the role's weights, sent to an engine over CUDA IPC as a run's only rank sends them."""
+    from megarl.config.layout import Layout
+    from megarl.megatron.weights import local_shards
+    from megarl.models.registry import load_hf_config
+    from megarl.reshard.rank_plan import RankPlan
+    from megarl.weight_sync.model_compatibility import ServedModel
+    from megarl.weight_sync.pusher import Pusher
+    from megarl.weight_sync.sglang_senders import TensorSender
+    from megarl.workers.senders import plan_for
+
+    reshard_plan = plan_for(endpoint, ServedModel(load_hf_config(role.options.path), "bfloat16"), Layout(), 1)
+    assert reshard_plan is not None
+    plan = RankPlan(reshard_plan, 0)
+    pusher = Pusher("test", lambda: torch.cuda.set_device(0))
+    pusher.connect(0, lambda: TensorSender(endpoint))
+    shards = local_shards(role.chunks, role.options, role.weight_map, None)
+    pushed = pusher.push_loads(plan.loads(shards, {0: None}), {0: None}, version)[0]
+    assert pushed.error is None
+    return pushed.checksums
+
+
+@needs_sglang
+def test_the_engine_and_the_trainer_agree(rank: None, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    async def sample() -> list[list[Any]]:
+        engine = await opened(folder_of("llama"), tmp_path / "engine.log")
+        try:
+            return await sampled(engine)
+        finally:
+            await engine.stop()
+
     # The engine computes in BF16, the trainer here in float32: logits of size 1 to 4 are off by 2^-8 of themselves per layer.
-    assert root_mean_square(trainer - torch.cat(engine_log_probs)) < 0.05
+    assert root_mean_square(differences(role_for(folder_of("llama"), trainable=False), asyncio.run(sample()))) < 0.05
+
+
+@needs_sglang
+def test_weights_arrive_bit_for_bit_and_a_sleeping_engine_gives_its_memory_back(
+    transformer_engine: Any, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    role = role_for(folder_of("llama"), **TE)
+
+    async def sync(engine: Any, version: int) -> None:
+        await engine.begin_update(version)
+        checksums = await asyncio.to_thread(push, role, engine.endpoint, version)
+        await engine.end_update(version, checksums)  # compares them with what the server's parameters hold
+
+    async def run() -> tuple[list[float], list[int]]:
+        engine = await opened(folder_of("llama"), tmp_path / "engine.log", memory_saver=True)
+        try:
+            off, free = [root_mean_square(differences(role, await sampled(engine)))], [torch.cuda.mem_get_info()[0]]
+            for chunk in role.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.add_(MOVED * torch.randn_like(parameter))
+            off.append(root_mean_square(differences(role, await sampled(engine))))
+            await sync(engine, 1)
+            off.append(root_mean_square(differences(role, await sampled(engine))))
+            await engine.sleep()
+            free.append(torch.cuda.mem_get_info()[0])
+            await engine.wake()
+            free.append(torch.cuda.mem_get_info()[0])
+            await sync(engine, 2)
+            return [*off, root_mean_square(differences(role, await sampled(engine)))], free
+        finally:
+            await engine.stop()
+
+    (as_loaded, before, after, awake), (at_work, asleep, woken) = asyncio.run(run())
+    assert before > 4 * max(as_loaded, after, awake), "the moved weights are others"
+    assert max(as_loaded, after, awake) < 0.05
+    assert asleep - at_work > 8192 * 4 * 2 * 2 * 64 * 2, "the KV cache alone is so many bytes"
+    assert asleep - woken > 0.8 * (asleep - at_work)

@@ -29,6 +29,7 @@ from tests.themes.gpu.models import (
 )
 
 TE = {"layer_spec": "transformer_engine", "dtype": "bfloat16"}
+REFERENCE = {"layer_spec": "reference", "dtype": "bfloat16"}
 Folders = Callable[[str], Path]
 
 
@@ -54,12 +55,46 @@ def test_log_probs_and_gradients_are_hugging_faces_up_to_bf16(transformer_engine
         assert root_mean_square(error) <= 2 * root_mean_square(allowed) + 1e-3 * root_mean_square(expected), name
 
 
-def test_grouped_experts_agree_with_hugging_face_up_to_bf16(transformer_engine: Any, folder_of: Folders) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_and_latent_attention_agree_with_hugging_face_up_to_bf16(
+    transformer_engine: Any, folder_of: Folders, family: str
+) -> None:
     # A router near a tie may choose other experts in BF16, and then a token is far off: the median does not mind.
-    exact, _ = hugging_face_answer("mixtral", torch.float32, "cuda")
-    rounded, _ = hugging_face_answer("mixtral", torch.bfloat16, "cuda")
-    found = log_probs_of(role_for(folder_of("mixtral"), trainable=False, **TE))
-    assert float((found - exact).abs().median()) <= 2 * float((rounded - exact).abs().median())
+    exact, exact_gradients = hugging_face_answer(family, torch.float32, "cuda")
+    rounded, rounded_gradients = hugging_face_answer(family, torch.bfloat16, "cuda")
+    role = role_for(folder_of(family), **TE)
+    assert float((log_probs_of(role) - exact).abs().median()) <= 2 * float((rounded - exact).abs().median())
+    gradients = gradients_of(role)
+    assert gradients.keys() == exact_gradients.keys()
+    for name, expected in exact_gradients.items():
+        if ".experts." not in name and "gate." not in name:  # whose gradients follow the choices
+            similarity = torch.cosine_similarity(gradients[name].flatten(), expected.flatten(), dim=0)
+            of_rounded = torch.cosine_similarity(rounded_gradients[name].flatten(), expected.flatten(), dim=0)
+            assert 1 - similarity <= 4 * (1 - of_rounded) + 1e-3, f"{name}: cosine {similarity:.4f}, {of_rounded:.4f}"
+
+
+def test_a_checkpoint_of_the_reference_layers_is_read_by_transformer_engines_and_back(
+    transformer_engine: Any, folder_of: Folders, tmp_path: Path
+) -> None:
+    for source, target in ((REFERENCE, TE), (TE, REFERENCE)):
+        first, second = role_for(folder_of("llama"), **source), role_for(folder_of("llama"), **target)
+        first.update([units()], objective)
+        save_role(first, str(tmp_path / source["layer_spec"]))
+        second.load(str(tmp_path / source["layer_spec"]))
+        assert_equal(optimizer_state(second), optimizer_state(first))
+
+
+def test_fused_options_compute_what_the_unfused_ones_do(transformer_engine: Any, folder_of: Folders) -> None:
+    exact, exact_gradients = hugging_face_answer("llama", torch.float32, "cuda")
+    unfused = {"apply_rope_fusion": False, "gradient_accumulation_fusion": False, "bias_activation_fusion": False}
+    error = {}
+    for name, megatron in (("fused", {}), ("unfused", unfused)):
+        role = role_for(folder_of("llama"), megatron=megatron, **TE)
+        gradients = gradients_of(role)
+        off = torch.cat([(gradients[key] - expected).flatten() for key, expected in exact_gradients.items()])
+        error[name] = root_mean_square(log_probs_of(role) - exact), root_mean_square(off)
+    for fused, plain in zip(error["fused"], error["unfused"], strict=True):
+        assert 0 < fused <= 1.5 * plain
 
 
 def test_packed_responses_score_as_they_do_alone(transformer_engine: Any, folder_of: Folders) -> None:

@@ -55,6 +55,7 @@ class SglangEngine(ServedEngine):
             "dtype": config.model.dtype,
             "tp": rollout.tp,
             "gpus": place.gpus,
+            "beside_bytes": place.beside_bytes,
             "threads": place.threads,
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,

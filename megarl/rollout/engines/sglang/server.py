@@ -30,6 +30,8 @@ EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOG_TAIL_LINES = 15
 STOP_TIMEOUT_S = 10.0
 FREEZE_S = 10.0
+WORKING_BYTES = 10 * 2**30
+"""What SGLang reserves on a GPU of 60 GB and more for activations and CUDA graphs (0.5.23: arg_groups/memory_hook.py)."""
 
 # Keeps glibc from handing large blocks back to the kernel after every forward pass (docs/DESIGN section 5).
 KEEP_MEMORY = {
@@ -46,8 +48,9 @@ class ServerOptions:
     `threads` are CPU cores per tensor-parallel rank, bound to the first cores of this process's affinity (None: all cores
     shared by the ranks). `gpus` are the ranks' GPUs, evenly spaced, by their numbers among those that this process sees; the
     server sees all of these, so that it can open what processes on other GPUs of the node share with it. `max_total_tokens`
-    is the size of the KV cache. `memory_saver` lets `sleep` free GPU memory. `extra` are further SGLang arguments by their
-    Python names, which win over those chosen here.
+    is the size of the KV cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the server's own work leave, or
+    what SGLang finds free as it starts (0). `memory_saver` lets `sleep` free GPU memory. `extra` are further SGLang arguments
+    by their Python names, which win over those chosen here.
     """
 
     model_path: str
@@ -60,7 +63,7 @@ class ServerOptions:
     threads: int | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None
-    mem_fraction_static: float | None = None
+    beside_bytes: int = 0
     memory_saver: bool = True
     start_timeout_s: float = 300.0
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +89,9 @@ class ServerOptions:
         if self.device == "cpu":
             chosen |= {"attention_backend": "torch_native", "disable_overlap_schedule": True}
         else:
-            chosen |= {"mem_fraction_static": self.mem_fraction_static, "enable_memory_saver": self.memory_saver}
+            chosen |= {"enable_memory_saver": self.memory_saver}
+            if self.beside_bytes and "mem_fraction_static" not in self.extra:
+                chosen["mem_fraction_static"] = static_fraction(gpu_bytes(), self.beside_bytes)
             if self.gpus:  # SGLang's rank r takes GPU base_gpu_id + r * gpu_id_step (0.5.23: entrypoints/engine.py)
                 step = self.gpus[1] - self.gpus[0] if len(self.gpus) > 1 else 1
                 chosen |= {"base_gpu_id": self.gpus[0], "gpu_id_step": step}
@@ -236,6 +241,28 @@ class SglangServer:
         process.wait(timeout=STOP_TIMEOUT_S)
         if process.stdin is not None:
             process.stdin.close()
+
+
+def gpu_bytes() -> int:
+    """Memory of the smallest GPU of this machine, asked without taking any of it."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return min(int(line) for line in answer.split()) * 2**20
+
+
+def static_fraction(total: int, beside: int) -> float:
+    """The share of a GPU of `total` bytes for weights and KV cache (SGLang's `mem_fraction_static`) that leaves `beside` bytes.
+
+    Raises:
+        EngineError: nothing would be left.
+    """
+    fraction = round(1 - (beside + WORKING_BYTES) / total, 3)
+    if fraction <= 0:
+        raise EngineError(
+            f"of the {total / 2**30:.1f} GiB of a GPU the trainer keeps {beside / 2**30:.1f} and an SGLang server works in "
+            f"{WORKING_BYTES / 2**30:.0f}: none is left for the KV cache; policy.layout.tp must be larger"
+        )
+    return fraction
 
 
 def _claim_port(wanted: int | None) -> int:

@@ -1,0 +1,208 @@
+"""GRPO on one GPU that trainer and SGLang take turns on: seconds and memory by turn, and a weight update beside a plain copy.
+
+    python benchmarks/gpu_colocated.py --out benchmarks/results/gpu_colocated.json [--steps 5] [key=value …]
+
+The model has the shape of Qwen2.5-1.5B and random weights; every response has exactly `NEW_TOKENS` tokens. `key=value`
+overrides fields of the run's config. NVML is asked ten times a second what the GPU holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megarl.observe.summary import machine, versions  # noqa: E402
+
+HF_CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536,
+    "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    "hidden_act": "silu", "use_sliding_window": False, "eos_token_id": 0,
+}  # fmt: skip
+PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 64, 512
+POLL_S = 0.1
+COPIES = 5
+REWARD = '''
+def even(sample):
+    """The share of even ids, which takes no text to judge."""
+    return sum(token % 2 == 0 for token in sample.response_ids) / len(sample.response_ids)
+'''
+
+
+def write_model(folder: Path) -> int:
+    """Random weights, and a tokenizer with a word for every id; returns the bytes of the weights in BF16."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from megarl.models.hf_folder import write_hf_folder
+    from megarl.models.registry import architecture_for
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if "norm" in name:
+            return torch.ones(shape, dtype=torch.bfloat16)
+        return (0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device)).cpu()
+
+    shapes = architecture_for(HF_CONFIG).weight_map(HF_CONFIG).hf_shapes()
+    write_hf_folder(folder, ((name, value(name, shape)) for name, shape in shapes.items()), HF_CONFIG)
+    words = {f"w{number}": number for number in range(int(HF_CONFIG["vocab_size"]))}  # type: ignore[call-overload]
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w0", unk_token="w1").save_pretrained(folder)
+    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+
+
+def config_in(work: Path, steps: int) -> dict[str, Any]:
+    """The run's config; the files that it names are in `work`."""
+    return {
+        "run": {"name": "colocated", "folder": str(work / "runs"), "steps": steps, "save_every": 0},
+        "model": {"path": str(work / "model"), "dtype": "bfloat16", "recompute": "selective"},
+        "policy": {"max_tokens_per_micro_batch": 16384, "optimizer": {"lr": 1e-6}},
+        "algorithm": {"name": "grpo", "kl": {"coef": 0.0}},
+        "data": {
+            "train": {"source": "jsonl", "path": str(work / "rows.jsonl")},
+            "prompt_key": "prompt",
+            "chat_template": "never",
+            "max_prompt_tokens": PROMPT_TOKENS,
+        },
+        "rollout": {
+            "engine": "sglang",
+            "prompts_per_step": PROMPTS,
+            "samples_per_prompt": SAMPLES,
+            "max_new_tokens": NEW_TOKENS,
+            "ignore_eos": True,
+        },
+        "rewards": [{"name": f"{work / 'reward.py'}:even"}],
+    }
+
+
+class MemoryCurve(threading.Thread):
+    """What all processes on the first GPU hold together, in bytes, over time."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        self.total = int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total)
+        self.points: list[tuple[float, int]] = []
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(POLL_S):
+            self.points.append((time.time(), int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)))
+
+    def stop(self) -> None:
+        """No further points."""
+        self._ended.set()
+        self.join()
+
+    def within(self, begin: float, end: float) -> list[int]:
+        """Bytes in use at the points of a span of time."""
+        return [used for at, used in self.points if begin <= at <= end]
+
+
+def by_span(trace: Path, curve: MemoryCurve) -> dict[str, dict[str, float]]:
+    """Of every kind of span of the driver and the policy's rank: median seconds and memory in use, steps after the first."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for line in trace.read_text().splitlines()[1:]:
+        for who, spans in json.loads(line)["spans"].items():
+            for name, begin, end in spans:
+                entry = found.setdefault(f"{who}: {name}", {"seconds": [], "least": [], "most": []})
+                entry["seconds"].append(end - begin)
+                used = curve.within(begin, end)
+                if used:
+                    entry["least"].append(min(used))
+                    entry["most"].append(max(used))
+    return {
+        name: {"count": len(entry["seconds"]), "seconds": statistics.median(entry["seconds"])}
+        | {f"{what}_gib": statistics.median(entry[what]) / 2**30 for what in ("least", "most") if entry[what]}
+        for name, entry in found.items()
+    }
+
+
+def plain_copy_s(nbytes: int) -> float:
+    """Median seconds of a copy of so many bytes within the GPU, in one piece."""
+    import torch
+
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
+    target, seconds = torch.empty_like(source), []
+    for _ in range(COPIES + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[1:])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run, and write the JSON file also where the run failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("gpu_colocated.json"), help="JSON file to write")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=300.0, help="the run is ended after so many seconds")
+    parser.add_argument("--logs", type=Path, help="folder for the run's files")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        weight_bytes = write_model(work / "model")
+        config = config_in(work, given.steps)
+        if given.logs is not None:
+            config["run"]["folder"] = str(given.logs.resolve())
+        (work / "reward.py").write_text(REWARD)
+        rows = (" ".join(f"w{(7 + 31 * row + 17 * word) % 150000}" for word in range(PROMPT_TOKENS - 1)) for row in range(1000))
+        (work / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
+        (work / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+        curve = MemoryCurve()
+        curve.start()
+        began = time.time()
+        command = [sys.executable, "-m", "megarl", "train", str(work / "config.yaml"), *given.overrides]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        try:
+            code: int | None = subprocess.run(command, timeout=given.limit_s, check=False, cwd=work, env=environment).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+        curve.stop()
+        run = Path(config["run"]["folder"]) / config["run"]["name"]
+        trace, metrics = run / "trace.jsonl", run / "metrics.jsonl"
+        record: dict[str, Any] = {
+            "machine": machine(),
+            "versions": versions(),
+            "work": {"model": HF_CONFIG, "config": config, "overrides": given.overrides, "weight_bytes": weight_bytes},
+            "exit_code": code,
+            "seconds": time.time() - began,
+            "gpu_bytes": curve.total,
+            "spans": by_span(trace, curve) if trace.exists() else {},
+            "metrics": [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
+            "memory_curve": [[round(at - began, 2), used] for at, used in curve.points],
+        }
+    if code == 0:
+        record["plain_copy_s"] = plain_copy_s(weight_bytes)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.write_text(json.dumps(record, indent=2) + "\n")
+    for span, figures in record["spans"].items():
+        print(span, {key: round(value, 3) for key, value in figures.items()})
+    print({key: record.get(key) for key in ("exit_code", "seconds", "plain_copy_s")}, f"{weight_bytes / 1e9:.2f} GB of weights")
+
+
+if __name__ == "__main__":
+    main()
