@@ -6,6 +6,7 @@ megatron-core's own loading wants a whole tensor of every sharded one, on every 
 from __future__ import annotations
 
 import io
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megarl.errors import CheckpointError
 from megarl.megatron.shards import ShardBox, boxes_of, is_tensor, plain
 
+_IS_EXTRA_STATE = re.compile(r"\._extra_state\d*$")
+
 
 class BoxReader:
     """A checkpoint in torch's distributed format, whose table of contents is read once."""
@@ -34,6 +37,20 @@ class BoxReader:
     def has(self, prefix: str) -> bool:
         """Whether there is a tensor whose key begins with `prefix`."""
         return any(key.startswith(prefix) for key in self._contents)
+
+    def kept(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a model's entries that are no tensors, those that the checkpoint has.
+
+        Transformer Engine's layers have one each, the state of delayed FP8 scaling; a checkpoint of other layers has none.
+
+        Raises:
+            CheckpointError: the checkpoint lacks an entry of another kind.
+        """
+        found = {name: entry for name, entry in objects.items() if entry.unique_key in self._contents}
+        for name, entry in objects.items():
+            if name not in found and not _IS_EXTRA_STATE.search(entry.key):
+                raise CheckpointError(f"'{self._folder}' has no '{entry.key}': it is a checkpoint of another model or role")
+        return found
 
     @torch.no_grad()
     def read(self, boxes: Iterable[ShardBox]) -> None:

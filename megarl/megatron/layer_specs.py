@@ -14,9 +14,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
 from megarl.errors import LayoutError
@@ -37,6 +38,16 @@ class ReferenceRMSNorm(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., H]` to `[..., H]`; the statistics are float32 or better."""
         return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+class DirectQueryLatentAttention(MLASelfAttention):
+    """megatron-core's latent attention of a model whose queries have no latent: their projection has no norm of its own.
+
+    With `qk_layernorm`, which the latent of keys and values needs, megatron-core 0.19 gives the queries' projection one too.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
 
 
 class PackedRotaryEmbedding(torch.nn.Module):
@@ -90,12 +101,15 @@ def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> T
 
 
 def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(
+    layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
     )
+    if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None:
+        layer.submodules.self_attention.module = DirectQueryLatentAttention
+    return layer
 
 
 def _local(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

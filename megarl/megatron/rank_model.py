@@ -13,8 +13,10 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.errors import CheckpointError
 from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.optimizer import build_optimizer
@@ -110,7 +112,13 @@ class RankModel:
         return shards_of(state, owned)
 
     def load(self, folder: str) -> None:
-        """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers)."""
+        """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers).
+
+        It may also have been written under another layer spec.
+
+        Raises:
+            CheckpointError: the checkpoint lacks something, has it in another shape, or cannot be read.
+        """
         saved = dist_checkpointing.load_common_state_dict(folder)
         is_same_layout = saved.get("layout") == asdict(self.options.layout)
         reader, models = BoxReader(folder), self._models()
@@ -119,11 +127,15 @@ class RankModel:
             make_moments(self.optimizer, self.chunks)
             reader.read(moment_boxes(self.optimizer, models, has_masters=has_masters))
         read_weights(reader, models)
-        state: dict[str, Any] = {name: objects_of(model) for name, model in models.items()}
+        state: dict[str, Any] = {name: reader.kept(objects_of(model)) for name, model in models.items()}
         if self.optimizer is not None and is_same_layout:
             state["rng"] = sharded_rng_state()
         if any(state.values()):
-            state = dist_checkpointing.load(state, folder)
+            try:
+                state = dist_checkpointing.load(state, folder)
+            except CheckpointException as error:  # a BaseException, whose text is the stacks of all ranks
+                cause, _ = next(iter(error.failures.values()))
+                raise CheckpointError(f"'{folder}' cannot be read: {' '.join(str(cause).split())}") from error
         for number, chunk in enumerate(self.chunks):
             name = f"model{number}"
             weights = {key: entry.data for key, entry in models[name].items() if key not in state[name]}

@@ -1,0 +1,85 @@
+"""What a role's checkpoint may lack, and what the user is told where it lacks something else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.layout import Layout
+from megarl.errors import CheckpointError
+from tests.families import build_folder
+from tests.megatron.moments import role_in
+from tests.megatron.saving import save_role
+from tests.world import World
+
+
+def entries_of_other_layers(rank: int, world_size: int, folder: Path, checkpoint: str) -> str:
+    """Save a role and ask the checkpoint for objects that its layers do not have; the error that is one."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    from megarl.megatron.box_reader import BoxReader
+
+    role = role_in(Layout(), folder)
+    save_role(role, checkpoint)
+    reader = BoxReader(checkpoint)
+    scales = {f"norm._extra_state{number}": _object(f"decoder.norm._extra_state{number}") for number in ("", 1)}
+    assert reader.kept(scales) == {}
+    generators = ShardedObject("rng", {}, (1,), (0,), replica_id=0)
+    assert reader.kept(scales | {"rng": generators}) == {"rng": generators}
+    with pytest.raises(CheckpointError) as error:
+        reader.kept(scales | {"router.state": _object("decoder.router.state")})
+    return str(error.value)
+
+
+def _object(key: str) -> object:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return ShardedObject(key, torch.empty(0), (1,), (0,), replica_id=0)
+
+
+def test_only_the_state_of_fp8_scaling_may_be_missing(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    sentence = world.call(entries_of_other_layers, tmp_path / "model", str(tmp_path / "checkpoint"), size=1)[0]
+    assert sentence == f"'{tmp_path}/checkpoint' has no 'decoder.router.state': it is a checkpoint of another model or role"
+
+
+def read_without_generators(rank: int, world_size: int, folder: Path, checkpoint: str) -> str:
+    from megarl.megatron import rank_model
+
+    role = role_in(Layout(), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_model, "sharded_rng_state", lambda: _object("something else"))
+        save_role(role, checkpoint)
+    with pytest.raises(CheckpointError) as error:
+        role.load(checkpoint)
+    return str(error.value)
+
+
+def test_what_torch_cannot_read_is_one_sentence(world: World, tmp_path: Path) -> None:
+    """torch raises a BaseException, which would end a rank without an answer."""
+    build_folder("llama", tmp_path / "model")
+    sentence = world.call(read_without_generators, tmp_path / "model", str(tmp_path / "checkpoint"), size=1)[0]
+    assert sentence.startswith(f"'{tmp_path}/checkpoint' cannot be read: ")
+    assert "rng" in sentence
+    assert "\n" not in sentence
+
+
+def read_another_model(rank: int, world_size: int, folders: list[Path], checkpoint: str) -> str:
+    from megatron.core import parallel_state
+
+    save_role(role_in(Layout(), folders[0]), checkpoint)
+    parallel_state.destroy_model_parallel()
+    with pytest.raises(CheckpointError) as error:
+        role_in(Layout(), folders[1]).load(checkpoint)
+    return str(error.value)
+
+
+def test_a_tensor_that_is_missing_is_one_sentence(world: World, tmp_path: Path) -> None:
+    folders = [tmp_path / family for family in ("llama", "mixtral")]
+    for folder in folders:
+        build_folder(folder.name, folder)
+    sentence = world.call(read_another_model, folders, str(tmp_path / "checkpoint"), size=1)[0]
+    assert sentence.startswith(f"'{tmp_path}/checkpoint' has no tensor '")
+    assert "\n" not in sentence
