@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_colocated.py --out benchmarks/results/gpu_colocated.json [--steps 5] [key=value …]
 
-The model has the shape of Qwen2.5-1.5B and random weights; every response has exactly `NEW_TOKENS` tokens. `key=value`
+The model has the shape of Llama-3.2-1B and random weights; every response has exactly `NEW_TOKENS` tokens. `key=value`
 overrides fields of the run's config. NVML is asked ten times a second what the GPU holds.
 """
 
@@ -28,12 +28,13 @@ sys.path.insert(0, str(ROOT))
 from megarl.observe.summary import machine, versions  # noqa: E402
 
 HF_CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536,
-    "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": True,
-    "hidden_act": "silu", "use_sliding_window": False, "eos_token_id": 0,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "eos_token_id": 0,
 }  # fmt: skip
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 64, 512
+WORDS = 5000
 POLL_S = 0.1
 COPIES = 5
 REWARD = '''
@@ -44,7 +45,7 @@ def even(sample):
 
 
 def write_model(folder: Path) -> int:
-    """Random weights, and a tokenizer with a word for every id; returns the bytes of the weights in BF16."""
+    """Random weights, and a tokenizer with a word for each of the first ids; returns the bytes of the weights in BF16."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -61,10 +62,10 @@ def write_model(folder: Path) -> int:
 
     shapes = architecture_for(HF_CONFIG).weight_map(HF_CONFIG).hf_shapes()
     write_hf_folder(folder, ((name, value(name, shape)) for name, shape in shapes.items()), HF_CONFIG)
-    words = {f"w{number}": number for number in range(int(HF_CONFIG["vocab_size"]))}  # type: ignore[call-overload]
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    words = {"<eos>": 0, "<unk>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0", pad_token="w0", unk_token="w1").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
     return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
 
 
@@ -120,9 +121,9 @@ class MemoryCurve(threading.Thread):
 
 
 def by_span(trace: Path, curve: MemoryCurve) -> dict[str, dict[str, float]]:
-    """Of every kind of span of the driver and the policy's rank: median seconds and memory in use, steps after the first."""
+    """Of every kind of span of the driver and the policy's rank: median seconds and memory in use, steps after the first two."""
     found: dict[str, dict[str, list[float]]] = {}
-    for line in trace.read_text().splitlines()[1:]:
+    for line in trace.read_text().splitlines()[2:]:
         for who, spans in json.loads(line)["spans"].items():
             for name, begin, end in spans:
                 entry = found.setdefault(f"{who}: {name}", {"seconds": [], "least": [], "most": []})
@@ -169,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
         if given.logs is not None:
             config["run"]["folder"] = str(given.logs.resolve())
         (work / "reward.py").write_text(REWARD)
-        rows = (" ".join(f"w{(7 + 31 * row + 17 * word) % 150000}" for word in range(PROMPT_TOKENS - 1)) for row in range(1000))
+        rows = (" ".join(f"w{(7 + 31 * row + 17 * word) % WORDS}" for word in range(PROMPT_TOKENS - 1)) for row in range(1000))
         (work / "rows.jsonl").write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
         (work / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         curve = MemoryCurve()

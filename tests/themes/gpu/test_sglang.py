@@ -67,15 +67,13 @@ def push(role: Any, endpoint: Any, version: int) -> Any:
     from megarl.config.layout import Layout
     from megarl.megatron.weights import local_shards
     from megarl.models.registry import load_hf_config
+    from megarl.reshard.plan import LOAD_BYTES, bucket_of_load, plan_reshard
     from megarl.reshard.rank_plan import RankPlan
-    from megarl.weight_sync.model_compatibility import ServedModel
     from megarl.weight_sync.pusher import Pusher
     from megarl.weight_sync.sglang_senders import TensorSender
-    from megarl.workers.senders import plan_for
 
-    reshard_plan = plan_for(endpoint, ServedModel(load_hf_config(role.options.path), "bfloat16"), Layout(), 1)
-    assert reshard_plan is not None
-    plan = RankPlan(reshard_plan, 0)
+    to, hf_config = endpoint.layout.target, load_hf_config(role.options.path)
+    plan = RankPlan(plan_reshard(hf_config, Layout(), to, itemsize=2, bucket_bytes=bucket_of_load(LOAD_BYTES, to)), 0)
     pusher = Pusher("test", lambda: torch.cuda.set_device(0))
     pusher.connect(0, lambda: TensorSender(endpoint))
     shards = local_shards(role.chunks, role.options, role.weight_map, None)
