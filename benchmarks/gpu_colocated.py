@@ -121,7 +121,7 @@ class MemoryCurve(threading.Thread):
 
 
 def by_span(trace: Path, curve: MemoryCurve) -> dict[str, dict[str, float]]:
-    """Of every kind of span of the driver and the policy's rank: median seconds and memory in use, steps after the first two."""
+    """Of each kind of span of the driver and the policy's rank: median seconds and memory in use, after the first two steps."""
     found: dict[str, dict[str, list[float]]] = {}
     for line in trace.read_text().splitlines()[2:]:
         for who, spans in json.loads(line)["spans"].items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Literal
 
@@ -39,7 +40,8 @@ def named(name: Literal["cpu", "cuda"]) -> Platform:
 def install() -> Platform:
     """Choose the platform of this process once and make it ready; later calls return the same object.
 
-    With CUDA present nothing in torch or megatron is touched. Without it, the redirects of `cpu_redirects` let unpatched
+    With CUDA present nothing in torch or megatron is touched; what CUDA's libraries read from the environment is set, where it
+    is not (ranks that Ray starts are given it). Without CUDA, the redirects of `cpu_redirects` let unpatched
     megatron-core run on the CPU under Gloo; they live in this process alone.
 
     Raises:
@@ -59,6 +61,11 @@ def install() -> Platform:
         from megarl.platform.cpu_redirects import apply_redirects
 
         apply_redirects()
+    else:
+        from megarl.platform.cuda import ENVIRONMENT
+
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
     _installed = platform
     return _installed
 

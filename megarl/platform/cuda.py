@@ -9,6 +9,16 @@ import torch
 
 from megarl.platform.base import Platform, thread_env
 
+ENVIRONMENT = {
+    # Hopper and older: megatron overlaps TP and CP communication by the order of kernel launches.
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    # NCCL's own record_stream calls delay the release of every buffer a collective touched.
+    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
+    # Transformer Engine's float32 products, a router's among them, would have TF32's 10 bits, whatever torch was told.
+    "NVIDIA_TF32_OVERRIDE": "0",
+}
+"""What CUDA, NCCL and cuBLAS read as they start; a process that is started with other values keeps them."""
+
 
 class CudaPlatform(Platform):
     """One GPU per process, NCCL between them."""
@@ -47,9 +57,4 @@ class CudaPlatform(Platform):
         return True
 
     def worker_env(self, threads: int) -> dict[str, str]:
-        return thread_env(threads) | {
-            # Hopper and older: megatron overlaps TP and CP communication by the order of kernel launches.
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            # NCCL's own record_stream calls delay the release of every buffer a collective touched.
-            "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
-        }
+        return thread_env(threads) | ENVIRONMENT

@@ -11,7 +11,7 @@ import torch
 
 from tests.megatron.moments import assert_equal
 from tests.megatron.saving import save_role
-from tests.themes.gpu.models import gradients_of, log_probs_of, objective, optimizer_state, role_for, units
+from tests.themes.gpu.models import gradients_of, hugging_face, log_probs_of, objective, optimizer_state, role_for, units
 from tests.world import World
 
 Folders = Callable[[str], Path]
@@ -61,9 +61,13 @@ def test_offloaded_updates_are_those_on_the_device(
             plain = role_for(folder_of("llama"), **options)
             plain.load(str(tmp_path / "checkpoint"))
             assert_equal(optimizer_state(plain), found[share])
-    for name, expected in found[0.0].items():
-        if name.startswith("param"):
-            torch.testing.assert_close(found[fraction][name], expected, rtol=1e-3, atol=1e-4)
+    before = dict(hugging_face("llama").named_parameters())
+    moved = {
+        share: torch.cat([(state[f"param {name}"] - weight.detach()).flatten() for name, weight in before.items()])
+        for share, state in found.items()
+    }
+    # Three steps: from the second on gradients differ as weights that lie between two of BF16's round either way.
+    assert (moved[fraction] - moved[0.0]).norm() <= 0.01 * moved[0.0].norm()
 
 
 def test_the_optimizer_is_the_one_that_doctor_names(rank: None) -> None:
