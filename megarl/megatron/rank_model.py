@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.stream import MicroBatch, ScorePosition
 from megarl.errors import CheckpointError
+from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.optimizer import build_optimizer
@@ -139,7 +140,8 @@ class RankModel:
         for number, chunk in enumerate(self.chunks):
             name = f"model{number}"
             weights = {key: entry.data for key, entry in models[name].items() if key not in state[name]}
-            unwrap_model(chunk).load_state_dict(weights | state[name], strict=True)
+            with scaling_state.permitted(state[name], folder):
+                unwrap_model(chunk).load_state_dict(weights | state[name], strict=True)
         if self.optimizer is not None:
             finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
             self.scheduler.load_state_dict(saved["scheduler"])
