@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -35,9 +36,10 @@ class WorldFailure(Exception):
 class World:
     """Up to `size` processes that run functions together. Started on first use, restarted after a failure left ranks stuck."""
 
-    def __init__(self, size: int, threads: int = 1) -> None:
+    def __init__(self, size: int, threads: int = 1, first: str | None = None) -> None:
+        """`first` is a module that each rank imports before megarl's platform is installed; ranks then start on their own."""
         self.size = size
-        self._threads = threads
+        self._threads, self._first = threads, first
         self._ranks: list[_Rank] = []
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-world-")
         self._calls = 0
@@ -58,7 +60,7 @@ class World:
         if size > self.size:
             raise ValueError(f"size is {size}, this world has {self.size} ranks")
         while len(self._ranks) < size:
-            self._ranks.append(_Rank(len(self._ranks), self._threads, Path(self._folder.name)))
+            self._ranks.append(_Rank(len(self._ranks), self._threads, self._first, Path(self._folder.name)))
         self._calls += 1
         rendezvous = str(Path(self._folder.name) / f"rendezvous-{self._calls}")
         payload = pickle.dumps((function, args))
@@ -128,12 +130,12 @@ def run_world(size: int, function: Callable, *args: Any, timeout_s: float = 120.
 class _Rank:
     """One worker process and the parent's end of its pipe."""
 
-    def __init__(self, number: int, threads: int, folder: Path) -> None:
+    def __init__(self, number: int, threads: int, first: str | None, folder: Path) -> None:
         self.number = number
         self._stacks_path = folder / f"stacks-{number}-{time.monotonic_ns()}"
-        context = _context(threads)
+        context = _context(threads, first)
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(number, theirs, str(self._stacks_path)))
+        self.process = context.Process(target=_serve, args=(number, theirs, str(self._stacks_path), first))
         with _environment(_rank_environment(threads)):
             self.process.start()
         theirs.close()
@@ -162,12 +164,12 @@ def _rank_environment(threads: int) -> dict[str, str]:
     return CpuPlatform().worker_env(threads) | {"PYTHONPATH": str(REPOSITORY)}
 
 
-def _context(threads: int) -> Any:
+def _context(threads: int, first: str | None) -> Any:
     """How ranks start: forked from a server that has imported megatron once (ten seconds for each rank otherwise).
 
-    That server has one thread and its environment for good, so that ranks with more threads start on their own.
+    That server has one thread, its imports and its environment for good, so that ranks with others start on their own.
     """
-    if threads != 1:
+    if threads != 1 or first is not None:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.world_imports"])
@@ -191,10 +193,12 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(rank: int, connection: Connection, stacks_path: str) -> None:
+def _serve(rank: int, connection: Connection, stacks_path: str, first: str | None) -> None:
     """The worker's main loop: receive a call, run it in a fresh process group, answer."""
     stacks_file = open(stacks_path, "w")  # noqa: SIM115  (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, file=stacks_file, all_threads=True)
+    if first is not None:
+        importlib.import_module(first)
     from megarl import platform
 
     platform.install()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.stream import MicroBatch, ScorePosition
 from megarl.errors import CheckpointError
+from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.optimizer import build_optimizer
@@ -143,7 +144,8 @@ class RankModel:
             # They have been read in place; Transformer Engine's FP8 weights do not survive being copied onto themselves.
             read = {key for key, weight in weights.items() if is_float8tensor(weight)}
             rest = {key: weight for key, weight in weights.items() if key not in read}
-            found = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
+            with scaling_state.permitted(state[name], folder):
+                found = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
             if found.unexpected_keys or set(found.missing_keys) != read:
                 raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, found))}")
         if self.optimizer is not None:

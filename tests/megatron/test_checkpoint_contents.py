@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megarl.config.layout import Layout
 from megarl.errors import CheckpointError
+from megarl.megatron import scaling_state
 from tests.families import build_folder
 from tests.megatron.moments import role_in
 from tests.megatron.saving import save_role
@@ -83,3 +88,56 @@ def test_a_tensor_that_is_missing_is_one_sentence(world: World, tmp_path: Path) 
     sentence = world.call(read_another_model, folders, str(tmp_path / "checkpoint"), size=1)[0]
     assert sentence.startswith(f"'{tmp_path}/checkpoint' has no tensor '")
     assert "\n" not in sentence
+
+
+class Code:
+    """Unpickled, it would run something."""
+
+    def __reduce__(self) -> Any:
+        return print, ("this must not be run",)
+
+
+def in_a_storage(content: object) -> object:
+    """Pickled, it says that `content` is a tensor's storage."""
+    saved = io.BytesIO()
+    torch.save(content, saved)
+
+    class Storage:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (saved.getvalue(),)
+
+    return Storage()
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        ({"recipe": Code()}, "it names builtins.print"),
+        ({"scale_fwd": in_a_storage(Code())}, "made of something else than numbers"),
+        (b"no pickle", "is no state of FP8 scaling"),
+    ],
+    ids=["code", "code in a tensor", "no pickle"],
+)
+def test_a_state_of_fp8_scaling_runs_no_code(
+    state: object, part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformer Engine unpickles it without asking, once it is told that it may."""
+    monkeypatch.delenv(scaling_state.PERMISSION, raising=False)
+    content = state if isinstance(state, bytes) else pickle.dumps(state)
+    entry = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    with pytest.raises(CheckpointError) as error, scaling_state.permitted({"decoder.norm._extra_state": entry}, "somewhere"):
+        pass
+    assert str(error.value).startswith("'somewhere' is not read, as its 'decoder.norm._extra_state' is no state of FP8 scaling")
+    assert part in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not capsys.readouterr().out
+    assert scaling_state.PERMISSION not in os.environ
+
+
+def test_what_is_a_state_of_fp8_scaling_is_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(scaling_state.PERMISSION, "0")
+    content = pickle.dumps({"scale_fwd": torch.ones(3), "extra_fp8_variables": {"num_gemms": 1}})
+    state = {"a._extra_state": torch.frombuffer(bytearray(content), dtype=torch.uint8), "b._extra_state": torch.empty(0)}
+    with scaling_state.permitted(state, "somewhere"):
+        assert os.environ[scaling_state.PERMISSION] == "1"
+    assert os.environ[scaling_state.PERMISSION] == "0"
