@@ -53,12 +53,10 @@ def write_model(folder: Path) -> int:
     from megarl.models.hf_folder import write_hf_folder
     from megarl.models.registry import architecture_for
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
     def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if "norm" in name:
             return torch.ones(shape, dtype=torch.bfloat16)
-        return (0.02 * torch.randn(shape, dtype=torch.bfloat16, device=device)).cpu()
+        return (0.02 * torch.randn(shape)).bfloat16()  # not on the GPU, of which this process would keep some
 
     shapes = architecture_for(HF_CONFIG).weight_map(HF_CONFIG).hf_shapes()
     write_hf_folder(folder, ((name, value(name, shape)) for name, shape in shapes.items()), HF_CONFIG)
@@ -94,7 +92,7 @@ def config_in(work: Path, steps: int) -> dict[str, Any]:
 
 
 class MemoryCurve(threading.Thread):
-    """What all processes on the first GPU hold together, in bytes, over time."""
+    """What the processes on the first GPU hold, in bytes, over time: the trainer's rank, the engine, and all together."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -103,39 +101,54 @@ class MemoryCurve(threading.Thread):
         pynvml.nvmlInit()
         self._nvml, self._handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
         self.total = int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).total)
-        self.points: list[tuple[float, int]] = []
+        self.points: list[tuple[float, dict[str, int]]] = []
         self._ended = threading.Event()
 
     def run(self) -> None:
         while not self._ended.wait(POLL_S):
-            self.points.append((time.time(), int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)))
+            held = {"all": int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used), "trainer": 0, "engine": 0}
+            for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle):
+                held["engine" if "sglang" in called(process.pid) else "trainer"] += int(process.usedGpuMemory or 0)
+            self.points.append((time.time(), held))
 
     def stop(self) -> None:
         """No further points."""
         self._ended.set()
         self.join()
 
-    def within(self, begin: float, end: float) -> list[int]:
-        """Bytes in use at the points of a span of time."""
-        return [used for at, used in self.points if begin <= at <= end]
+    def within(self, begin: float, end: float) -> dict[str, float]:
+        """Most and least GiB at the points of a span of time, by who holds them; nothing for a span between two points."""
+        points = [held for at, held in self.points if begin <= at <= end]
+        return {
+            f"{who}_{what}_gib": chosen(held[who] for held in points) / 2**30
+            for who in ("all", "trainer", "engine")
+            for what, chosen in (("least", min), ("most", max))
+            if points
+        }
+
+
+def called(pid: int) -> str:
+    """The command line of a process, empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def by_span(trace: Path, curve: MemoryCurve) -> dict[str, dict[str, float]]:
-    """Of each kind of span of the driver and the policy's rank: median seconds and memory in use, after the first two steps."""
-    found: dict[str, dict[str, list[float]]] = {}
+    """Of each kind of span, the driver's and the rank's: medians of its seconds and memory, after the first two steps."""
+    found: dict[str, list[dict[str, float]]] = {}
     for line in trace.read_text().splitlines()[2:]:
         for who, spans in json.loads(line)["spans"].items():
             for name, begin, end in spans:
-                entry = found.setdefault(f"{who}: {name}", {"seconds": [], "least": [], "most": []})
-                entry["seconds"].append(end - begin)
-                used = curve.within(begin, end)
-                if used:
-                    entry["least"].append(min(used))
-                    entry["most"].append(max(used))
+                found.setdefault(f"{who}: {name}", []).append({"seconds": end - begin} | curve.within(begin, end))
     return {
-        name: {"count": len(entry["seconds"]), "seconds": statistics.median(entry["seconds"])}
-        | {f"{what}_gib": statistics.median(entry[what]) / 2**30 for what in ("least", "most") if entry[what]}
-        for name, entry in found.items()
+        name: {"count": len(spans)}
+        | {
+            key: statistics.median(span[key] for span in spans if key in span)
+            for key in {key for span in spans for key in span}
+        }
+        for name, spans in found.items()
     }
 
 
@@ -194,14 +207,14 @@ def main(arguments: list[str] | None = None) -> None:
             "gpu_bytes": curve.total,
             "spans": by_span(trace, curve) if trace.exists() else {},
             "metrics": [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else [],
-            "memory_curve": [[round(at - began, 2), used] for at, used in curve.points],
+            "memory_curve": [[round(at - began, 2), *held.values()] for at, held in curve.points],
         }
     if code == 0:
         record["plain_copy_s"] = plain_copy_s(weight_bytes)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(record, indent=2) + "\n")
     for span, figures in record["spans"].items():
-        print(span, {key: round(value, 3) for key, value in figures.items()})
+        print(span, {key: round(value, 3) for key, value in sorted(figures.items())})
     print({key: record.get(key) for key in ("exit_code", "seconds", "plain_copy_s")}, f"{weight_bytes / 1e9:.2f} GB of weights")
 
 
