@@ -25,6 +25,7 @@ from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.slices import engine_slices
 from megarl.reshard.targets import EVERY_RANK, EngineTarget
 from megarl.reshard.tensors import TensorTable
+from megarl.weight_sync.cuda_ipc import checksum
 from megarl.weight_sync.model_compatibility import ServedModel
 
 CPU_PADDING = 32  # on a CPU SGLang pads each rank's feed-forward width to a multiple of this
@@ -157,15 +158,13 @@ def _refusal_on_cpu(config: HFConfig, tp: int) -> str | None:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """A checksum of a tensor's bits: XXH3 with 128 bits on a CPU (15 GiB/s a core), SGLang's own Triton hash on CUDA.
+    """A checksum of a tensor's bits: XXH3 with 128 bits on a CPU (15 GiB/s a core), `cuda_ipc.checksum` on CUDA.
 
     It tells damage and mistakes, not malice.
     """
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda:
-        from sglang.srt.managers.mm_utils import tensor_hash
-
-        return f"{tensor_hash(tensor.flatten()):016x}"
+        return checksum(tensor)
     return xxhash.xxh3_128_hexdigest(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 

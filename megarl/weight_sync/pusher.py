@@ -177,6 +177,7 @@ class Pusher:
         finally:
             for pool in (hashing, *(lane.pool for lane in lanes.values())):
                 pool.shutdown()
+            self._staging.free_on_gpu()
 
     def _changed(self, staged: StagedSlices) -> list[WeightSlice]:
         """The pieces whose bits are not those of the last push; remembers what they are."""

@@ -18,6 +18,7 @@ import torch.distributed
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.pair_group import ENGINE_RANK, Rendezvous, ready, start_transfer
 
 # HF suffix -> (engine suffix, position in the fused parameter)
@@ -58,12 +59,16 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             continue
         if name == RECEIVE:
             whole = _receive(parameters, *content)
+        elif name == OPEN:
+            shared, pieces = content
+            whole = _read(parameters, pieces, opened(shared))
         else:
-            if not buffer.is_cuda:
-                _kept[name] = buffer
+            _kept[name] = buffer
             whole = _read(parameters, content, buffer)
         if whole:
             model.load_weights(whole)
+        if name == OPEN:
+            torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
 
 
 def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
@@ -79,8 +84,13 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
     return whole
 
 
-RECEIVE = "receive"
+OPEN, RECEIVE = "open", "receive"
 AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
+
+
+def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The payload by which a rank opens a buffer on a GPU (`cuda_ipc.shared`) and takes pieces as `receiving` has them."""
+    return [((OPEN, (tuple(shared), list(pieces))), _NoTensor())]
 
 
 def receiving(where: Rendezvous, call: int, rank: int, content: Iterable[Any]) -> list[tuple[Any, Any]]:

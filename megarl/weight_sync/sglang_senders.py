@@ -180,7 +180,7 @@ class GroupSender(_ServerSender):
             ]
             for message in messages
         ]
-        return serialize(receiving(self._rendezvous, self._calls, rank, content) if content else [], has_cuda=False)
+        return serialize(receiving(self._rendezvous, self._calls, rank, content) if content else [])
 
     def _broadcast(self, of_ranks: Mapping[int, Sequence[SliceMessage]], loading: _CallUnderWay) -> None:
         """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""

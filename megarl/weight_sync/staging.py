@@ -1,4 +1,4 @@
-"""Weights as bytes that an SGLang server can read, made without importing SGLang (on a CPU).
+"""Weights as bytes that an SGLang server can read, made without importing SGLang.
 
 A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC or come over a process group,
 in the format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a parameter it belongs.
@@ -20,6 +20,8 @@ import torch
 import torch.multiprocessing
 
 from megarl.reshard.rank_plan import WeightSlice
+from megarl.weight_sync.cuda_ipc import shared
+from megarl.weight_sync.sglang_loader import opening
 
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 """Weights under their Hugging Face names, unsharded; a tied `lm_head.weight` is not sent."""
@@ -61,7 +63,9 @@ class StagedSlices:
             spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
             for rank in held.ranks(ranks):
                 of_ranks[rank].append(spec)
-        return [serialize([((self.name, specs), self.buffer)], has_cuda=self.buffer.is_cuda) for specs in of_ranks]
+        if self.buffer.is_cuda:
+            return [serialize(opening(shared(self.buffer), specs)) for specs in of_ranks]
+        return [serialize([((self.name, specs), self.buffer)]) for specs in of_ranks]
 
 
 class ZeroCopy:
@@ -71,6 +75,9 @@ class ZeroCopy:
 
     def __init__(self) -> None:
         self._staged: StagedSlices | None = None
+
+    def free_on_gpu(self) -> None:
+        """There is nothing to give back."""
 
     def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
         """The pieces as they are."""
@@ -94,7 +101,7 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Memory that the buffers take."""
+        """Memory that the buffers take now."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
     def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
@@ -105,6 +112,11 @@ class Staging:
         buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
         staged = self._staged[number] = StagedSlices(pack(pieces, buffer), buffer, f"{self._name}/{number}")
         return staged
+
+    def free_on_gpu(self) -> None:
+        """Give back buffers on a GPU, which are cheap to make anew there: torch remembers each time that one was shared."""
+        if any(buffer is not None and buffer.is_cuda for buffer in self._buffers):
+            self._buffers, self._staged = [None] * len(self._buffers), [None] * len(self._staged)
 
     def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
         buffer = self._buffers[number]
@@ -154,15 +166,8 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def serialize(content: Any, *, has_cuda: bool) -> str:
-    """Tensors by reference, anything else by value, as text."""
-    if has_cuda:
-        # SGLang names CUDA devices by UUID in its own pickles; its serializer is the one that knows how.
-        from sglang.srt.utils import MultiprocessingSerializer
-        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-
-        monkey_patch_torch_reductions()
-        return str(MultiprocessingSerializer.serialize(content, output_str=True))
+def serialize(content: Any) -> str:
+    """Tensors of main memory by reference, anything else by value, as text."""
     stream = io.BytesIO()
     with sharing_by_file():
         ForkingPickler(stream).dump(content)

@@ -143,7 +143,7 @@ class SglangEngine(ServedEngine):
         with sharing_by_file():
             for answer in answers:
                 answer.share_memory_()
-        payloads = [serialize(checking(*of_rank), has_cuda=False) for of_rank in zip(ranks, answers, strict=True)]
+        payloads = [serialize(checking(*of_rank)) for of_rank in zip(ranks, answers, strict=True)]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
         await self._client.control("update_weights_from_tensor", body)
         for rank, boxes in enumerate(ranks):
