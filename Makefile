@@ -9,6 +9,7 @@
 #   make test-all    that, the rest of the matrices, and the three targets that follow
 #   make test-py312  the tests on Python 3.12 with megatron-core 0.19, in an environment of its own, .venv-py312
 #   make test-py312-reduced  what CI has time for of that
+#   make test-transformer-engine  Transformer Engine's layers, built without a GPU, in an environment of its own, .venv-te (6 GB)
 #   make test-slurm  a run over two nodes of a real Slurm, started on this machine (root; make system-packages)
 #   make test-multinode  runs over two network namespaces on this machine (root)
 #   make system-packages  what these and the report's tests in a browser need from Debian, as root
@@ -25,6 +26,9 @@ VENV ?= .venv
 # pyenv keeps interpreters off the PATH
 PYTHON312 ?= $(lastword python3.12 $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/3.12.*/bin/python3.12))
 VENV312 := .venv-py312
+VENV_TE := .venv-te
+# the half of Transformer Engine that is compiled against torch, as a wheel; without one it is built (8 GB, half an hour)
+TE_TORCH_WHEEL ?=
 TESTS ?= tests --ignore=tests/themes/slurm --ignore=tests/themes/multinode
 JOBS ?= 2
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --durations 10
@@ -38,7 +42,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-calculator quickstart test-quick test test-all test-py312 test-py312-reduced test-slurm test-multinode system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-calculator quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -120,6 +124,15 @@ test-py312-reduced:
 	$(MAKE) $(VENV312)/.trainer VENV=$(VENV312) PYTHON=$(PYTHON312)
 	$(VENV312)/bin/python $(PYTEST) $(PY312_REDUCED) -k "not test_parity or $(PY312_CELLS)"
 
+TE_TESTS := tests/megatron/test_transformer_engine_on_cpu.py tests/megatron/test_options_on_real_layers.py
+test-transformer-engine:
+	$(MAKE) $(VENV_TE)/.transformer-engine VENV=$(VENV_TE) PYTHON=$(PYTHON312) TORCH=torch==2.11.0
+	$(VENV_TE)/bin/python $(PYTEST) $(TE_TESTS)
+
+$(VENV)/.transformer-engine: requirements/transformer-engine.txt requirements/build-transformer-engine.sh | $(VENV)/.trainer
+	$(INSTALL) $(TESTED) -r requirements/transformer-engine.txt "$(or $(TE_TORCH_WHEEL),$$(PYTHON=$(PYTHON) bash requirements/build-transformer-engine.sh build/transformer-engine))"
+	@touch $@
+
 # CASES, as pytest's -k takes it, chooses among them; one after the other, because each brings nodes of its own up
 test-slurm test-multinode: test-%: venv
 	$(BIN)/python -m pytest --durations 10 tests/themes/$* -k "$(CASES)"
@@ -133,4 +146,4 @@ docs: venv
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(VENV312) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV312) $(VENV_TE) models build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -22,6 +22,7 @@ _DTYPE = "megarl sets from model.dtype"
 _FP8 = "megarl sets from the fp8 fields of model"
 _OPTIMIZER = "megarl sets from the role's optimizer"
 _LAYERS = "megarl sets from model.layer_spec, by which weights have their names"
+_ARRANGEMENT = "arranges a layer's weights otherwise than megarl loads and exports them"
 _SUMS = "would be wrong: megarl's losses are sums that carry their denominators, and megatron-core's own terms are not"
 _DROPOUT = "would make log-probs of two passes differ"
 _LENGTHS = "needs micro-batches of one length, and megarl's vary"
@@ -78,6 +79,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm moe_single_grouped_weight moe_single_grouped_bias "
         "use_transformer_engine_op_fuser use_kitchen use_kitchen_attention use_inference_optimized_layers",
     ),
+    (
+        _ARRANGEMENT,
+        "moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size use_grouped_gemm_for_shared_expert "
+        "use_grouped_gemm_for_dense_mlp mla_down_proj_fusion",
+    ),
     ("megarl sets from model.recompute", "recompute_granularity moe_layer_recompute"),
     ("megarl sets from run.deterministic", "deterministic_mode"),
     (
@@ -113,6 +119,21 @@ def check_megatron_sections(config: Config | SupervisedConfig) -> None:
         section = getattr(config, role, None)  # a run on given responses has two of them
         if section is not None:
             check_megatron(f"{role}.megatron", section.megatron or {}, is_trained=is_trained)
+    _check_shared_attention(config)
+
+
+def _check_shared_attention(config: Config | SupervisedConfig) -> None:
+    """Refuse two attention backends in the same processes: Transformer Engine reads its choice from their environment."""
+    of_policy = megatron_of(config, "policy").get("attention_backend", "auto")
+    for role in config.roles:
+        chosen = megatron_of(config, role.name).get("attention_backend", "auto")
+        if role.layout is None and chosen != of_policy:
+            raise ConfigError.of(
+                f"{role.name}.megatron.attention_backend",
+                chosen,
+                f"the policy's '{of_policy}' rules out: both models are computed by the same processes, which choose once",
+                allowed=f"'{of_policy}' unless {role.name}.layout is set",
+            )
 
 
 def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:

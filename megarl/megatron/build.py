@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.layout import Layout
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
-from megarl.megatron.model_config import ddp_config, fuses_gradient_accumulation, transformer_config
+from megarl.megatron.model_config import ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
@@ -36,11 +36,20 @@ def initialize_layout(layout: Layout, seed: int) -> None:
 
 
 def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module]:
-    """This rank's model chunks (one per virtual stage), uninitialised, wrapped in DDP if trainable."""
+    """This rank's model chunks (one per virtual stage), uninitialised, wrapped in DDP if trainable.
+
+    Raises:
+        ConfigError: a field of `options.megatron` does not go with the model, which some layers only say as they are made.
+    """
     hf_config = folder.config
     architecture = architecture_for(hf_config)
     config = transformer_config(options, hf_config)
-    chunks = [_build_chunk(options, architecture.gpt_kwargs(hf_config), config, stage) for stage in _stages(options)]
+    try:
+        chunks = [_build_chunk(options, architecture.gpt_kwargs(hf_config), config, stage) for stage in _stages(options)]
+    except (ValueError, AssertionError) as error:
+        if not options.megatron:
+            raise
+        raise refused(options, options.megatron, error) from error
     for chunk in chunks:
         layer_specs.set_rotary_embedding(chunk, options.layer_spec, hf_config)
         chunk.to(device=torch.cuda.current_device())

@@ -106,6 +106,7 @@ def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> M
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
+        use_te_activation_func=config.use_te_activation_func,
     )
     if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None:
         layer.submodules.self_attention.module = DirectQueryLatentAttention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -73,8 +74,13 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     except (ValueError, AssertionError, RuntimeError) as error:
         if not given:
             raise
-        why = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"{options.section} sets {', '.join(given)}, which megatron-core refuses: {why}") from error
+        raise refused(options, given, error) from error
+
+
+def refused(options: ModelOptions, given: Iterable[str], error: Exception) -> ConfigError:
+    """What the user is told where megatron-core does not take the fields `given` of `options.megatron`."""
+    why = " ".join(str(error).split()) or type(error).__name__
+    return ConfigError(f"{options.section} sets {', '.join(given)}, which megatron-core refuses: {why}")
 
 
 def _is_fast(options: ModelOptions) -> bool:

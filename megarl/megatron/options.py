@@ -73,8 +73,9 @@ class OptimizerOptions:
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine can be imported here (on a host without a GPU the import raises RuntimeError)."""
+    """Whether Transformer Engine can be imported here (on a host without a GPU some versions raise RuntimeError)."""
     try:
+        importlib.import_module("torch")  # first: it loads libraries that Transformer Engine looks for, such as NCCL's
         importlib.import_module("transformer_engine.pytorch")
     except (ImportError, RuntimeError, OSError):
         return False

@@ -69,12 +69,36 @@ def test_fields_of_the_right_type_are_taken(given: dict[str, Any]) -> None:
 
 
 def test_a_reference_without_a_section_is_computed_as_the_policy_is() -> None:
-    given = {"attention_backend": "flash", "bucket_size": 5}
+    given = {"apply_rope_fusion": False, "bucket_size": 5}
     config = parse_config({**BASE, "policy": {"megatron": given}})
-    assert megatron_of(config, "reference") == {"attention_backend": "flash"}
+    assert megatron_of(config, "reference") == {"apply_rope_fusion": False}
     assert megatron_of(config, "reward_model") == {}
     config = parse_config({**BASE, "policy": {"megatron": given}, "reference": {"megatron": {}}})
     assert megatron_of(config, "reference") == {}
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"policy": {"megatron": {"attention_backend": "flash"}}, "reward_model": {"path": "x"}}, "reward_model"),
+        ({"policy": {"megatron": {"attention_backend": "flash"}}, "reference": {"megatron": {}}}, "reference"),
+        ({"reference": {"megatron": {"attention_backend": "fused"}}}, "reference"),
+    ],
+)
+def test_models_in_the_same_processes_have_one_attention(sections: dict[str, Any], field: str) -> None:
+    """megatron-core writes the choice into the environment, and asserts for the second model that it is its own."""
+    with pytest.raises(
+        ConfigError, match=rf"{field}\.megatron\.attention_backend is '\w+', which the policy's '\w+' rules out"
+    ):
+        parse_config({**BASE, **sections})
+    parse_config({**BASE, **sections, field: {**sections.get(field, {}), "layout": {}}})
+
+
+@pytest.mark.parametrize("name", ["moe_mlp_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "mla_down_proj_fusion"])
+def test_weights_stay_as_megarl_lays_them_out(name: str) -> None:
+    """With the first, for example, megatron-core reads an expert's weights as gate and up in alternating rows."""
+    with pytest.raises(ConfigError, match="arranges a layer's weights otherwise"):
+        parse_config({**BASE, "policy": {"megatron": {name: 8}}})
 
 
 def test_fields_are_checked_without_torch() -> None:

@@ -35,6 +35,9 @@ def a_gpu(capability: tuple[int, int] = HOPPER) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, lambda *unused, answer=answer, **also_unused: answer)
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            patch.setenv(name, "forgotten afterwards")  # megatron-core writes its choice of attention into the environment
+            patch.delenv(name)
         patch.setattr(torch, "arange", _on_cpu(torch.arange))
         patch.setattr(torch, "full", _on_cpu(torch.full))
         patch.setattr(multi_latent_attention, "HAVE_TE", True)  # megarl's platform for a CPU says that there is none

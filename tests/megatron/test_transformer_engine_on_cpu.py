@@ -6,6 +6,8 @@ in tests/themes/gpu.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from tests.families import FAMILIES, VARIANTS, build_folder, hub_tensors, hugging_face
 from tests.megatron.moments import assert_equal, everything, merged
 from tests.megatron.saving import save_role
-from tests.world import World
+from tests.world import REPOSITORY, World
 
 pytestmark = pytest.mark.slow
 ENGINE, REFERENCE = "transformer_engine", "reference"
@@ -237,6 +239,15 @@ def test_the_scales_of_delayed_fp8_come_back(engine_world: World, family: str, t
 
 
 # --- the platform -----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_found_by_a_process_that_has_not_imported_torch(engine_world: World) -> None:
+    """A driver chooses the layer spec of its ranks before it needs torch itself."""
+    program = "from megarl.megatron.options import has_transformer_engine; print(has_transformer_engine())"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout.split() == ["True"], ran.stderr
 
 
 def trained_on_a_cpu(rank: int, world_size: int, folder: Path) -> tuple[str, str, bool]:
