@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm_workers import WarmWorkers
 from tests.world import World
 
 
@@ -16,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--parity-report", type=Path, default=None, help="document that gets the parity matrix's table")
 
 
-STARTED_PROCESSES = {"world", "parity_world", "local_ray", "sglang_engine"}
+STARTED_PROCESSES = {"world", "parity_world", "warm_workers", "sglang_engine"}
 """Fixtures that start other processes: who asks for one is slow, and need not be marked as such."""
 
 
@@ -36,23 +37,25 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def _shared_ray() -> Iterator[ExitStack]:
-    with ExitStack() as ray_and_its_workers:
-        yield ray_and_its_workers
+def warm_workers() -> Iterator[WarmWorkers]:
+    """What Ray's workers are forked from; runs that a test starts as processes use it by its `environment`."""
+    with WarmWorkers() as shared:
+        yield shared
+
+
+@pytest.fixture(scope="session")
+def _shared_ray(warm_workers: WarmWorkers) -> Iterator[ExitStack]:
+    with ExitStack() as ray_until_the_end:
+        yield ray_until_the_end
 
 
 @pytest.fixture
-def local_ray(_shared_ray: ExitStack) -> None:
+def local_ray(_shared_ray: ExitStack, warm_workers: WarmWorkers) -> None:
     """Ray that every run of the session joins instead of starting its own; begun anew where a test has ended it."""
     import ray
 
-    from tests.warm_workers import WarmWorkers
-
     if ray.is_initialized():
         return
-    _shared_ray.close()
-    workers = _shared_ray.enter_context(WarmWorkers())
     settings = {"include_dashboard": False, "object_store_memory": 512 * 2**20, "log_to_driver": False}
-    ray.init(address="local", num_cpus=8, runtime_env={"py_executable": workers.python}, **settings)
+    ray.init(address="local", num_cpus=8, runtime_env={"py_executable": warm_workers.python}, **settings)
     _shared_ray.callback(ray.shutdown)
-    workers.start()

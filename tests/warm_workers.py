@@ -2,7 +2,8 @@
 
 Those imports are ten seconds of every actor, of which a whole run has two or more; nothing else of Ray is changed. Ray starts
 its workers by the command `WarmWorkers.python` (`runtime_env={"py_executable": ...}`): `tests/warm_worker.py`, which
-has the server fork and lives as long as what was forked.
+has the server fork and lives as long as what was forked. That serves every local Ray: one that a test starts, and those of the
+runs that it starts as processes with `WarmWorkers.environment`.
 """
 
 from __future__ import annotations
@@ -27,38 +28,40 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 class WarmWorkers:
-    """The server as a context manager: `python` is the command by which Ray starts a worker; `start` it when Ray runs.
-
-    Ray's library reads its settings when it is imported, and `ray.init` makes some of them.
-    """
+    """The server as a context manager. Workers that are asked for before it is ready wait for it."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-warm-")
-        self._address = str(Path(self._folder.name) / "socket")
-        self._server: subprocess.Popen[bytes] | None = None
-        self.python = f"{sys.executable} -S -E {REPOSITORY / 'tests' / 'warm_worker.py'} {self._address}"
+        address = str(Path(self._folder.name) / "socket")
+        self.python = f"{sys.executable} -S -E {REPOSITORY / 'tests' / 'warm_worker.py'} {address}"
+        """The command by which Ray starts a worker."""
+        command = [sys.executable, "-m", "tests.warm_workers", address]
+        self._server = subprocess.Popen(command, env=_server_environment(), stdin=subprocess.PIPE)
 
-    def start(self) -> None:
-        """Start the server; workers that are asked for before it is ready wait for it."""
-        import ray
-
-        from megarl.platform.cpu import CpuPlatform
-
-        raylet = ray._private.worker._global_node.all_processes["raylet"][0].process.pid
-        of_ray = {"RAY_JOB_ID": ray.get_runtime_context().get_job_id(), "RAY_RAYLET_PID": str(raylet)}
-        # the allocator's settings, too, are read when a process starts
-        environment = os.environ | CpuPlatform().worker_env(1) | of_ray | {"PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, "-m", "tests.warm_workers", self._address]
-        self._server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes the local Ray of a process that has it start its workers so."""
+        return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": self.python}})}
 
     def __enter__(self) -> WarmWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._server is not None:
-            self._server.kill()
-            self._server.wait()
+        self._server.kill()
+        self._server.wait()
         self._folder.cleanup()
+
+
+def _server_environment() -> dict[str, str]:
+    """That of a worker, as far as it is read once: the allocator's settings, and two constants of Ray's library.
+
+    The only job of a local Ray is its first. Whether the raylet is alive is what tests/warm_worker.py asks, so for the library
+    a process stands in that lives as long as the tests do.
+    """
+    from megarl.platform.cpu import CpuPlatform
+
+    of_ray = {"RAY_JOB_ID": "01000000", "RAY_RAYLET_PID": str(os.getpid())}
+    return os.environ | CpuPlatform().worker_env(1) | of_ray | {"PYTHONPATH": str(REPOSITORY)}
 
 
 def serve(address: str) -> None:
@@ -77,11 +80,15 @@ def serve(address: str) -> None:
 
 
 def _import() -> None:
+    """Import what workers do, but no file that makes a Ray actor of a class.
+
+    That draws from the library's random numbers: all workers would go on with the same ones, and those that start at the same
+    moment name their first objects alike, of which one then dies and is waited for, for a minute.
+    """
     for name in (
         "tests.world_imports",  # installs the platform, and so comes first
         "ray._private.workers.default_worker",
         "megarl.rollout.engines.embedded",
-        "megarl.workers.engine_actor",
         "megarl.workers.rank",
     ):
         importlib.import_module(name)
@@ -92,7 +99,9 @@ def _import() -> None:
 def _become_worker(connection: socket.socket) -> None:
     """Run the worker's script with the arguments, environment, folder and output of the process that asked for it."""
     import torch
+    from ray._raylet import Config
 
+    os.setsid()  # Ray ends a worker with its process group
     message, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
     request: dict[str, Any] = json.loads(message)
     for number, file in enumerate(files):
@@ -101,6 +110,7 @@ def _become_worker(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request["environment"])
+    Config.initialize("")  # Ray's library reads its settings from the environment again
     os.chdir(request["folder"])
     sys.argv = request["arguments"]
     random.seed()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import DOCS, ROOT, blocks, pages
+from tests.warm_workers import WarmWorkers
 
 MODEL = "models/tiny-arithmetic"
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
@@ -58,7 +59,7 @@ def test_every_page_with_files_of_its_own_is_run() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a page trains up to three times, each mostly the start of processes
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_the_page_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+def test_the_page_runs_as_it_stands(name: str, warm_workers: WarmWorkers, tmp_path: Path) -> None:
     if not (ROOT / MODEL / "config.json").is_file():
         pytest.skip(f"needs {MODEL} (make tiny-model)")
     (tmp_path / "models").symlink_to(ROOT / "models")
@@ -68,7 +69,7 @@ def test_the_page_runs_as_it_stands(name: str, tmp_path: Path) -> None:
     (programs / "megarl").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m megarl "$@"\n')
     (programs / "megarl").chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)} | warm_workers.environment
     printed = ""
     for block in blocks(DOCS / name):
         if block.title:

@@ -27,7 +27,7 @@ most_restarts, ahead_s = int(sys.argv[3]), float(sys.argv[5])
 now = time.time
 time.time = lambda: now() + ahead_s
 restarts.FIRST_WAIT_S = 0.1
-child_run.BEAT_S, child_run.SILENT_S, child_run.TEARDOWN_S = 0.1, 3.0, 5.0
+child_run.BEAT_S, child_run.SILENT_S, child_run.TEARDOWN_S = 0.1, 2.0, 2.0
 
 def train(config):
     tries = folder / "tries"
@@ -122,8 +122,8 @@ def nothing_is_left(folder: Path) -> bool:
         ("kill@2,0", "update", "driver", "it was killed by SIGKILL"),
         ("kill@2,2", "export", "driver", "it was killed by SIGKILL"),
         ("exit@2,1", "update", "driver", "it ended with exit code 1"),
-        ("stuck@2,1", "update", "driver", "it gave no heartbeat for 3 s; its Python stacks are in"),
-        ("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 3 s; it gave no Python stacks"),
+        ("stuck@2,1", "update", "driver", "it gave no heartbeat for 2 s; its Python stacks are in"),
+        ("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 2 s; it gave no Python stacks"),
         ("hang@2,1", "update", "driver", "rank 3 of policy died"),
     ],
 )

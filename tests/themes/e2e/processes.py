@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -20,10 +21,10 @@ def outside_ray() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in joins}
 
 
-def start_megarl(*arguments: str) -> subprocess.Popen[str]:
-    """`megarl` with these arguments; what it says on stderr is kept."""
-    command = [sys.executable, "-m", "megarl", *arguments]
-    return subprocess.Popen(command, env=outside_ray(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def start_megarl(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`megarl` with these arguments and more environment; what it says on stderr is kept."""
+    command, env = [sys.executable, "-m", "megarl", *arguments], outside_ray() | dict(environment or {})
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def wait_for_step(run: subprocess.Popen[str], folder: Path, step: int, deadline_s: float = 240) -> None:

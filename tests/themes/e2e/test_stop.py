@@ -14,6 +14,7 @@ from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.trainers.run.stop import StopRequest
 from tests.themes.e2e.processes import start_megarl, wait_for_step
+from tests.warm_workers import WarmWorkers
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -21,13 +22,14 @@ def steps_of(folder: Path) -> list[int]:
     return [int(row["step"]) for row in read_metrics(metrics)] if metrics.exists() else []
 
 
-@pytest.mark.slow
-def test_a_warned_run_saves_leaves_and_is_continued(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
+def test_a_warned_run_saves_leaves_and_is_continued(
+    tiny_config: Callable[..., Config], warm_workers: WarmWorkers, tmp_path: Path
+) -> None:
     config = tiny_config(**{"run.steps": 1000, "run.name": "warned", "data.eval": None})
     folder = Path(config.run_folder)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
     arguments = ["train", str(tmp_path / "run.yaml")]
-    run = start_megarl(*arguments)
+    run = start_megarl(*arguments, environment=warm_workers.environment)
     try:
         wait_for_step(run, folder, 2)
         run.send_signal(signal.SIGUSR1)
@@ -39,7 +41,7 @@ def test_a_warned_run_saves_leaves_and_is_continued(tiny_config: Callable[..., C
     assert run.returncode == 75, said
     assert f"megarl: stopped by SIGUSR1 after step {last} of 1000; run.resume=auto continues from" in said
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:06d}"]
-    resumed = start_megarl(*arguments, "run.resume=auto", f"run.steps={last + 1}")
+    resumed = start_megarl(*arguments, "run.resume=auto", f"run.steps={last + 1}", environment=warm_workers.environment)
     _, said = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, said
     assert steps_of(folder) == list(range(1, last + 2))
