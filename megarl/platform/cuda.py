@@ -12,8 +12,6 @@ from megarl.platform.base import Platform, thread_env
 ENVIRONMENT = {
     # Hopper and older: megatron overlaps TP and CP communication by the order of kernel launches.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-    # NCCL's own record_stream calls delay the release of every buffer a collective touched.
-    "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
     # Transformer Engine's float32 products, a router's among them, would have TF32's 10 bits, whatever torch was told.
     "NVIDIA_TF32_OVERRIDE": "0",
 }
