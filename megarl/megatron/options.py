@@ -82,8 +82,10 @@ def has_transformer_engine() -> bool:
     return True
 
 
-def choose_layer_spec(name: str, platform_name: str, fp8: str = "none") -> str:
-    """Resolve `auto`: Transformer Engine where it imports and there is a GPU, else `reference`.
+def choose_layer_spec(name: str, platform_name: str, fp8: str = "none", dtype: str = "bfloat16") -> str:
+    """Resolve `auto`: Transformer Engine where it imports, there is a GPU and `dtype` is BF16, else `reference`.
+
+    In float32 Transformer Engine has no fused attention, and none at all under context parallelism.
 
     Raises:
         ConfigError: Transformer Engine was asked for, by name or by `fp8`, and cannot be had here.
@@ -95,7 +97,7 @@ def choose_layer_spec(name: str, platform_name: str, fp8: str = "none") -> str:
         )
     if name != "auto":
         return name
-    if platform_name == "cuda" and has_transformer_engine():
+    if platform_name == "cuda" and dtype != "float32" and has_transformer_engine():
         return "transformer_engine"
     if fp8 != "none":
         why = "transformer_engine cannot be imported here" if platform_name == "cuda" else "there is no GPU here"

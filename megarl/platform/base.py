@@ -20,6 +20,10 @@ class Platform(ABC):
     collective_backend: ClassVar[str]
     """The backend for `torch.distributed.init_process_group`: `"gloo"` or `"nccl"`."""
 
+    collective_timeout_s: ClassVar[float] = 0.0
+    """The least time after which a collective counts as hanging. NCCL's watchdog ends the process then, and ranks wait in one
+    while another writes a model of hundreds of gigabytes."""
+
     @abstractmethod
     def device(self, local_rank: int = 0) -> torch.device:
         """Return the device of the process that is number `local_rank` on its node."""

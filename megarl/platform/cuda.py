@@ -3,6 +3,7 @@ May assume that torch sees at least one CUDA device."""
 
 from __future__ import annotations
 
+import os
 from typing import ClassVar
 
 import torch
@@ -14,8 +15,11 @@ ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     # Transformer Engine's float32 products, a router's among them, would have TF32's 10 bits, whatever torch was told.
     "NVIDIA_TF32_OVERRIDE": "0",
+    # SGLang sets both for its servers (0.5.23: entrypoints/engine.py), and both ends of a process group must agree.
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
 }
-"""What CUDA, NCCL and cuBLAS read as they start; a process that is started with other values keeps them."""
+"""What CUDA, NCCL and cuBLAS read as they start; where the environment has other values, they stay."""
 
 
 class CudaPlatform(Platform):
@@ -23,6 +27,7 @@ class CudaPlatform(Platform):
 
     name: ClassVar[str] = "cuda"
     collective_backend: ClassVar[str] = "nccl"
+    collective_timeout_s: ClassVar[float] = 1800.0
 
     def device(self, local_rank: int = 0) -> torch.device:
         return torch.device("cuda", local_rank)
@@ -55,4 +60,4 @@ class CudaPlatform(Platform):
         return True
 
     def worker_env(self, threads: int) -> dict[str, str]:
-        return thread_env(threads) | ENVIRONMENT
+        return thread_env(threads) | {name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()}

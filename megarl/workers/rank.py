@@ -73,7 +73,7 @@ class Rank(RankCalls):
             init_method=f"tcp://{address[0]}:{address[1]}" if address is not None else "env://",
             rank=self.rank,
             world_size=self.layout.world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=max(timeout_s, self.platform.collective_timeout_s)),
         )
         initialize_layout(self.layout, seed)
         return os.getpid()

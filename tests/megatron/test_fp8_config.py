@@ -160,6 +160,7 @@ def test_fp8_without_transformer_engine_is_refused_where_the_platform_is_known(m
             choose_layer_spec("auto", platform_name, "e4m3")
     monkeypatch.setattr(megatron_options, "has_transformer_engine", lambda: True)
     assert choose_layer_spec("auto", "cuda", "e4m3") == "transformer_engine"
+    assert choose_layer_spec("auto", "cuda", dtype="float32") == "reference", "it has no fused attention in float32"
 
 
 def test_a_rank_on_the_wrong_gpu_says_what_the_recipe_needs(world: World) -> None:

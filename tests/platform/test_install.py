@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl import platform
+from megarl.platform import cuda
 from megarl.platform.cpu import CpuPlatform
 from megarl.platform.cuda import CudaPlatform
 from tests.world import REPOSITORY, World
@@ -182,13 +184,25 @@ def test_a_worker_started_with_worker_env_keeps_freed_memory() -> None:
 
 
 def test_worker_env_names_threads_and_connections() -> None:
-    for platform in (CpuPlatform(), CudaPlatform()):
-        environment = platform.worker_env(threads=3)
+    for one in (CpuPlatform(), CudaPlatform()):
+        environment = one.worker_env(threads=3)
         assert environment["OMP_NUM_THREADS"] == "3"
         assert environment["OMP_WAIT_POLICY"] == "passive"
         with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
-            platform.worker_env(threads=0)
+            one.worker_env(threads=0)
     assert CudaPlatform().worker_env(1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+def test_what_cuda_reads_from_the_environment_is_set_where_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in cuda.ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        del os.environ[name]
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    assert CudaPlatform().worker_env(1).items() >= {"NVIDIA_TF32_OVERRIDE": "1", "NCCL_CUMEM_ENABLE": "0"}.items()
+    monkeypatch.setattr(platform, "_installed", None)
+    monkeypatch.setattr(platform, "cuda_present", lambda: True)
+    assert platform.install().name == "cuda"  # as a rank under torchrun, which nobody gave an environment
+    assert {name: os.environ[name] for name in cuda.ENVIRONMENT} == cuda.ENVIRONMENT | {"NVIDIA_TF32_OVERRIDE": "1"}
 
 
 def test_memory_on_a_cpu_is_resident_memory() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from megarl.config import Config, parse_config
 from megarl.config.engine_kinds import KINDS, capabilities_of
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, EngineError
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.registry import CLASSES, check_engine, engine_path, load_engine
 from megarl.rollout.engines.sglang.server import ServerOptions
@@ -146,3 +147,35 @@ def test_a_server_on_a_cpu_is_told_of_no_gpu(tmp_path: Path) -> None:
 def test_where_a_servers_gpus_are_is_not_for_the_config_to_say(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"rollout\.engine_args\.{name} is set by megarl, which chooses the engines' GPUs"):
         check_engine(config_of(engine="sglang", engine_args={name: 1}), "cuda")
+
+
+def test_a_server_leaves_room_on_its_gpus_for_what_the_trainer_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = tmp_path / "nvidia-smi"  # in MiB, a line for each GPU
+    answers.write_text("#!/bin/sh\necho 81559\necho 81920\n")
+    answers.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+
+    def fraction(beside: int, **rollout: object) -> str | None:
+        place = EnginePlace(0, 5, "cuda", tmp_path, (0,), beside)
+        config = config_of(engine="sglang", **rollout)
+        line = ServerOptions("model", **load_engine(CLASSES["sglang"]).options(config, place)).arguments(1, "id")
+        return line[line.index("--mem-fraction-static") + 1] if "--mem-fraction-static" in line else None
+
+    total = 81559 * 2**20
+    found = fraction(4 * 2**30)
+    assert found is not None
+    assert total * (1 - float(found)) == pytest.approx(14 * 2**30, abs=0.001 * total)
+    assert fraction(4 * 2**30, engine_args={"mem_fraction_static": 0.5}) == "0.5"
+    assert fraction(0) is None, "SGLang takes what is free"
+    with pytest.raises(EngineError, match=r"of the 79.6 GiB of a GPU the trainer keeps 75.0 and .* works in 10: none is left"):
+        fraction(75 * 2**30)
+
+
+def test_two_processes_on_one_gpu_cannot_share_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.rollout.engines.sglang.engine.check_model", lambda *_: None)
+    check = load_engine(CLASSES["sglang"]).check
+    config = config_of(engine="sglang", weight_transport="process_group")
+    check(config, "cpu")
+    with pytest.raises(ConfigError, match=r"weight_transport is 'process_group', which NCCL cannot use .* one GPU"):
+        check(config, "cuda")
+    check(config.model_copy(update={"resources": config.resources.model_copy(update={"placement": "separate"})}), "cuda")

@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from megarl.config import Config, parse_config
 from megarl.errors import EngineError
+from megarl.planning.gpus import PROCESS_BYTES
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import SamplingParams
-from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner
+from megarl.trainers.rl import run as run_module
+from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner, bytes_beside_engines, takes_turns
+from megarl.trainers.rl.run import RlRun
 from tests.rollout.tiny import TINY, load, save_tiny, sync, weights_of
 
 CALLS = ("train", "update", "generate")
@@ -144,3 +150,59 @@ def test_an_engine_answers_in_no_turn_before_it_was_given_weights(tmp_path: Path
         assert answers() == {version}
     turns.update()  # another engine came back
     assert answers() == {2}
+
+
+@pytest.mark.parametrize(("platform", "first"), [("cuda", "engines"), ("cpu", "policy")])
+def test_engines_that_share_gpus_start_and_sleep_before_anything_is_loaded(
+    platform: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Recorded:
+        """Stands for the cluster, the roles and the rollouts of a run."""
+
+        takes_turns = platform == "cuda"
+
+        def __getattr__(self, name: str) -> Any:
+            return MagicMock()
+
+        def load(self, role: str) -> None:
+            calls.append(role)
+
+        def begin_start(self) -> list[Any]:
+            return []
+
+        def finish_start(self, starting: list[Any], roles: Any) -> None:
+            calls.append("engines")
+
+    for name in ("open_cluster", "open_roles", "Rollouts", "SamplesFile", "MetricsFile"):
+        monkeypatch.setattr(run_module, name, lambda *_, **__: Recorded())
+    run = MagicMock(config=config_of("colocated", "sync"), inputs=MagicMock(overlap=0))
+    RlRun.start(run)
+    assert calls == (["engines", "policy"] if first == "engines" else ["policy", "engines"])
+
+
+def config_of(placement: str, mode: str, **rollout: Any) -> Config:
+    """A config of GRPO without a reference."""
+    task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
+    tree = {"model": {"path": "m", "dtype": "bfloat16"}, "data": {"train": task}, "rewards": [{"name": "exact_number"}]}
+    tree |= {"resources": {"placement": placement}, "algorithm": {"kl": {"coef": 0.0}}}
+    return parse_config(tree | {"rollout": {"schedule": {"mode": mode}, **rollout}})
+
+
+def test_only_synchronous_runs_on_shared_gpus_take_turns() -> None:
+    assert takes_turns(config_of("colocated", "sync"), "cuda")
+    assert not takes_turns(config_of("colocated", "sync"), "cpu")
+    assert not takes_turns(config_of("separate", "sync"), "cuda")
+    assert not takes_turns(config_of("colocated", "async"), "cuda")
+    assert not takes_turns(config_of("colocated", "sync", engine_args={"enable_memory_saver": False}), "cuda")
+    assert not takes_turns(config_of("colocated", "sync", weight_transport="process_group"), "cuda")
+
+
+def test_the_trainer_keeps_its_weights_and_its_process_beside_engines(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", TINY)
+    config = config_of("colocated", "sync")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "model")})})
+    elements = sum(weight.numel() for _, weight in weights_of(load(tmp_path / "model")))
+    padding = bytes_beside_engines(config) - PROCESS_BYTES - 2 * elements
+    assert 0 <= padding < 2 * 128 * 2 * 1024, "rows of padding of the vocabulary"

@@ -86,7 +86,7 @@ def open_roles(config: AnyConfig, groups: Mapping[str, RankGroup]) -> Roles:
         config,
         role_specs(config),
         groups,
-        choose_layer_spec(config.model.layer_spec, groups[POLICY].platform, config.model.fp8),
+        choose_layer_spec(config.model.layer_spec, groups[POLICY].platform, config.model.fp8, config.model.dtype),
         FlopsModel.of(ModelShape.read(config.model.path)),
         temperature=config.sampling.temperature if config.sampling is not None else 1.0,
         updates=config.run.steps * config.optimizer_steps_per_step,

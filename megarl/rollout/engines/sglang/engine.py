@@ -13,7 +13,7 @@ import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
-from megarl.errors import EngineError
+from megarl.errors import ConfigError, EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
 from megarl.rollout.engines.protocol import EnginePlace
@@ -40,6 +40,10 @@ class SglangEngine(ServedEngine):
     def check(cls, config: Config, platform: str) -> None:
         check_engine_args(config.rollout.engine_args)
         check_model(config.model.path, config.rollout.tp, platform)
+        by_group = config.rollout.weight_transport == "process_group"
+        if platform == "cuda" and by_group and config.resources.placement == "colocated":
+            reason = "NCCL cannot use between two processes on one GPU (resources.placement is 'colocated')"
+            raise ConfigError.of("rollout.weight_transport", "process_group", reason, allowed="'shared_memory'")
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
