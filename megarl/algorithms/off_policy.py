@@ -85,7 +85,7 @@ def correction(
     )
 
 
-def mismatch_sums(trainer: Tensor, rollout: Tensor) -> dict[str, float]:
+def mismatch_sums(trainer: Tensor, rollout: Tensor) -> dict[str, Tensor | float]:
     """How far the engine is from the trainer for the same weights, over sampled tokens, in nats; always reported.
 
     Args:
@@ -102,7 +102,7 @@ def mismatch_sums(trainer: Tensor, rollout: Tensor) -> dict[str, float]:
     k3 = kl_per_token(-difference, difference.new_zeros(()), "k3")  # of log π_rollout − log π_trainer
     distance = difference.abs_()
     return {
-        "log_prob_abs": float(distance.sum(dtype=torch.float64)),
-        "log_prob_max": float(distance.max()),
-        "k3": float(k3.sum(dtype=torch.float64)),
+        "log_prob_abs": distance.sum(dtype=torch.float64),
+        "log_prob_max": distance.max(),
+        "k3": k3.sum(dtype=torch.float64),
     }

@@ -75,7 +75,8 @@ class PackedStream:
     `token_ids`, `position_ids`: int64 `[S]`. `segments` say who attends to whom. `boundaries` are the starts of the
     segments, that of the padding after the last one if there is any, and S. `rows`, `targets`: int64 `[N]`, the
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
-    int64 `[n]` places in the response, n) in the order of `rows`. `columns`: float `[N]`, aligned with `rows`.
+    int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
+    `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]`, aligned with `rows`.
     """
 
     token_ids: Tensor
@@ -85,6 +86,8 @@ class PackedStream:
     rows: Tensor
     targets: Tensor
     owners: list[tuple[int, Tensor, int]]
+    response: Tensor
+    lengths: Tensor
     columns: dict[str, Tensor]
 
     def to(self, device: torch.device) -> PackedStream:
@@ -97,6 +100,8 @@ class PackedStream:
             self.rows.to(device),
             self.targets.to(device),
             self.owners,
+            self.response.to(device),
+            self.lengths.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
         )
 
@@ -110,6 +115,15 @@ class PackedStream:
             full[places] = part
             split[index] = full
         return split
+
+
+@dataclass(frozen=True)
+class ScoredValues:
+    """Values `[N]` of a stream's scored tokens, wherever they are, of the responses with an index below `before`."""
+
+    stream: PackedStream
+    values: Tensor
+    before: int
 
 
 @dataclass(frozen=True)
@@ -235,6 +249,7 @@ def pack(
             for name, column in response.columns.items():
                 columns.setdefault(name, []).append(column[places])
     laid.pad_to(pad_to_multiple)
+    lengths = torch.tensor([len(places) for _, places, _ in owners])
     boundaries = [segment.start for segment in laid.segments] + [laid.end]
     return PackedStream(
         torch.cat(laid.tokens),
@@ -244,5 +259,7 @@ def pack(
         torch.cat(rows),
         torch.cat(targets),
         owners,
+        torch.repeat_interleave(torch.arange(len(owners)), lengths),
+        lengths,
         {name: torch.cat(parts) for name, parts in columns.items()},
     )

@@ -56,17 +56,19 @@ class PackedRotaryEmbedding(torch.nn.Module):
     def __init__(self, rotary: torch.nn.Module | None) -> None:
         super().__init__()
         self.rotary = rotary
-        self.position_ids: Tensor | None = None
+        self.positions: tuple[Tensor, int] | None = None
+        """Of the tokens, and one more than the greatest."""
 
     def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
         """Length of the table of angles that the current positions need."""
-        assert self.position_ids is not None, "set position_ids before the forward pass"
-        return int(self.position_ids.max()) + 1
+        assert self.positions is not None, "set positions before the forward pass"
+        return self.positions[1]
 
     def forward(self, rotary_seq_len: int, **unused: Any) -> Tensor:
         """Angles `[S, 1, 1, d]` at the current positions."""
         assert self.rotary is not None, "this model's attention layers rotate by themselves"
-        return self.rotary(rotary_seq_len, packed_seq=True)[self.position_ids]
+        assert self.positions is not None, "set positions before the forward pass"
+        return self.rotary(rotary_seq_len, packed_seq=True)[self.positions[0]]
 
 
 def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any]) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -20,6 +20,7 @@ from megarl.data.stream import (
     MicroBatch,
     PackedStream,
     Response,
+    ScoredValues,
     ScorePosition,
     StreamShard,
     Unit,
@@ -35,7 +36,8 @@ from megarl.megatron.options import ModelOptions
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
 
-A metric that is a dictionary is joined with those of other micro-batches, not summed.
+Sums are numbers or tensors of one element, which are read when the pass is over: to ask for a number is to wait for the device.
+`ScoredValues` become a dictionary by response; one is joined with those of other micro-batches, not summed.
 """
 
 
@@ -62,16 +64,21 @@ def forward(
     C is 2 (log-prob, entropy) for a log-prob head and 1 for a value head. Only ranks of the last pipeline stage
     get a result; others get an empty dict.
     """
-    results: dict[int, Tensor] = {}
+    streams: list[PackedStream] = []
+    outputs: list[Tensor] = []
 
-    def collect(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
-        columns = [stream.split(output[:, c]) for c in range(output.shape[1])]
-        for index in columns[0]:
-            results[index] = torch.stack([column[index] for column in columns], dim=-1)
+    def collect(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
+        streams.append(stream)
+        outputs.append(output)
         return output.sum(), {}
 
     with torch.no_grad():
         _run(chunks, options, micro_batches, collect, position, progress, forward_only=True)
+    results: dict[int, Tensor] = {}
+    for stream, output in zip(streams, on_host(outputs), strict=True):
+        columns = [stream.split(output[:, c]) for c in range(output.shape[1])]
+        for index in columns[0]:
+            results[index] = torch.stack([column[index] for column in columns], dim=-1)
     return results
 
 
@@ -88,13 +95,40 @@ def forward_backward(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    for metrics in _run(chunks, options, micro_batches, loss_function, position, progress, forward_only=False):
+    for metrics in _numbers(_run(chunks, options, micro_batches, loss_function, position, progress, forward_only=False)):
         for name, value in metrics.items():
             if isinstance(value, dict):
                 totals[name] = totals.get(name, {}) | value
             else:
                 totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     return totals
+
+
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in main memory, as float64, by a single transfer: each one waits for all that the device still has to do."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.detach().double().reshape(-1) for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _numbers(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics with numbers in place of tensors, and tensors by response in place of `ScoredValues`."""
+    numbers = [dict(metrics) for metrics in of_micro_batches]
+    waiting = [
+        (metrics, name, value)
+        for metrics in numbers
+        for name, value in metrics.items()
+        if isinstance(value, Tensor | ScoredValues)
+    ]
+    host = on_host([value if isinstance(value, Tensor) else value.values for _, _, value in waiting])
+    for (metrics, name, value), here in zip(waiting, host, strict=True):
+        if isinstance(value, Tensor):
+            metrics[name] = float(here)
+        else:
+            metrics[name] = {index: row for index, row in value.stream.split(here).items() if index < value.before}
+    return numbers
 
 
 def _run(
@@ -112,7 +146,7 @@ def _run(
     if options.layout.vpp is not None:
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
-    inputs = [(*_pack(units, options, position, device), loss) for units, loss in filled]
+    inputs = [_pack(units, options, position, device, loss) for units, loss in filled]
     config = get_model_config(chunks[0])
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
@@ -123,7 +157,7 @@ def _run(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
-        seq_length=max(len(stream.token_ids) for stream, _, _ in inputs),
+        seq_length=max(len(prepared.stream.token_ids) for prepared in inputs),
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -141,10 +175,23 @@ def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, fl
     return output.sum(), {}
 
 
+class _Prepared(NamedTuple):
+    """A micro-batch on the device: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
+
+    `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know.
+    """
+
+    stream: PackedStream
+    share: StreamShard
+    sequences: PackedSeqParams | None
+    positions: int
+    loss_function: LossFunction
+
+
 def _pack(
-    units: MicroBatch, options: ModelOptions, position: ScorePosition, device: torch.device
-) -> tuple[PackedStream, StreamShard]:
-    """The whole stream, the same on all ranks of a replica, and what this rank holds of it."""
+    units: MicroBatch, options: ModelOptions, position: ScorePosition, device: torch.device, loss_function: LossFunction
+) -> _Prepared:
+    """All that a micro-batch needs, before the pass: in it nothing waits for main memory."""
     layout = options.layout
     of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
     of_segment = 1 if layout.cp == 1 else 2 * layout.cp
@@ -155,26 +202,28 @@ def _pack(
         position=position,
     )
     share = context_parallel_shard(stream, layout.cp, parallel_state.get_context_parallel_rank())
-    return stream.to(device), share.to(device)
+    on_device = stream.to(device)
+    sequences = packed_lengths(on_device) if options.layer_spec == "transformer_engine" else None
+    return _Prepared(on_device, share.to(device), sequences, int(stream.position_ids.max()) + 1, loss_function)
 
 
 def _forward_step(
-    inputs: Iterator[tuple[PackedStream, StreamShard, LossFunction]],
+    inputs: Iterator[_Prepared],
     model: torch.nn.Module,
     *,
     options: ModelOptions,
     progress: PassProgress,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
-    stream, share, loss_function = next(inputs)
+    stream, share, sequences, positions, loss_function = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[share.positions]
     # Both are read in this very forward call, outside the layers that may be recomputed later.
     if options.layer_spec != "transformer_engine":
-        core.rotary_pos_emb.position_ids = position_ids
+        core.rotary_pos_emb.positions = (position_ids, positions)
     if core.post_process:
         core.output_layer.request = (share.rows, stream.targets[share.scored])
-    mask, packed = _attention_inputs(stream, share, options)
+    mask, packed = _attention_inputs(stream, share, sequences, options)
     output = model(
         input_ids=token_ids[None],
         position_ids=position_ids[None],
@@ -191,14 +240,14 @@ def _forward_step(
 
 
 def _attention_inputs(
-    stream: PackedStream, share: StreamShard, options: ModelOptions
+    stream: PackedStream, share: StreamShard, sequences: PackedSeqParams | None, options: ModelOptions
 ) -> tuple[Tensor | None, PackedSeqParams | None]:
     """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths."""
     if options.layer_spec == "reference":
         return None, stream_attention(stream, share, DTYPES[options.dtype])
     if options.layer_spec == "local":
         return _dense_mask(stream), None
-    return None, packed_lengths(stream)
+    return None, sequences
 
 
 def _dense_mask(stream: PackedStream) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,19 @@ class WatchedLoss:
     """`loss_function` that remembers whether one of its losses was not finite."""
 
     def __init__(self, loss_function: LossFunction) -> None:
-        self.loss_function, self.is_finite = loss_function, True
+        self.loss_function = loss_function
+        self._finite: list[Tensor] = []
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """The loss and metrics of `loss_function`, as they are."""
         loss, metrics = self.loss_function(output, stream)
-        self.is_finite = self.is_finite and bool(torch.isfinite(loss.detach()))
+        self._finite.append(torch.isfinite(loss.detach()))
         return loss, metrics
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses so far were finite; waits for the device."""
+        return not self._finite or bool(torch.stack(self._finite).all())
 
 
 def refusal(

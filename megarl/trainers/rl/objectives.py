@@ -1,7 +1,7 @@
 """The losses that training ranks compute: pure maths of `algorithms` applied to a stream's scored tokens.
 
 Objectives are plain values: the driver sends them to the ranks. Their weights carry the global denominators, so a
-loss is a sum, whatever the micro-batch.
+loss is a sum, whatever the micro-batch. Metrics stay on the device until the pass is over: asking for a number waits for it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms import POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
-from megarl.data.stream import PackedStream
+from megarl.data.stream import PackedStream, ScoredValues
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
 
@@ -44,31 +43,28 @@ class PolicyObjective:
         columns = stream.columns
         if "ptx_weights" in columns:
             cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
-            return self.ptx_coef * cross_entropy, {"ptx/loss": float(cross_entropy.detach())}
+            return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
         old = columns.get("old_log_probs", log_probs.detach())
-        response = torch.repeat_interleave(
-            torch.arange(len(stream.owners)), torch.tensor([len(places) for _, places, _ in stream.owners])
-        ).to(log_probs.device)
         further: dict[str, Any] = {name: columns[name] for name in self.also_given}
         per_token, sums = POLICY_LOSSES.resolve(self.name)(
-            log_probs, old, columns["advantages"], response=response, settings=self.settings, **further
+            log_probs, old, columns["advantages"], response=stream.response, settings=self.settings, **further
         )
         if "correction" in columns:
             per_token = per_token * columns["correction"]
-        metrics: dict[str, Any] = {f"policy/{name}": float(value) for name, value in sums.items()}
-        metrics["policy/loss"] = float((columns["weights"] * per_token.detach()).sum())
+        metrics: dict[str, Any] = {f"policy/{name}": value for name, value in sums.items()}
+        metrics["policy/loss"] = (columns["weights"] * per_token.detach()).sum()
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
             if self.kl_coef:
                 sampled_by = old if self.kl_unbiased else None
                 loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, old_log_probs=sampled_by)
-            metrics["kl/reference"] = float(kl_per_token(log_probs.detach(), reference, "k3").sum())
+            metrics["kl/reference"] = kl_per_token(log_probs.detach(), reference, "k3").sum()
         mismatch = mismatch_sums(old, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
-        metrics |= {"policy/entropy": float(entropy.detach().sum()), "tokens": float(len(log_probs))}
+        metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
         if self.shown_rows:
-            metrics[LOG_PROBS] = {row: seen for row, seen in stream.split(log_probs).items() if row < self.shown_rows}
+            metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach(), self.shown_rows)
         return (columns["weights"] * loss).sum(), metrics
 
 
@@ -78,16 +74,16 @@ class ValueObjective:
 
     clip_range: float
 
-    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """`output` float32 `[N, 1]` → (loss, sums over tokens)."""
         values, columns = output[:, 0], stream.columns
         per_token, sums = value_loss(values, columns["values"], columns["returns"], self.clip_range)
         loss = (columns["weights"] * per_token).sum()
         error = columns["returns"] - values.detach()
-        metrics = {f"critic/{name}": float(value) for name, value in sums.items()}
+        metrics = {f"critic/{name}": value for name, value in sums.items()}
         return loss, metrics | {
-            "critic/loss": float(loss.detach()),
-            "critic/value": float(values.detach().sum()),
-            "critic/error_squared": float((error * error).sum()),
+            "critic/loss": loss.detach(),
+            "critic/value": values.detach().sum(),
+            "critic/error_squared": (error * error).sum(),
             "tokens": float(len(values)),
         }

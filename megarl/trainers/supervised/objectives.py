@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from megarl.algorithms import (
 )
 from megarl.data.stream import PackedStream
 
-Answer = tuple[Tensor, dict[str, float]]
+Answer = tuple[Tensor, dict[str, Any]]
 """(loss, metrics), both this micro-batch's part of a sum."""
 
 
@@ -32,7 +33,7 @@ class SupervisedObjective:
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
         loss = -(stream.columns["weights"] * output[:, 0]).sum()
-        return loss, {"loss": float(loss.detach())}
+        return loss, {"loss": loss.detach()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class PairObjective:
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy); both sides of a pair are in the stream."""
         sums = per_response(output[:, 0], stream)
-        reference, tokens = per_response(stream.columns["reference_log_probs"], stream), _lengths(stream)
+        reference, tokens = per_response(stream.columns["reference_log_probs"], stream), stream.lengths
         chosen, rejected = sides(stream)
         losses, figures = PREFERENCE_LOSSES.resolve(self.name)(
             sums[chosen],
@@ -105,7 +106,7 @@ class ProcessRewardObjective:
 
 def per_response(values: Tensor, stream: PackedStream) -> Tensor:
     """Sums of per-token `values` `[N]` over each response of the stream, `[R]` in the order of its owners."""
-    return values.new_zeros(len(stream.owners)).index_add(0, _response(stream, values.device), values)
+    return values.new_zeros(len(stream.owners)).index_add(0, stream.response, values)
 
 
 def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
@@ -115,21 +116,11 @@ def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
     return order[is_chosen[order]], order[~is_chosen[order]]
 
 
-def _response(stream: PackedStream, device: torch.device) -> Tensor:
-    lengths = torch.tensor([len(places) for _, places, _ in stream.owners])
-    return torch.repeat_interleave(torch.arange(len(stream.owners)), lengths).to(device)
-
-
-def _lengths(stream: PackedStream) -> Tensor:
-    return torch.tensor([len(places) for _, places, _ in stream.owners], device=stream.rows.device)
-
-
 def _first(column: Tensor, stream: PackedStream) -> Tensor:
     """The value of each response's first scored token, `[R]`; every response has one."""
-    lengths = _lengths(stream)
-    return column[lengths.cumsum(0) - lengths]
+    return column[stream.lengths.cumsum(0) - stream.lengths]
 
 
 def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> Answer:
     loss = losses.sum() / count
-    return loss, {"loss": float(loss.detach())} | {name: float(value) / count for name, value in figures.items()}
+    return loss, {"loss": loss.detach()} | {name: value / count for name, value in figures.items()}

@@ -1,0 +1,82 @@
+"""Between the micro-batches of a pass the host never asks the device for a number: it would wait for all queued work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarl.algorithms import LossSettings
+from megarl.data.stream import Response, Unit
+from megarl.megatron.step import on_host
+from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
+from tests.families import VOCAB_SIZE, build_folder
+from tests.world import World
+
+WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "is_nonzero"}
+COLUMNS = ("weights", "advantages", "old_log_probs", "reference_log_probs", "rollout_log_probs", "values", "returns")
+
+
+class Waits(TorchFunctionMode):
+    """Counts the calls by which main memory gets values of a tensor, while a pass is under way if `progress` is given."""
+
+    def __init__(self, progress: Any = None) -> None:
+        super().__init__()
+        self.progress = progress
+        self.seen: Counter[str] = Counter()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in WAITS and (self.progress is None or self.progress.wanted):
+            self.seen[name] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def unit(index: int) -> Unit:
+    generator = torch.Generator().manual_seed(index)
+    tokens = torch.randint(0, VOCAB_SIZE, (5,), generator=generator)
+    columns = {name: torch.rand(5, generator=generator) - 1 for name in COLUMNS}
+    return Unit(torch.randint(0, VOCAB_SIZE, (4,), generator=generator), [Response(index, tokens, torch.ones(5) > 0, columns)])
+
+
+def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Counter[str]]:
+    from megarl.config.layout import Layout
+    from megarl.megatron import step
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.update_guard import WatchedLoss
+
+    initialize_layout(Layout(), seed=1)
+    policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
+    found: dict[str, Counter[str]] = {}
+    for role, head, objective in (("policy", "log_probs", policy), ("critic", "value", ValueObjective(0.2))):
+        model = RankModel(ModelOptions(str(folder), Layout(), head=head, layer_spec=spec), OptimizerOptions(lr=1e-3))  # type: ignore[arg-type]
+        micro_batches = [[unit(number)] for number in range(3)]
+        progress, watched = step.PassProgress(), WatchedLoss(objective)
+        with Waits(progress) as mode:
+            step.forward_backward(model.chunks, model.options, micro_batches, watched, progress=progress)
+            assert watched.is_finite
+            step.forward(model.chunks, model.options, micro_batches, progress=progress)
+        found[role] = mode.seen
+    return found
+
+
+def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "llama")
+    found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
+    for seen in found.values():
+        assert seen.keys() == {"item"}  # megatron-core's unfused attention asks which random numbers it is to use
+
+
+def test_many_tensors_come_to_main_memory_at_once_as_they_are() -> None:
+    tensors = [torch.randn(3, 2), torch.tensor(7.25), torch.randn(0), torch.tensor(3, dtype=torch.int32)]
+    with Waits() as mode:
+        copies = on_host(tensors)
+    assert mode.seen == {"cpu": 1}
+    for copy, tensor in zip(copies, tensors, strict=True):
+        assert torch.equal(copy, tensor.double())
+    assert on_host([]) == []
