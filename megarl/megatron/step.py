@@ -95,7 +95,7 @@ def forward_backward(
     for chunk in chunks:
         chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    for metrics in _numbers(_run(chunks, options, micro_batches, loss_function, position, progress, forward_only=False)):
+    for metrics in metrics_on_host(_run(chunks, options, micro_batches, loss_function, position, progress, forward_only=False)):
         for name, value in metrics.items():
             if isinstance(value, dict):
                 totals[name] = totals.get(name, {}) | value
@@ -113,7 +113,7 @@ def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _numbers(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Metrics with numbers in place of tensors, and tensors by response in place of `ScoredValues`."""
     numbers = [dict(metrics) for metrics in of_micro_batches]
     waiting = [

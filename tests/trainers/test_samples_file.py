@@ -86,6 +86,7 @@ def test_pieces_are_one_per_token_and_make_the_text(text: str) -> None:
 
 def test_the_update_brings_back_the_log_probs_of_the_rows_that_are_shown() -> None:
     from megarl.data.stream import pack
+    from megarl.megatron.step import metrics_on_host
 
     made = batch()
     made.columns["weights"] = torch.ones(2, 3)
@@ -95,6 +96,6 @@ def test_the_update_brings_back_the_log_probs_of_the_rows_that_are_shown() -> No
         stream = pack(made.units([row], columns, share_prefix=False))
         output = torch.stack([torch.arange(len(stream.rows)) - 7.0, torch.zeros(len(stream.rows))], dim=-1)
         answers.append(PolicyObjective("clip", shown_rows=1)(output, stream)[1])
-    found = combine(answers)[LOG_PROBS]
+    found = combine(metrics_on_host(answers))[LOG_PROBS]
     assert {row: values.tolist() for row, values in found.items()} == {0: [-7.0, -6.0, -5.0]}
     assert LOG_PROBS not in PolicyObjective("clip")(output, stream)[1]
