@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # Two images: `docker build --target cpu .` (slim, for laptops and CI) and `docker build --target gpu .` (clusters).
-# Python packages are held by requirements/constraints.txt and setup.py; Debian's by the release that the tag names, whose
+# Python packages are held by requirements/constraints.txt (constraints-gpu.txt) and setup.py; Debian's by the release that the tag names, whose
 # mirrors keep no older versions to pin.
 
 # ---- cpu ------------------------------------------------------------------------------------------------------------
@@ -30,17 +30,23 @@ ENTRYPOINT ["megarl"]
 CMD ["doctor"]
 
 # ---- gpu ------------------------------------------------------------------------------------------------------------
-# NVIDIA's PyTorch image for its CUDA 13 toolkit, cuDNN, NCCL and compilers on Python 3.12. CI has no GPU and does not build
-# this target.
-FROM nvcr.io/nvidia/pytorch:25.10-py3 AS gpu
+# CUDA 13's toolkit and compilers on Python 3.12; torch, NCCL, cuDNN and Transformer Engine come from requirements/install-gpu.sh.
+# CI has no GPU and does not build this target.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS gpu
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends git libnuma1 procps python3.12-dev python3.12-venv \
+ && rm -rf /var/lib/apt/lists/* \
+ && python3.12 -m venv /opt/megarl
+ENV PATH=/opt/megarl/bin:$PATH
 WORKDIR /app
 COPY setup.py pyproject.toml ./
 COPY megarl/__init__.py megarl/__init__.py
-COPY requirements/install-gpu.sh requirements/install-gpu.sh
+COPY requirements/install-gpu.sh requirements/constraints-gpu.txt requirements/
 ARG MAX_JOBS=8
 RUN bash requirements/install-gpu.sh && useradd --create-home --uid 10001 megarl && chown megarl /app
 COPY --chown=10001 . .
-RUN PIP_CONSTRAINT="" pip install --no-cache-dir --no-deps --no-build-isolation -e .
+RUN pip install --no-cache-dir --no-deps --no-build-isolation -e .
 USER 10001
 ENTRYPOINT ["megarl"]
 CMD ["doctor"]

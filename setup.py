@@ -66,9 +66,11 @@ SGLANG = [
     "xxhash",
 ]
 
+# Transformer Engine is not among these: it is compiled against the torch that SGLang pins, so that must be there first.
+# requirements/install-gpu.sh does both.
 GPU = [
+    *SGLANG,
     "sglang==0.5.23",  # with its own pins: CUDA kernels and the torch they are built for
-    "transformer-engine[pytorch]>=2.8,<3",
 ]
 
 WANDB = ["wandb>=0.18"]

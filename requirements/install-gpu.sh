@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# What megarl needs on top of NVIDIA's PyTorch image: the gpu target of the Dockerfile and apptainer.def both run this, in the
-# folder that has setup.py. The image's torch is replaced by the one that SGLang's kernels are built for, so transformer-engine
-# and apex are built again, against that one: a process has a single torch.
+# What megarl needs on a machine with NVIDIA GPUs: the gpu target of the Dockerfile and apptainer.def both run this, in the folder
+# that has setup.py, in an environment of Python 3.12. It wants CUDA 13's toolkit: SGLang compiles kernels as it runs.
+#
+# Two steps, as Transformer Engine has no wheel of the half that is compiled against torch: first everything that brings torch,
+# then that half, against the very torch that stays.
 set -euo pipefail
-apex=${APEX:-25.09}
-export MAX_JOBS=${MAX_JOBS:-8}
-# the image's constraint file holds every package at its own version, torch included
-export PIP_CONSTRAINT="" PIP_NO_CACHE_DIR=1
+export MAX_JOBS=${MAX_JOBS:-8} PIP_NO_CACHE_DIR=1
+constraints=requirements/constraints-gpu.txt
+transformer_engine=2.20.2
 
-pip uninstall --yes torch torchvision torchaudio triton transformer-engine apex flash-attn
-pip install ".[sglang,wandb]" sglang==0.5.23
-pip install --no-build-isolation "${TRANSFORMER_ENGINE:-transformer-engine[pytorch]==2.20.2}"
-git clone --quiet --depth 1 --branch "$apex" https://github.com/NVIDIA/apex /tmp/apex
-APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation /tmp/apex
-rm -rf /tmp/apex
+pip install --constraint "$constraints" ".[gpu,wandb]"
+
+# what its setup.py needs; the headers of cuDNN and CUDA come with torch
+pip install --constraint "$constraints" "setuptools<82" wheel packaging ninja pybind11 nvidia-cudnn-frontend
+# Not a ready wheel, which would be for another torch; without expert parallelism by NCCL's own kernels, which needs NCCL's headers.
+export NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_WITH_NCCL_EP=0
+pip install --constraint "$constraints" --no-build-isolation "transformer-engine[core_cu13,pytorch]==$transformer_engine"

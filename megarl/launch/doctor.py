@@ -149,7 +149,7 @@ def _trainer_findings(found: dict[str, Any]) -> list[Finding]:
     }[found["layer_spec"]]
     if is_cuda and found["layer_spec"] != "transformer_engine":
         findings.append(
-            Finding("layer spec", f"{found['layer_spec']}: {why}; this is slow", "note", "pip install 'megarl[gpu]'")
+            Finding("layer spec", f"{found['layer_spec']}: {why}; this is slow", "note", "bash requirements/install-gpu.sh")
         )
     else:
         findings.append(Finding("layer spec", f"{found['layer_spec']}: {why}"))
@@ -177,7 +177,7 @@ def _optimizer_finding(name: str, *, is_cuda: bool) -> Finding:
     text = f"{name}: neither transformer_engine nor apex is there"
     if not is_cuda:
         return Finding("optimizer", f"{text}, and on a CPU neither is needed")
-    return Finding("optimizer", text, "note", "pip install 'megarl[gpu]' for fused Adam")
+    return Finding("optimizer", text, "note", "bash requirements/install-gpu.sh, for fused Adam")
 
 
 def _fp8_finding(found: dict[str, Any]) -> Finding:

@@ -64,7 +64,7 @@ def test_a_cluster_without_fused_kernels_is_told_so() -> None:
     }
     findings = doctor._trainer_findings(found)
     assert [finding.health for finding in findings] == ["ok", "note", "note", "ok"]
-    assert all("megarl[gpu]" in finding.fix for finding in findings[1:3])
+    assert all("requirements/install-gpu.sh" in finding.fix for finding in findings[1:3])
     assert findings[3].what == "none: only transformer_engine has it"
 
 

@@ -32,3 +32,26 @@ def test_the_apptainer_image_is_the_gpu_image() -> None:
     assert "bash requirements/install-gpu.sh" in docker
     assert "bash requirements/install-gpu.sh" in apptainer
     assert [path for path in re.findall(r"^    (\S+) /app/", apptainer, re.M) if not (ROOT / path).exists()] == []
+
+
+def pins(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^\s*\"?([A-Za-z0-9_.-]+)(?:\[[^]]*\])?==([0-9][^\s;\",]*)", text.lower().replace("_", "-"), re.M))
+
+
+def test_the_gpu_image_has_the_versions_that_the_package_pins() -> None:
+    constraints = pins((ROOT / "requirements" / "constraints-gpu.txt").read_text())
+    setup = (ROOT / "setup.py").read_text().split("TEST = [")[0].replace("megatron-core==0.16.1; python_version < '3.12'", "")
+    wanted = {name: version for name, version in pins(setup).items() if name != "setuptools"}
+    assert {"megatron-core", "transformers", "sglang"} <= wanted.keys()
+    assert {name: constraints.get(name) for name in wanted} == wanted
+    script = (ROOT / "requirements" / "install-gpu.sh").read_text()
+    version = re.findall(r"^transformer_engine=(\S+)$", script, re.M)[0]
+    assert constraints["transformer-engine"] == constraints["transformer-engine-cu13"] == version
+    assert f"transformer-engine=={version}" in (ROOT / "requirements" / "transformer-engine.txt").read_text().replace("_", "-")
+
+
+def test_what_the_gpu_target_installs_from_is_copied_before() -> None:
+    target = (ROOT / "Dockerfile").read_text().split(" AS gpu")[1]
+    before = target.split("bash requirements/install-gpu.sh")[0]
+    for file in ("setup.py", "requirements/install-gpu.sh", "requirements/constraints-gpu.txt", "megarl/__init__.py"):
+        assert file in before
