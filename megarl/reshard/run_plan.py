@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
@@ -16,6 +18,7 @@ from megarl.reshard.targets import EngineTarget
 if TYPE_CHECKING:
     from megarl.config.rollout import RolloutConfig
     from megarl.config.schema import Config
+    from megarl.reshard.placement import Placement
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 NOT_PLANNED = (
@@ -44,6 +47,41 @@ def plan_of_run(config: Config) -> ReshardPlan:
         bucket_bytes=bucket_of_load(LOAD_BYTES, to),
         fp8=fp8,
     )
+
+
+def check_same_machine(config: Config, placement: Placement) -> None:
+    """Refuse shared memory between a rank and an engine that are on different machines.
+
+    Raises:
+        ConfigError: SGLang's servers are to be sent weights by shared memory, and one of them from another machine.
+    """
+    if config.rollout.engine != "sglang" or config.rollout.weight_transport != "shared_memory":
+        return
+    if len(set(map(_machine, placement.nodes))) < 2:
+        return
+    plan, ranks = plan_of_run(config), placement.ranks["policy"]
+    for engine, bundles in enumerate(placement.engines):
+        own = _machine(placement.bundles[bundles[0]].node)
+        for rank in _senders(plan, engine, on_gpus=placement.bundles[0].gpu is not None):
+            other = _machine(placement.bundles[ranks[rank]].node)
+            if other != own:
+                reason = f"cannot take weights from rank {rank} of the policy on {other} to engine {engine} on {own}"
+                allowed = "'process_group', with resources.placement = 'separate' on GPUs"
+                raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed=allowed)
+
+
+def _machine(node: str) -> str:
+    """Nodes of one Ray on one machine are told apart by what follows its address (`workers/bundles.py`)."""
+    return node.partition("/")[0]
+
+
+def _senders(plan: ReshardPlan, engine: int, *, on_gpus: bool) -> list[int]:
+    """The ranks that send to an engine; on GPUs experts go whole, from the first rank of every stage."""
+    if on_gpus and plan.weight_map.num_experts:
+        layout = plan.layout
+        return list(range(0, layout.world_size, layout.world_size // layout.pp))
+    buckets = np.arange(len(plan.bucket_starts) - 1)
+    return [int(rank) for rank in np.unique(plan.sender(np.full(len(buckets), engine), buckets))]
 
 
 def target_of_run(rollout: RolloutConfig) -> EngineTarget:
