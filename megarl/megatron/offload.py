@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -23,6 +24,8 @@ class Offload:
     def keep(self, *, weights: bool, rest: bool) -> None:
         """Have the weights, and gradients with what the optimizer remembers, on the device or not."""
         wanted = {"weights": weights, "rest": rest}
+        if not rest:
+            _forget_fp8_copies(self._role.chunks)
         for kind in (kind for kind, is_wanted in wanted.items() if not is_wanted and kind not in self._away):
             self._away[kind] = [_leave(tensor, is_kept=is_kept) for tensor, is_kept in self._tensors(kind)]
         for kind in (kind for kind, is_wanted in wanted.items() if is_wanted and kind in self._away):
@@ -52,8 +55,27 @@ def _key(tensor: Tensor) -> tuple[str, int]:
 def _weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     for chunk in chunks:
         core: Any = unwrap_model(chunk)
-        yield from (parameter.data for parameter in core.parameters())
+        for parameter in core.parameters():
+            yield from _values_of(parameter)
         yield from core.buffers()
+
+
+def _values_of(parameter: Tensor) -> Iterator[Tensor]:
+    """What holds a weight; one in FP8, whose own storage is empty, has a tensor of its rows, one of its columns, or both."""
+    if is_float8tensor(parameter):
+        quantised: Any = parameter
+        yield from (values for values in quantised.get_data_tensors() if values is not None)
+    else:
+        yield parameter.data
+
+
+def _forget_fp8_copies(chunks: Sequence[torch.nn.Module]) -> None:
+    """Transformer Engine keeps an FP8 copy of each BF16 weight, which the next pass makes anew where there is none."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            copies: Any = getattr(module, "_fp8_workspaces", None)
+            if copies:
+                copies.clear()
 
 
 def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,3 +73,38 @@ def test_a_role_goes_on_to_the_bit_after_its_memory_was_given_up(
             nothing,
             weights_alone,
         ]
+
+
+class Fp8Weight(torch.nn.Parameter):
+    """As Transformer Engine's: its values are in two tensors of its own, and its own storage is empty."""
+
+    def __new__(cls, rows: torch.Tensor, columns: torch.Tensor | None) -> Fp8Weight:
+        weight = super().__new__(cls, torch.empty(0), requires_grad=False)
+        weight.parts = (rows, columns)
+        return weight
+
+    def get_data_tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.parts
+
+
+def test_weights_in_fp8_leave_with_both_of_their_copies_and_cached_ones_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.megatron import offload as module
+
+    monkeypatch.setattr(module, "is_float8tensor", lambda tensor: isinstance(tensor, Fp8Weight))
+    monkeypatch.setattr(module, "unwrap_model", lambda chunk: chunk)
+    layer = torch.nn.Module()
+    both = Fp8Weight(torch.arange(6, dtype=torch.uint8), torch.arange(6, 12, dtype=torch.uint8))
+    layer.both, layer.rows = both, Fp8Weight(torch.arange(4, dtype=torch.uint8), None)
+    layer.plain = torch.nn.Parameter(torch.arange(3.0))
+    layer._fp8_workspaces = {"weight": torch.zeros(99)}  # type: ignore[assignment]
+    cached = layer._fp8_workspaces
+    offload = module.Offload(SimpleNamespace(chunks=[layer], optimizer=None), device_type="cpu")
+    assert bytes_held(offload) == {"weights": 6 + 6 + 4 + 12, "rest": 0}
+    offload.keep(weights=True, rest=False)
+    assert cached == {}
+    offload.keep(weights=False, rest=False)
+    assert all(part.untyped_storage().nbytes() == 0 for part in both.parts)
+    assert layer.plain.untyped_storage().nbytes() == 0
+    offload.keep(weights=True, rest=True)
+    assert [part.tolist() for part in both.parts] == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    assert layer.plain.tolist() == [0.0, 1.0, 2.0]
