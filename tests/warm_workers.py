@@ -24,6 +24,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -42,6 +44,11 @@ class WarmWorkers:
     def environment(self) -> dict[str, str]:
         """What makes the local Ray of a process that has it start its workers so."""
         return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": self.python}})}
+
+    @property
+    def forked(self) -> list[psutil.Process]:
+        """The workers of all local Rays, which are not below the runs that use them."""
+        return psutil.Process(self._server.pid).children(recursive=True)
 
     def __enter__(self) -> WarmWorkers:
         return self

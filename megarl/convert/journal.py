@@ -41,7 +41,7 @@ class Journal:
         """
         refuse_existing(self.target)
         self.staging.mkdir(parents=True, exist_ok=True)
-        with _locked(self.path(self.index), f"shard {self.index} of {self.count} of '{self.target}'") as file:
+        with _locked(self.path(self.index), f"shard {self.index} of {self.count} of '{self.target}'", _WAIT_S) as file:
             self._file = file
             refuse_existing(self.target)
             for journal in self.staging.glob("journal-*"):
@@ -77,7 +77,7 @@ class Journal:
         """
         if self.missing_shards():
             return False
-        with _locked(self.staging / "finish.lock", f"the end of '{self.target}'", wait_s=600.0):
+        with _locked(self.staging / "finish.lock", f"the end of '{self.target}'", 600.0):
             if not self.staging.exists():  # another shard was faster
                 return False
             named: dict[str, str] = {}
@@ -158,7 +158,7 @@ def refuse_existing(target: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, what: str, wait_s: float = _WAIT_S) -> Iterator[TextIO]:
+def _locked(path: Path, what: str, wait_s: float) -> Iterator[TextIO]:
     with path.open("a+") as file:
         deadline = time.monotonic() + wait_s
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tempfile
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -22,7 +23,7 @@ class Profile:
     def __init__(self, file: str, platform: Platform) -> None:
         self._file, self._platform = file, platform
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if platform.name == "cuda" else [])
-        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
+        self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         platform.start_memory_history()
         self._profiler.start()
 
@@ -32,9 +33,13 @@ class Profile:
         self._profiler.stop()
         os.makedirs(os.path.dirname(self._file), exist_ok=True)
         trace = f"{self._file}.trace.json.gz"
-        self._profiler.export_chrome_trace(trace)
-        if not self._platform.write_memory_history(f"{self._file}.memory.pickle"):
-            with gzip.open(trace, "rt") as file:
+        if self._platform.write_memory_history(f"{self._file}.memory.pickle"):
+            self._profiler.export_chrome_trace(trace)
+            return
+        with tempfile.NamedTemporaryFile(suffix=".json") as plain:
+            self._profiler.export_chrome_trace(plain.name)
+            with open(plain.name, "rb") as file:  # written anew under this name
                 recorded = json.load(file)
-            with gzip.open(trace, "wt") as file:
-                json.dump(with_memory_curve(recorded), file)
+        # one string, because `json.dump` encodes in Python; at gzip's 9 it takes thrice as long and is a tenth smaller
+        with gzip.open(trace, "wb", compresslevel=6) as file:
+            file.write(json.dumps(with_memory_curve(recorded)).encode())

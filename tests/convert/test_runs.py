@@ -126,6 +126,8 @@ def test_the_tool_is_the_command(run: dict[str, Any]) -> None:
     assert "optimizer state" in answer.stdout
 
 
+# test_round_trip.py has every byte, test_verify.py the logits, and tests/megatron/test_real_model.py this model in ranks
+@pytest.mark.exhaustive
 @pytest.mark.real
 def test_the_real_model_survives_import_verify_and_export_and_writes_the_same_text(
     real_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -115,7 +115,10 @@ def test_exit_codes_and_checksums_of_the_command(trio: dict[str, Path], capsys: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("mixtral", marks=pytest.mark.exhaustive), "deepseek_v3"])
+# tests/models/test_families.py compares every family's logits, and the first here the ways of a command to them
+@pytest.mark.parametrize(
+    "family", ["qwen2", *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("mixtral", "deepseek_v3"))]
+)
 def test_logits_through_megatron_core_are_those_of_transformers(
     families: Callable[[str], Path], tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

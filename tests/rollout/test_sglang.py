@@ -275,6 +275,7 @@ def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_
     asyncio.run(scenario())
 
 
+@pytest.mark.exhaustive  # test_sglang_killed.py kills one in an update and starts it again without weights
 @pytest.mark.slow
 def test_a_server_that_died_is_named_leaves_nothing_and_starts_again_without_weights(tiny_path: Path, tmp_path: Path) -> None:
     options = ServerOptions(
@@ -332,6 +333,7 @@ def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     assert time.monotonic() - begun < 60
 
 
+@pytest.mark.exhaustive  # of tests/themes/e2e/test_bad_input.py a whole run ends so
 @pytest.mark.slow
 def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
     options = ServerOptions(str(tmp_path / "no-such-model"), tmp_path / "server.log", start_timeout_s=120)

@@ -118,12 +118,17 @@ def nothing_is_left(folder: Path) -> bool:
     ("behaviour", "phase", "who", "what"),
     [
         ("WorkerError@2,1", "update", "rank 1 of policy", "something happened"),
-        ("EngineError@2,1", "update", "rank 1 of policy", "something happened"),
+        # WorkerError before it is raised and told alike
+        pytest.param("EngineError@2,1", "update", "rank 1 of policy", "something happened", marks=pytest.mark.exhaustive),
         ("kill@2,0", "update", "driver", "it was killed by SIGKILL"),
         ("kill@2,2", "export", "driver", "it was killed by SIGKILL"),
-        ("exit@2,1", "update", "driver", "it ended with exit code 1"),
+        # as a kill, only said in other words
+        pytest.param("exit@2,1", "update", "driver", "it ended with exit code 1", marks=pytest.mark.exhaustive),
         ("stuck@2,1", "update", "driver", "it gave no heartbeat for 2 s; its Python stacks are in"),
-        ("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 2 s; it gave no Python stacks"),
+        pytest.param(
+            *("stop@2,1", "update", "driver", "it was stopped (SIGSTOP) for 2 s; it gave no Python stacks"),
+            marks=pytest.mark.exhaustive,  # the one before is as silent
+        ),
         ("hang@2,1", "update", "driver", "rank 3 of policy died"),
     ],
 )
@@ -176,7 +181,7 @@ def test_a_run_that_was_killed_before_it_began_may_still_be_refused(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clock_is_ahead_s", [0.0, 86_400.0])
+@pytest.mark.parametrize("clock_is_ahead_s", [pytest.param(0.0, marks=pytest.mark.exhaustive), 86_400.0])
 def test_a_named_checkpoint_counts_until_the_run_has_one_whatever_the_clock_says(
     tmp_path: Path, clock_is_ahead_s: float
 ) -> None:

@@ -22,6 +22,7 @@ from megarl.config import Config
 from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
 from tests.themes.e2e.processes import outside_ray, start_megarl, wait_for_step
+from tests.warm_workers import WarmWorkers
 
 STEPS = 9
 OVERRIDES = {
@@ -47,13 +48,13 @@ def outcome(folder: Path) -> tuple[list[Any], bytes, list[float]]:
     )
 
 
-def below(process: subprocess.Popen[str], name: str) -> psutil.Process:
-    """A process of the run that calls itself so."""
-    for child in psutil.Process(process.pid).children(recursive=True):
+def called(name: str, processes: list[psutil.Process]) -> psutil.Process:
+    """The first process that calls itself so."""
+    for child in processes:
         with contextlib.suppress(psutil.Error):
             if name in " ".join(child.cmdline()):
                 return child
-    raise AssertionError(f"no process below the run is called {name}")
+    raise AssertionError(f"no process of the run is called {name}")
 
 
 LOCAL_RAY = """
@@ -93,7 +94,7 @@ def test_nothing_of_a_local_ray_outlives_a_run_that_is_killed(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_run_that_is_hit_ends_as_one_that_was_left_alone(
-    tiny_config: Callable[..., Config], local_ray: None, tmp_path: Path
+    tiny_config: Callable[..., Config], local_ray: None, warm_workers: WarmWorkers, tmp_path: Path
 ) -> None:
     config = tiny_config(**OVERRIDES, **{"run.name": "calm"})
     train(config)
@@ -102,16 +103,22 @@ def test_a_run_that_is_hit_ends_as_one_that_was_left_alone(
     hit = tiny_config(**OVERRIDES, **{"run.name": "hit", "run.max_restarts": 3})
     folder = Path(hit.run_folder)
     (tmp_path / "hit.yaml").write_text(yaml.safe_dump(hit.model_dump(mode="json", exclude_none=True)))
-    run = start_megarl("train", str(tmp_path / "hit.yaml"))
+    strangers = warm_workers.forked
+    run = start_megarl("train", str(tmp_path / "hit.yaml"), environment=warm_workers.environment)
+
+    def below() -> list[psutil.Process]:
+        forked = [process for process in warm_workers.forked if process not in strangers]
+        return psutil.Process(run.pid).children(recursive=True) + forked
+
     try:
         wait_for_step(run, folder, 1)
-        below(run, "ray::EngineActor").kill()
+        called("ray::EngineActor", below()).kill()
         wait_for_step(run, folder, 3)
-        driver, rank = below(run, "megarl train"), below(run, "ray::RankProcess")
+        driver, rank = called("megarl train", below()), called("ray::RankProcess", below())
         driver.suspend()
         time.sleep(1)
         driver.resume()
-        everything = psutil.Process(run.pid).children(recursive=True)
+        everything = below()
         rank.kill()
         _, said = run.communicate(timeout=240)
     finally:
