@@ -13,6 +13,7 @@ from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.trainers.rl.loop import train
 
 
+@pytest.mark.exhaustive  # tests/rollout/test_external.py gives such a server its weights as folders too, without a run
 @pytest.mark.slow
 def test_a_run_gives_a_server_that_was_there_before_its_weights_and_leaves_it_running(
     tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,11 @@ def run(config: Config) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return [row for row in read_metrics(folder / "metrics.jsonl") if row["step"]], samples
 
 
-@pytest.mark.parametrize("layout", [None, {"tp": 2}], ids=["with the policy", "tp2 of its own"])
+@pytest.mark.parametrize(
+    "layout",
+    # the process reward model below stands with the policy
+    [pytest.param(None, id="with the policy", marks=pytest.mark.exhaustive), pytest.param({"tp": 2}, id="tp2 of its own")],
+)
 def test_a_reward_model_scores_as_hugging_face_does(
     layout: dict[str, int] | None, tiny_config: Callable[..., Config], reward_model: Path
 ) -> None:
@@ -50,6 +56,17 @@ def test_a_process_reward_model_scores_every_step(tiny_config: Callable[..., Con
     assert metrics[0]["policy/grad_norm"] > 0
 
 
+def test_reinforce_plus_plus_trains_on_advantages_that_are_normalised_over_the_step(tiny_config: Callable[..., Config]) -> None:
+    metrics, samples = run(tiny_config(**NO_EVAL, **{"algorithm": {"name": "reinforce_plus_plus"}}))
+    for row in metrics:
+        advantages = [value for s in samples if s["step"] == row["step"] for value in s["training"]["advantages"]]
+        assert statistics.fmean(advantages) == pytest.approx(0, abs=1e-5)
+        assert statistics.pstdev(advantages) == pytest.approx(1, abs=0.02)
+        assert row["policy/grad_norm"] > 0
+
+
+# tests/trainers/test_experience.py subtracts the rewards, test_needs_of_own_algorithms.py gets them of greedy responses
+@pytest.mark.exhaustive
 def test_remax_compares_with_the_greedy_response(tiny_config: Callable[..., Config]) -> None:
     settings = {"algorithm": {"name": "grpo", "advantage": "remax", "policy_loss": "reinforce", "kl": {"coef": 0.0}}}
     metrics, samples = run(tiny_config(**settings, **NO_EVAL, **{"rollout.samples_per_prompt": 1, "run.steps": 2}))
@@ -85,21 +102,22 @@ def test_resampling_is_bounded_and_the_step_stays_full(tiny_config: Callable[...
     assert metrics[0]["policy/grad_norm"] == 0
 
 
-def test_a_reset_reference_is_the_policy_of_that_step(tiny_config: Callable[..., Config]) -> None:
-    metrics, _ = run(tiny_config(**NO_EVAL, **{"reference.reset_every": 2, "run.steps": 4, "policy.layout": {"dp": 2}}))
-    kl = [row["kl/reference"] for row in metrics]
+def test_a_reset_reference_is_the_policy_of_that_step_and_a_resumed_run_keeps_it(tiny_config: Callable[..., Config]) -> None:
+    settings = {**NO_EVAL, "reference.reset_every": 2, "run.resume": "auto", "run.steps": 4, "policy.layout": {"dp": 2}}
+    config = tiny_config(**settings, **{"run.name": "whole", "run.save_every": 3, "run.keep_checkpoints": 0})
+    whole, _ = run(config)
+    kl = [row["kl/reference"] for row in whole]
     assert kl[0] == pytest.approx(0, abs=1e-9)
     assert kl[1] > 1e-7
     assert kl[2] == pytest.approx(0, abs=1e-9)
     assert kl[3] > 1e-7
-
-
-def test_a_resumed_run_keeps_the_reference_that_was_reset(tiny_config: Callable[..., Config]) -> None:
-    settings = {**NO_EVAL, "reference.reset_every": 2, "run.resume": "auto"}
-    whole, _ = run(tiny_config(**settings, **{"run.name": "whole", "run.steps": 4}))
-    run(tiny_config(**settings, **{"run.name": "parts", "run.steps": 3}))
-    parts, _ = run(tiny_config(**settings, **{"run.name": "parts", "run.steps": 4}))
-    assert [row["kl/reference"] for row in parts] == [row["kl/reference"] for row in whole]
+    # as it was after its third step
+    folder = Path(config.run_folder)
+    shutil.copytree(folder, folder.with_name("parts"))
+    shutil.rmtree(folder.with_name("parts") / "checkpoints" / "step_000004")
+    parts, _ = run(tiny_config(**settings, **{"run.name": "parts"}))
+    assert (folder.with_name("parts") / "checkpoints" / "step_000004").exists()
+    assert [row["kl/reference"] for row in parts] == kl
     assert [row["policy/grad_norm"] for row in parts] == [row["policy/grad_norm"] for row in whole]
 
 
@@ -122,12 +140,14 @@ def test_supervised_examples_are_mixed_in_with_their_weight(tiny_config: Callabl
     assert norms[0.5] > 0
 
 
+@pytest.mark.exhaustive  # tests/trainers/test_experience.py asks for them, and test_runs.py has a run with a critic
 def test_values_after_truncated_responses_are_asked_for(tiny_config: Callable[..., Config]) -> None:
     settings = {"algorithm": {"name": "ppo", "truncated_responses": "bootstrap", "kl": {"coef": 0.0}}}
     metrics, _ = run(tiny_config(**settings, **NO_EVAL))
     assert metrics[1]["critic/loss"] > 0
 
 
+@pytest.mark.exhaustive  # test_needs_of_own_algorithms.py and a page of the documentation name theirs by a file
 def test_a_loss_and_an_estimator_of_ones_own_are_named_by_their_path(
     tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,9 @@ def recorded(recording: dict[str, Path], tiny_config: Callable[..., Config], **o
 
 def test_a_run_on_sglang_passes_its_gates_and_leaves_everything_in_its_folder(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config(**{"rollout.engine": "sglang", "policy.layout": {"dp": 2}, "run.steps": 3, "rollout.temperature": 0.8})
+    before = servers()
     summary = train(config)
+    assert servers() <= before
     gates = summary["gates"]
     assert gates["kl_to_reference_at_first_step"] < 1e-9
     assert gates["log_prob_max_difference_as_loaded"] < 1e-4
@@ -93,6 +95,8 @@ def check_what_is_seen_of(config: Config, processes: list[str]) -> None:
     assert page_data([run])["runs"][0]["samples"]
 
 
+# the test above with the other transport, which tests/rollout/test_sglang.py and test_sglang_killed.py check on servers
+@pytest.mark.exhaustive
 def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config]) -> None:
     config = tiny_config(
         **{
@@ -107,8 +111,13 @@ def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config])
 
 @pytest.mark.parametrize(
     "layout",
-    [{"dp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}, {"cp": 2}],
-    ids=["dp2", "tp2+sp", "pp2", "cp2"],
+    [
+        # test_supervised.py's curves under dp2 and tests/themes/parallel's numbers under both stand for these
+        pytest.param({"dp": 2}, id="dp2", marks=pytest.mark.exhaustive),
+        pytest.param({"tp": 2, "sequence_parallel": True}, id="tp2+sp"),
+        pytest.param({"pp": 2}, id="pp2"),
+        pytest.param({"cp": 2}, id="cp2", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_every_policy_layout_gives_the_same_curve(
     tiny_config: Callable[..., Config], recording: dict[str, Path], layout: dict[str, Any]
@@ -126,6 +135,7 @@ def test_every_policy_layout_gives_the_same_curve(
             assert row[name] == pytest.approx(value, abs=1e-4), name
 
 
+@pytest.mark.exhaustive  # test_resume.py compares a run with more to remember, and its checkpoints too
 def test_three_steps_and_three_resumed_equal_six_bit_for_bit(
     tiny_config: Callable[..., Config], recording: dict[str, Path]
 ) -> None:
@@ -159,6 +169,8 @@ def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Calla
     check_what_is_seen_of(config, ["driver", "policy 0", "policy 1", "critic 0", "critic 1"])
 
 
+# test_bad_input.py's rewards that fail, and servers that ended after the first test of this file, stand for it
+@pytest.mark.exhaustive
 def test_a_reward_that_raises_ends_the_run_with_its_sentence_and_no_process_left(
     tiny_config: Callable[..., Config], tmp_path: Path
 ) -> None:

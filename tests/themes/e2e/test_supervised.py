@@ -166,7 +166,10 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Callable[[Reference
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+VARIANTS = ("dpo+rpo", "ipo")  # tests/algorithms/test_preference.py has their formulas, and "dpo" the way to them
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.exhaustive if c in VARIANTS else ()) for c in CASES])
 def test_losses_are_those_of_hugging_face_and_the_formula(
     case: str, supervised_config: Callable[..., SupervisedConfig], tiny_model: Path
 ) -> None:
