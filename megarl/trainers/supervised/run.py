@@ -145,7 +145,7 @@ class SupervisedRun(Run):
         )
         output = torch.stack([stream.columns[name] for name in names], dim=-1)
         _, figures = objective(output, stream)
-        return figures
+        return {name: float(value) for name, value in figures.items()}
 
     def _kind(self) -> Kind:
         """What the rows are."""
