@@ -140,7 +140,7 @@ def _run(
     progress: PassProgress | None,
     *,
     forward_only: bool,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     device = torch.device(torch.cuda.current_device())
     filled = [(units, loss_function) for units in micro_batches]
     if options.layout.vpp is not None:
@@ -213,7 +213,7 @@ def _forward_step(
     *,
     options: ModelOptions,
     progress: PassProgress,
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, float]]]]:
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
     stream, share, sequences, positions, loss_function = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
@@ -231,10 +231,12 @@ def _forward_step(
         packed_seq_params=packed,
     )
 
-    def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
+    def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
         value, metrics = loss_function(whole, stream)
-        return value, torch.ones((), dtype=torch.int), metrics
+        # kept until the pass is over, but not what they were computed from
+        kept = {name: metric.detach() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()}
+        return value, torch.ones((), dtype=torch.int), kept
 
     return output, loss
 

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +71,34 @@ def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None
     found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
     for seen in found.values():
         assert seen.keys() == {"item"}  # megatron-core's unfused attention asks which random numbers it is to use
+
+
+def metrics_with_gradients(rank: int, world_size: int, folder: Path) -> list[bool]:
+    from megarl.config.layout import Layout
+    from megarl.megatron import step
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(Layout(), seed=1)
+    model = RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=1e-3))
+    found: list[bool] = []
+
+    def read(of_micro_batches: Any) -> list[dict[str, Any]]:
+        found.extend(metrics["sum"].requires_grad for metrics in of_micro_batches)
+        return []
+
+    step.metrics_on_host = read  # type: ignore[assignment]
+    micro_batches = [[unit(number)] for number in range(2)]
+    step.forward_backward(model.chunks, model.options, micro_batches, lambda output, _: (output.sum(), {"sum": output.sum()}))
+    return found
+
+
+@pytest.mark.slow
+def test_a_metric_that_a_loss_did_not_detach_does_not_keep_the_pass_in_memory(tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "llama")
+    with World(1) as own:  # in which a function is replaced for good
+        assert own.call(metrics_with_gradients, tmp_path / "llama")[0] == [False, False]
 
 
 def test_many_tensors_come_to_main_memory_at_once_as_they_are() -> None:
