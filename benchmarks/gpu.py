@@ -231,14 +231,14 @@ def run_part(part: Part, folder: Path) -> dict[str, Any]:
     return found
 
 
-def write_models(works: Iterable[str], folder: Path) -> None:
-    """Random weights for these works as Hugging Face folders of their names."""
+def write_models(works: Iterable[str], folder: Path, device: str | None = None) -> None:
+    """Random weights for these works as Hugging Face folders of their names, made on `device` (None: a GPU if there is one)."""
     import torch
 
     from megarl.models.hf_folder import write_hf_folder
     from megarl.models.registry import architecture_for
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # two billion random numbers take a CPU 20 s
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")  # two billion random numbers take a CPU 20 s
 
     def value(shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:

@@ -25,14 +25,12 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from gpu import WORKS, write_models  # noqa: E402
+
 from megarl.observe.summary import machine, versions  # noqa: E402
 
-HF_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 8192, "tie_word_embeddings": True,
-    "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "eos_token_id": 0,
-}  # fmt: skip
+WORK = "1b, short"
+"""Whose model it is, of `gpu.WORKS`."""
 PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 64, 512
 WORDS = 5000
 POLL_S = 0.1
@@ -46,25 +44,16 @@ def even(sample):
 
 def write_model(folder: Path) -> int:
     """Random weights, and a tokenizer with a word for each of the first ids; returns the bytes of the weights in BF16."""
-    import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from megarl.models.hf_folder import write_hf_folder
-    from megarl.models.registry import architecture_for
-
-    def value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if "norm" in name:
-            return torch.ones(shape, dtype=torch.bfloat16)
-        return (0.02 * torch.randn(shape)).bfloat16()  # not on the GPU, of which this process would keep some
-
-    shapes = architecture_for(HF_CONFIG).weight_map(HF_CONFIG).hf_shapes()
-    write_hf_folder(folder, ((name, value(name, shape)) for name, shape in shapes.items()), HF_CONFIG)
+    write_models([WORK], folder.parent, device="cpu")  # not on the GPU, of which this process would keep some
+    (folder.parent / WORK).rename(folder)
     words = {"<eos>": 0, "<unk>": 1} | {f"w{number}": number + 2 for number in range(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>").save_pretrained(folder)
-    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def config_in(work: Path, steps: int) -> dict[str, Any]:
@@ -201,7 +190,12 @@ def main(arguments: list[str] | None = None) -> None:
         record: dict[str, Any] = {
             "machine": machine(),
             "versions": versions(),
-            "work": {"model": HF_CONFIG, "config": config, "overrides": given.overrides, "weight_bytes": weight_bytes},
+            "work": {
+                "model": WORKS[WORK].hf_config,
+                "config": config,
+                "overrides": given.overrides,
+                "weight_bytes": weight_bytes,
+            },
             "exit_code": code,
             "seconds": time.time() - began,
             "gpu_bytes": curve.total,
