@@ -29,9 +29,6 @@ RUNNABLE = (
     "own_data.md",
     "run_that_does_not_learn.md",
 )
-STOOD_FOR = ("add_a_model.md", "add_an_engine.md", "add_an_episode.md")
-"""`make test-all` runs these: tests/models and tests/convert, and the runs of tests/themes/e2e/test_own_engine.py and
-test_episodes_run.py, do what they show."""
 
 
 def pattern(line: str) -> str:
@@ -61,9 +58,7 @@ def test_every_page_with_files_of_its_own_is_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # a page trains up to three times, each mostly the start of processes
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in STOOD_FOR else ()) for name in RUNNABLE]
-)
+@pytest.mark.parametrize("name", RUNNABLE)
 def test_the_page_runs_as_it_stands(name: str, warm_workers: WarmWorkers, tmp_path: Path) -> None:
     if not (ROOT / MODEL / "config.json").is_file():
         pytest.skip(f"needs {MODEL} (make tiny-model)")
