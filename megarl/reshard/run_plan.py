@@ -62,7 +62,7 @@ def check_same_machine(config: Config, placement: Placement) -> None:
     plan, ranks = plan_of_run(config), placement.ranks["policy"]
     for engine, bundles in enumerate(placement.engines):
         own = _machine(placement.bundles[bundles[0]].node)
-        for rank in _senders(plan, engine, on_gpus=placement.bundles[0].gpu is not None):
+        for rank in _senders(plan, engine):
             other = _machine(placement.bundles[ranks[rank]].node)
             if other != own:
                 reason = f"cannot take weights from rank {rank} of the policy on {other} to engine {engine} on {own}"
@@ -75,11 +75,8 @@ def _machine(node: str) -> str:
     return node.partition("/")[0]
 
 
-def _senders(plan: ReshardPlan, engine: int, *, on_gpus: bool) -> list[int]:
-    """The ranks that send to an engine; on GPUs experts go whole, from the first rank of every stage."""
-    if on_gpus and plan.weight_map.num_experts:
-        layout = plan.layout
-        return list(range(0, layout.world_size, layout.world_size // layout.pp))
+def _senders(plan: ReshardPlan, engine: int) -> list[int]:
+    """The ranks that send to an engine."""
     buckets = np.arange(len(plan.bucket_starts) - 1)
     return [int(rank) for rank in np.unique(plan.sender(np.full(len(buckets), engine), buckets))]
 
@@ -95,7 +92,7 @@ def target_of_run(rollout: RolloutConfig) -> EngineTarget:
         raise ConfigError(f"rollout.engine is '{rollout.engine}', which takes no weights; it must be 'sglang' or 'embedded'")
     if weights == "folder":
         raise ConfigError("rollout.weight_transport is 'folder', by which weights travel as a folder, without a reshard plan")
-    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines, whole="experts")
+    return replace(engine_target(rollout.tp, rollout.engine_args), engines=rollout.engines)
 
 
 def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> EngineTarget:

@@ -7,7 +7,6 @@ reads its parameters back and takes them again (`sglang_loader.py`). Models of w
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,7 +22,7 @@ from megarl.models.registry import architecture_for
 from megarl.reshard.block_scales import quantised_map
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.slices import engine_slices
-from megarl.reshard.targets import EVERY_RANK, EngineTarget
+from megarl.reshard.targets import EngineTarget
 from megarl.reshard.tensors import TensorTable
 from megarl.weight_sync.cuda_ipc import checksum
 from megarl.weight_sync.model_compatibility import ServedModel
@@ -36,15 +35,10 @@ UNCHECKED = ""
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """What decides how an engine holds a model's weights: which model, how its ranks share it, and on which device.
-
-    On CUDA the order of experts in SGLang's fused parameters depends on the kernels it chooses, so there they are given to
-    it whole, for its own loader, and their checksums are not compared.
-    """
+    """What decides how an engine holds a model's weights: which model, and how its ranks share it."""
 
     model: ServedModel
     target: EngineTarget = field(default_factory=EngineTarget)
-    device: str = "cpu"
 
     @classmethod
     def of_model(
@@ -58,22 +52,12 @@ class EngineLayout:
             EngineError: config.json cannot be read, or SGLang would not hold this model's weights as they are sent.
         """
         check_model(model_path, tp, device)
-        layout = cls(ServedModel(_config(model_path), dtype), target or EngineTarget(tp=tp), device)
-        if layout.takes_whole_experts:
-            logging.getLogger(__name__).warning(
-                "the checksums of expert weights are not compared after an update: on %s their order is not known", device
-            )
-        return layout
+        return cls(ServedModel(_config(model_path), dtype), target or EngineTarget(tp=tp))
 
     @property
     def dtype(self) -> torch.dtype:
         """What the engine computes in."""
         return getattr(torch, self.model.dtype)  # type: ignore[no-any-return]
-
-    @property
-    def takes_whole_experts(self) -> bool:
-        """Whether experts are left to SGLang's own loader."""
-        return self.device != "cpu" and self.model.has_experts
 
     @cached_property
     def slices(self) -> dict[str, list[SliceKey]]:
@@ -88,11 +72,6 @@ class EngineLayout:
         columns = (held.tensor, held.engine_rank, held.rows, held.row, held.col, held.rows, held.cols)
         for tensor, *box in zip(*(column.tolist() for column in columns), strict=True):
             found[tensors.names[tensor]].append(SliceKey(tensors.names[tensor], *box))
-        if self.takes_whole_experts:
-            shapes = weight_map.hf_shapes()
-            for name, expert in zip(tensors.names, tensors.expert.tolist(), strict=True):
-                if expert >= 0:
-                    found[name] = [SliceKey(name, EVERY_RANK, shapes[name][0], 0, 0, *shapes[name])]
         return found
 
     def pieces(self, name: str, weight: torch.Tensor) -> list[WeightSlice]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,17 +35,47 @@ VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight(?P<scale>_scale_inv)?")
 # projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
+EXPERTS = "w13_weight"
 EXPERT_FUSED = {
-    "gate_proj": ("w13_weight", 0, 2),
-    "w1": ("w13_weight", 0, 2),
-    "up_proj": ("w13_weight", 1, 2),
-    "w3": ("w13_weight", 1, 2),
+    "gate_proj": (EXPERTS, 0, 2),
+    "w1": (EXPERTS, 0, 2),
+    "up_proj": (EXPERTS, 1, 2),
+    "w3": (EXPERTS, 1, 2),
     "down_proj": ("w2_weight", 0, 1),
     "w2": ("w2_weight", 0, 1),
 }
 
-ModelParameters = Mapping[str, torch.Tensor]
 Whole = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ModelParameters:
+    """A rank's parameters by name, and those of experts in which up comes before gate, as some of SGLang's kernels want it."""
+
+    tensors: Mapping[str, torch.Tensor]
+    up_first: Collection[str] = ()
+
+    @classmethod
+    def of(cls, model: Any) -> ModelParameters:
+        """Those of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
+
+        Raises:
+            ValueError: the kernels that were chosen for its experts hold them transposed or interleaved.
+        """
+        up_first = []
+        for name, module in model.named_modules():
+            if not hasattr(module, EXPERTS):
+                continue
+            method = getattr(module, "weight_load_method", None) or module.quant_method
+            if module.use_triton_kernels or getattr(method, "w13_swiglu_interleaved", False):
+                raise ValueError(
+                    f"SGLang holds {name} transposed or interleaved; rollout.engine_args.moe_runner_backend must "
+                    "not be 'triton_kernel', and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED must not be set"
+                )
+            if module.use_flashinfer_trtllm_moe or getattr(method, "load_up_proj_weight_first", False):
+                up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
+        return cls(dict(model.named_parameters()), frozenset(up_first))
+
 
 _kept: dict[str, torch.Tensor] = {}
 """The senders' buffers by name: to map one anew for every load would take as long as reading it."""
@@ -52,7 +83,7 @@ _kept: dict[str, torch.Tensor] = {}
 
 def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or `checking(...)`."""
-    parameters = dict(model.named_parameters())
+    parameters = ModelParameters.of(model)
     for (name, content), buffer in named_tensors:
         if name == CHECK:
             _answer(parameters, *content)
@@ -123,7 +154,7 @@ def _receive(parameters: ModelParameters, where: tuple[Any, ...], call: int, ran
     group = known[2] if known else rendezvous.join(store, rank, ENGINE_RANK)
     _groups[rendezvous.sender] = rendezvous, store, group
 
-    device = next(iter(parameters.values())).device
+    device = next(iter(parameters.tensors.values())).device
     under_way: deque[tuple[Any, torch.Tensor, Any]] = deque()
     nbytes, whole = 0, []
 
@@ -176,13 +207,15 @@ def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
         ValueError: the parameter has no place for a tensor of so many rows and columns.
     """
     name, position, count = engine_name(held.tensor)
-    parameter = parameters[name].data
+    parameter = parameters.tensors[name].data
     if expert := EXPERT.fullmatch(held.tensor):
         parameter = parameter[int(expert["expert"]) % len(parameter)]
+        position = count - 1 - position if name in parameters.up_first else position
     matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter
     # of the tensors that are fused only the first may be of another length than the others (q beside k and v)
     first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
-    is_full = count > 1 or name.endswith(VOCABULARY) or held.of_rows == len(matrix)
+    of_one_length = count * held.of_rows == len(matrix)
+    is_full = of_one_length or name.endswith(VOCABULARY) or (count > 1 and not expert)
     if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
         raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
     return matrix[first : first + held.of_rows]
@@ -215,13 +248,12 @@ def read_answer(answer: torch.Tensor) -> tuple[list[str], list[str]]:
 
 
 def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], answer: torch.Tensor) -> None:
-    digests, elements = [], dict.fromkeys(parameters, 0)
+    tensors = parameters.tensors
+    digests, elements = [], dict.fromkeys(tensors, 0)
     for place in boxes:
         held = SliceKey(*place)
         digests.append(digest(box(parameters, held)))
         elements[engine_name(held.tensor)[0]] += held.rows * held.cols
-    uncovered = [
-        name for name, count in elements.items() if count != parameters[name].numel() and not name.endswith(VOCABULARY)
-    ]
+    uncovered = [name for name, count in elements.items() if count != tensors[name].numel() and not name.endswith(VOCABULARY)]
     text = json.dumps([digests, uncovered[:NAMED]]).encode()
     answer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

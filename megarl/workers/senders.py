@@ -80,7 +80,7 @@ def open_sender(
 
 def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int) -> ReshardPlan | None:
     """How ranks in `layout` send their slices to `engines` servers like `target`; None if these take whole tensors only."""
-    if not isinstance(target, ServerEndpoint) or target.layout.takes_whole_experts:
+    if not isinstance(target, ServerEndpoint):
         return None
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,15 +11,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.reshard.rank_plan import WeightSlice
-from megarl.reshard.targets import EVERY_RANK
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
-from megarl.weight_sync.sglang_senders import checksums_of
+from megarl.weight_sync.sglang_senders import ServerEndpoint, checksums_of
+from megarl.workers.senders import plan_for
 from tests.families import FAMILIES, build_folder
 from tests.models.test_transformers_names import other_values, update
 from tests.rollout.tiny import largest_difference
@@ -69,23 +70,35 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tp: 
     asyncio.run(scenario())
 
 
-def test_where_the_order_of_experts_is_not_known_they_are_sent_whole_this_is_said_and_the_rest_checked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_a_gpu_every_rank_is_sent_its_own_part_of_experts_and_all_checksums_are_compared(tmp_path: Path) -> None:
     folder = sparse_everywhere("mixtral", tmp_path / "model")
-    with caplog.at_level(logging.WARNING):
-        layout = EngineLayout.of_model(folder, "float32", 2, "cuda")
-    assert "the checksums of expert weights are not compared" in caplog.text
-    for name, held in layout.slices.items():
-        whole = ".experts." in name
-        assert [box.engine_rank for box in held] == ([EVERY_RANK] if whole else [0, 1])
+    layout = EngineLayout.of_model(folder, "float32", 2, "cuda")
+    for held in layout.slices.values():
+        assert [box.engine_rank for box in held] == [0, 1]
         checksums = checksums_of([WeightSlice(box, torch.zeros(box.rows, box.cols)) for box in held])
-        assert (set(checksums.values()) == {UNCHECKED}) is whole
-    caplog.clear()
-    assert not EngineLayout.of_model(folder, "float32", 2, "cpu").takes_whole_experts
-    build_folder("llama", tmp_path / "dense")
-    assert not EngineLayout.of_model(tmp_path / "dense", "float32", 2, "cuda").takes_whole_experts
-    assert caplog.text == ""
+        assert UNCHECKED not in checksums.values()
+    endpoint = ServerEndpoint("http://engine", layout, "token")
+    plan = plan_for(endpoint, layout.model, Layout(), engines=1)
+    assert plan is not None
+    assert plan.taken_whole == []
+
+
+def test_every_module_of_sglangs_that_holds_experts_says_in_which_order_they_lie() -> None:
+    """What `ModelParameters.of` reads of a layer's experts, in the installed source."""
+    package = find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    layers = Path(package.submodule_search_locations[0], "srt", "layers")
+    experts = (layers / "moe" / "fused_moe_triton" / "layer.py").read_text()
+    for line in (
+        "self.use_triton_kernels = get_moe_runner_backend().is_triton_kernels()",
+        "self.use_flashinfer_trtllm_moe = (",
+        'return getattr(layer, "weight_load_method", None) or layer.quant_method',
+        '"load_up_proj_weight_first",',
+        'shard_id = {"w1": "w3", "w3": "w1", "w2": "w2"}[shard_id]',
+    ):
+        assert line in experts
+    assert "self.w13_swiglu_interleaved = False" in (layers / "quantization" / "unquant.py").read_text()
 
 
 @pytest.mark.parametrize(

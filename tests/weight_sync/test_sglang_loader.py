@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ class Model:
             name.replace("__", "."): torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in shapes.items()
         }
         self.loaded: list[tuple[str, Tensor]] = []
+        self.experts: dict[str, Any] = {}
+
+    def named_modules(self) -> Any:
+        """As torch.nn.Module's."""
+        return self.experts.items()
 
     def named_parameters(self) -> Any:
         """As torch.nn.Module's."""
@@ -87,6 +93,47 @@ def test_an_experts_boxes_lie_in_its_own_entry_of_the_layers_parameters() -> Non
             send(model, slice_of(f"x.experts.{4 + expert}.{name}.weight", tensors[expert]))
     assert torch.equal(model.parameters["x.experts.w13_weight"], torch.cat([gate, up], dim=1))
     assert torch.equal(model.parameters["x.experts.w2_weight"], down)
+
+
+def experts(**chosen: Any) -> Any:
+    """A layer's experts as SGLang's FusedMoE, with what it says of the kernels that were chosen."""
+    method = SimpleNamespace(load_up_proj_weight_first=chosen.pop("up_first", False), w13_swiglu_interleaved=False)
+    flags = {"use_triton_kernels": False, "use_flashinfer_trtllm_moe": False}
+    return SimpleNamespace(w13_weight=None, quant_method=method, **flags | chosen)
+
+
+@pytest.mark.parametrize("chosen", [{"up_first": True}, {"use_flashinfer_trtllm_moe": True}])
+def test_where_the_chosen_kernels_want_up_before_gate_it_lies_there(chosen: dict[str, bool]) -> None:
+    model = Model(
+        x__experts__w13_weight=(2, 6, 5), x__experts__w13_weight_scale_inv=(2, 2, 1), y__experts__w13_weight=(2, 6, 5)
+    )
+    model.experts = {"x.experts": experts(**chosen), "y.experts": experts()}
+    gate, up, scales = torch.randn(2, 3, 5), torch.randn(2, 3, 5), torch.randn(2, 2)
+    for expert in range(2):
+        for layer in "xy":
+            send(
+                model,
+                slice_of(f"{layer}.experts.{expert}.gate_proj.weight", gate[expert]),
+                slice_of(f"{layer}.experts.{expert}.up_proj.weight", up[expert]),
+            )
+        for place, name in enumerate(("gate_proj", "up_proj")):
+            scale = scales[expert, place].reshape(1, 1)
+            send(model, slice_of(f"x.experts.{expert}.{name}.weight_scale_inv", scale))
+    assert torch.equal(model.parameters["x.experts.w13_weight"], torch.cat([up, gate], dim=1))
+    assert torch.equal(model.parameters["y.experts.w13_weight"], torch.cat([gate, up], dim=1))
+    assert torch.equal(model.parameters["x.experts.w13_weight_scale_inv"][:, :, 0], scales.flip(1))
+    box = slice_of("x.experts.1.up_proj.weight", up[1])
+    assert asked(model, box.held)[0] == [digest(up[1])]
+
+
+def test_experts_that_lie_otherwise_are_refused() -> None:
+    model = Model(x__experts__w13_weight=(2, 8, 5))
+    model.experts = {"x.experts": experts()}
+    with pytest.raises(ValueError, match=r"3 rows here, which have no place in x\.experts\.w13_weight"):  # padded to 4
+        send(model, slice_of("x.experts.0.gate_proj.weight", torch.randn(3, 5)))
+    model.experts = {"x.experts": experts(use_triton_kernels=True)}
+    with pytest.raises(ValueError, match=r"moe_runner_backend must not be 'triton_kernel'"):
+        send(model, slice_of("x.experts.0.gate_proj.weight", torch.randn(4, 5)))
 
 
 def test_what_is_not_cut_goes_through_the_models_own_loader() -> None:
