@@ -29,6 +29,8 @@ class EngineCapabilities:
     """Gives up its memory while a trainer on the same GPU works (`Engine.sleep`, `Engine.wake`)."""
     in_process: bool = True
     """Computes in the engine's own process, so that `rollout.tp` must be 1."""
+    over_nodes: bool = False
+    """Can be on several nodes, if `rollout.tp` is more than the GPUs of one (`Engine.start_on_node`)."""
     replays: bool = False
     """Gives back the responses in `rollout.replay_from`, step by step."""
     reads_arguments: bool = False
@@ -43,6 +45,9 @@ _SGLANG_SET_ELSEWHERE = {
     "device": "the machine that the run is on",
     "base_gpu_id": "megarl, which chooses the engines' GPUs",
     "gpu_id_step": "megarl, which chooses the engines' GPUs",
+    "nnodes": "megarl, which chooses the engines' GPUs",
+    "node_rank": "megarl, which chooses the engines' GPUs",
+    "dist_init_addr": "megarl, which starts an engine's processes on all of its nodes",
     "host": "megarl, whose servers listen on this machine alone",
     "weight_version": "megarl, which counts the weights' versions",
     "skip_tokenizer_init": "megarl, which sends and takes token ids",
@@ -58,6 +63,7 @@ SGLANG = EngineCapabilities(
     weights="slices",
     sleeps=True,
     in_process=False,
+    over_nodes=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )

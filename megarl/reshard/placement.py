@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from megarl.config import AnyConfig
+from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout, divisors
 from megarl.errors import ClusterError, LayoutError, either
 from megarl.reshard.engine_line import replica_shares
@@ -39,20 +40,22 @@ class PlacementRequest:
     """What is to be placed: the layout of each group of ranks, and `engines` engines of `engine_tp` GPUs each.
 
     With `engine_tp` 0 the engines are elsewhere, and take no room here. `colocated`: groups and engines share the same GPUs;
-    else each has its own.
+    else each has its own. `over_nodes`: whether an engine may be on several nodes, if it is larger than one.
     """
 
     groups: Mapping[str, Layout]
     engines: int
     engine_tp: int
     colocated: bool
+    over_nodes: bool = True
 
     @classmethod
     def of(cls, config: AnyConfig) -> PlacementRequest:
         """What the run of `config` needs under Ray."""
         engines = config.sampling.engines if config.sampling is not None else 0
         engine_tp = config.engine_places // engines if engines else 0
-        return cls(config.layouts, engines, engine_tp, config.resources.placement == "colocated")
+        over_nodes = config.sampling is None or capabilities_of(config.sampling).over_nodes
+        return cls(config.layouts, engines, engine_tp, config.resources.placement == "colocated", over_nodes)
 
     @property
     def bundles(self) -> int:
@@ -70,17 +73,30 @@ class PlacementRequest:
 class Placement:
     """`ranks[group][rank]` is a rank's bundle, `engines[engine][rank]` the bundle of an engine's rank; numbers of `bundles`.
 
-    The bundles of an engine are on one node and their GPUs evenly spaced, mostly neighbours. Engines elsewhere have none.
+    The bundles of an engine are on one node and their GPUs evenly spaced, mostly neighbours; one that is larger than a node has
+    equally many of each of several nodes, one after the other. Engines elsewhere have none.
     """
 
     bundles: tuple[Bundle, ...]
     ranks: Mapping[str, tuple[int, ...]]
     engines: tuple[tuple[int, ...], ...]
 
-    def gpus(self, engine: int) -> tuple[int, ...]:
-        """The GPUs of an engine's ranks, by their numbers on its node; none on a cluster without GPUs, or elsewhere."""
-        found = (self.bundles[bundle].gpu for bundle in self.engines[engine])
+    def engine_nodes(self, engine: int) -> list[tuple[int, ...]]:
+        """The bundles of an engine by node, in the order of its ranks; none of one that is elsewhere."""
+        of_nodes: dict[str, list[int]] = {}
+        for bundle in self.engines[engine]:
+            of_nodes.setdefault(self.bundles[bundle].node, []).append(bundle)
+        return [tuple(bundles) for bundles in of_nodes.values()]
+
+    def gpus(self, bundles: Iterable[int]) -> tuple[int, ...]:
+        """The GPUs of bundles of one node, by their numbers there; none on a cluster without GPUs."""
+        found = (self.bundles[bundle].gpu for bundle in bundles)
         return tuple(gpu for gpu in found if gpu is not None)
+
+    @property
+    def machines(self) -> set[str]:
+        """The machines that have bundles. Nodes of one Ray on one machine are told apart by what follows its address."""
+        return set(map(machine, self.nodes))
 
     @property
     def nodes(self) -> list[str]:
@@ -143,12 +159,12 @@ def place(request: PlacementRequest, bundles: Sequence[Bundle]) -> Placement:
 
     A tensor-parallel group lies within a node, and so does a context-parallel group where tp * cp ranks fit into one; an
     expert-parallel group does where it can, and stages of the pipeline follow each other from node to node. An engine has
-    neighbouring GPUs of one node; a colocated one, as far as possible, those of the ranks that send most weights to it.
-    A cluster without GPUs is one node.
+    neighbouring GPUs of one node or, if it is larger than that, as many of each of as few nodes as can hold it; a colocated
+    one, as far as possible, those of the ranks that send most weights to it. A cluster without GPUs is one node.
 
     Raises:
         LayoutError: a tensor- or context-parallel group does not fit into the nodes.
-        ClusterError: an engine does not fit into a node, or the nodes have no room for all engines.
+        ClusterError: an engine cannot be shared evenly among nodes, or the nodes have no room for all engines.
     """
     assert len(bundles) >= request.bundles, "as many are reserved as are needed"
     nodes = _Nodes(bundles)
@@ -162,7 +178,7 @@ def place(request: PlacementRequest, bundles: Sequence[Bundle]) -> Placement:
 def _place(request: PlacementRequest, nodes: _Nodes, *, experts_together: bool) -> Placement:
     """Where nothing is shared large blocks come first: what is left on a node then has room for smaller ones."""
     wanted = [(name, nodes.block_of(layout, experts_together=experts_together)) for name, layout in request.groups.items()]
-    wanted += [(_ENGINES, request.engine_tp)] if request.engines and request.engine_tp else []
+    wanted += [(_ENGINES, nodes.shares_of_engine(request)[0])] if request.engines and request.engine_tp else []
     if not request.colocated:
         wanted.sort(key=lambda block: -block[1])
     ranks: dict[str, tuple[int, ...]] = {}
@@ -201,8 +217,18 @@ class _Nodes:
         for name, layout in request.groups.items():
             if layout.tp > self.largest:
                 raise self._refused(LayoutError, "tp", layout.tp).under(f"{name}.layout", LayoutError)
-        if request.engines and request.engine_tp > self.largest:
-            raise self._refused(ClusterError, "rollout.tp", request.engine_tp, ", and an engine cannot yet be on several nodes")
+        if request.engines and request.engine_tp and not self.shares_of_engine(request):
+            why = ", and engines of this kind cannot be on several nodes"
+            if request.over_nodes:
+                why = f", and no number of nodes can share it evenly with at most {self.largest} each"
+            raise self._refused(ClusterError, "rollout.tp", request.engine_tp, why)
+
+    def shares_of_engine(self, request: PlacementRequest) -> list[int]:
+        """How many GPUs of each of its nodes an engine can have: all on one node, or equal shares, largest first."""
+        size = request.engine_tp
+        if size <= self.largest:
+            return [size]
+        return [share for share in reversed(divisors(size)) if 1 < share <= self.largest] if request.over_nodes else []
 
     def _refused(self, kind: type[LayoutError] | type[ClusterError], field: str, size: int, why: str = "") -> Any:
         reason = f"is more than the {self.largest} GPUs of a node{why}"
@@ -243,15 +269,22 @@ def _place_engines(
     request: PlacementRequest, nodes: _Nodes, free: list[list[int]], ranks: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], ...]:
     """Bundles of every engine. Separate: in the order of nodes, removed from `free`. Colocated: near the policy's ranks."""
-    slots = [slot for node in free for slot in _slots(node, request.engine_tp, nodes)]
-    if len(slots) < request.engines:
+    shares = nodes.shares_of_engine(request)
+    tried = (
+        _over_nodes([_slots(node, share, nodes) for node in free], request.engine_tp // share) for share in shares
+    )  # fmt: skip
+    slots = next((slots for slots in tried if len(slots) >= request.engines), None)
+    if slots is None:
+        share, count = shares[0], request.engine_tp // shares[0]
+        where = "one node" if count == 1 else f"each of {count} nodes"
+        room = len(_over_nodes([_slots(node, share, nodes) for node in free], count))
         raise ClusterError.of(
             "rollout.tp",
             request.engine_tp,
-            f"needs {request.engine_tp} neighbouring GPUs of one node {request.engines} times, but the nodes have room for "
-            f"{len(slots)} such engines",
+            f"needs {share} neighbouring GPUs of {where} {request.engines} times, but the nodes have room for "
+            f"{room} such engines",
             allowed="a size that divides the GPUs that every node has left for engines",
-            rule="needs neighbouring GPUs of one node",
+            rule=f"needs neighbouring GPUs of {where}",
         )
     if request.colocated and request.groups:
         first = next(iter(request.groups))
@@ -261,6 +294,18 @@ def _place_engines(
     for node in free:
         node[:] = [bundle for bundle in node if bundle not in used]
     return tuple(taken)
+
+
+def _over_nodes(slots: Sequence[list[tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
+    """Slots of one node after the other, or, with `count` > 1, joined from so many nodes each: those that have most left."""
+    if count == 1:
+        return [slot for of_node in slots for slot in of_node]
+    left, found = [list(of_node) for of_node in slots], list[tuple[int, ...]]()
+    while True:
+        fullest = sorted((node for node in range(len(left)) if left[node]), key=lambda node: -len(left[node]))[:count]
+        if len(fullest) < count:
+            return found
+        found.append(tuple(bundle for node in sorted(fullest) for bundle in left[node].pop(0)))
 
 
 def _slots(node: Sequence[int], size: int, nodes: _Nodes) -> list[tuple[int, ...]]:
@@ -299,6 +344,11 @@ def _nearest(
         if engine not in chosen:
             chosen[engine] = next(left)
     return tuple(slots[chosen[engine]] for engine in range(engines))
+
+
+def machine(node: str) -> str:
+    """The machine of a node (see `Placement.machines`)."""
+    return node.partition("/")[0]
 
 
 def _by_node(bundles: Sequence[Bundle]) -> dict[str, list[int]]:

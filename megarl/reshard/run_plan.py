@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
 from megarl.reshard.block_scales import fp8_scales
+from megarl.reshard.placement import machine
 from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.reshard.targets import EngineTarget
 
@@ -57,28 +56,23 @@ def check_same_machine(config: Config, placement: Placement) -> None:
     """
     if config.rollout.engine != "sglang" or config.rollout.weight_transport != "shared_memory":
         return
-    if len(set(map(_machine, placement.nodes))) < 2:
+    if len(placement.machines) < 2:
         return
     plan, ranks = plan_of_run(config), placement.ranks["policy"]
     for engine, bundles in enumerate(placement.engines):
-        own = _machine(placement.bundles[bundles[0]].node)
-        for rank in _senders(plan, engine):
-            other = _machine(placement.bundles[ranks[rank]].node)
-            if other != own:
-                reason = f"cannot take weights from rank {rank} of the policy on {other} to engine {engine} on {own}"
-                allowed = "'process_group', with resources.placement = 'separate' on GPUs"
-                raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed=allowed)
+        for engine_rank, bundle in enumerate(bundles):
+            own = machine(placement.bundles[bundle].node)
+            for rank in _senders(plan, engine, engine_rank):
+                other = machine(placement.bundles[ranks[rank]].node)
+                if other != own:
+                    reason = f"cannot take weights from rank {rank} of the policy on {other} to engine {engine} on {own}"
+                    allowed = "'process_group', with resources.placement = 'separate' on GPUs"
+                    raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed=allowed)
 
 
-def _machine(node: str) -> str:
-    """Nodes of one Ray on one machine are told apart by what follows its address (`workers/bundles.py`)."""
-    return node.partition("/")[0]
-
-
-def _senders(plan: ReshardPlan, engine: int) -> list[int]:
-    """The ranks that send to an engine."""
-    buckets = np.arange(len(plan.bucket_starts) - 1)
-    return [int(rank) for rank in np.unique(plan.sender(np.full(len(buckets), engine), buckets))]
+def _senders(plan: ReshardPlan, engine: int, engine_rank: int) -> list[int]:
+    """The training ranks that send to a rank of an engine."""
+    return sorted({bucket.rank for bucket in plan.receives(engine, engine_rank)})
 
 
 def target_of_run(rollout: RolloutConfig) -> EngineTarget:

@@ -227,27 +227,22 @@ def box(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
 
 
 CHECK = "check"
-NAMED, ROOM = 32, 2**14
-"""How many parameters that are not covered are named, and bytes for their names."""
+NAMED = 32
+"""How many parameters that are not covered are named."""
 
 
-def checking(boxes: Iterable[SliceKey], answer: torch.Tensor) -> list[tuple[Any, torch.Tensor]]:
-    """The content of a payload that asks a rank for the digests of `boxes`; `answer` is shared memory for `read_answer`."""
-    return [((CHECK, ([tuple(box) for box in boxes], answer)), answer)]
+def checking(boxes: Iterable[SliceKey], where: tuple[str, int], key: str) -> list[tuple[Any, Any]]:
+    """The payload that asks a rank for the digests of `boxes`; it answers as `key` in the store at `where`."""
+    return [((CHECK, ([tuple(box) for box in boxes], where, key)), _NoTensor())]
 
 
-def answer_bytes(boxes: int) -> int:
-    """How much memory an answer needs."""
-    return ROOM + 40 * boxes
-
-
-def read_answer(answer: torch.Tensor) -> tuple[list[str], list[str]]:
-    """What a rank has written: the digests, and the parameters that the boxes do not cover."""
-    digests, uncovered = json.loads(bytes(answer.numpy()).rstrip(b"\0"))
+def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
+    """What a rank has answered: the digests, and the parameters that the boxes do not cover."""
+    digests, uncovered = json.loads(answer)
     return digests, uncovered
 
 
-def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], answer: torch.Tensor) -> None:
+def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], where: tuple[str, int], key: str) -> None:
     tensors = parameters.tensors
     digests, elements = [], dict.fromkeys(tensors, 0)
     for place in boxes:
@@ -255,5 +250,4 @@ def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], answe
         digests.append(digest(box(parameters, held)))
         elements[engine_name(held.tensor)[0]] += held.rows * held.cols
     uncovered = [name for name, count in elements.items() if count != tensors[name].numel() and not name.endswith(VOCABULARY)]
-    text = json.dumps([digests, uncovered[:NAMED]]).encode()
-    answer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

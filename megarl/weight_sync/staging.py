@@ -63,9 +63,10 @@ class StagedSlices:
             spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
             for rank in held.ranks(ranks):
                 of_ranks[rank].append(spec)
+        # a rank that is sent nothing may be on another machine, where it could not open the buffer
         if self.buffer.is_cuda:
-            return [serialize(opening(shared(self.buffer), specs)) for specs in of_ranks]
-        return [serialize([((self.name, specs), self.buffer)]) for specs in of_ranks]
+            return [serialize(opening(shared(self.buffer), specs) if specs else []) for specs in of_ranks]
+        return [serialize([((self.name, specs), self.buffer)] if specs else []) for specs in of_ranks]
 
 
 class ZeroCopy:

@@ -31,6 +31,7 @@ from megarl.workers.own_gpu import SEES_ALL_GPUS
 from megarl.workers.rank_actor import RankActor
 
 EngineActor: Any = engine_actor.EngineActor
+EngineNodeActor: Any = engine_actor.EngineNodeActor
 SHUTDOWN_S = 180.0
 _TOKEN_HINT = "; one that wants a token answers only if RAY_AUTH_MODE=token is set here too"
 
@@ -74,6 +75,7 @@ class Cluster:
         self.architecture = architecture
         self.groups: dict[str, WorkerGroup] = {}
         self.engines: list[Any] = []
+        self.engine_nodes: list[Any] = []
         self._reserved: PlacementGroup | None = None
         self._owns_ray = False
 
@@ -105,13 +107,20 @@ class Cluster:
         return self.groups
 
     def start_engines(self, path: str, model_path: str, options: Sequence[dict[str, Any]], threads: int) -> list[Any]:
-        """Create one actor per entry of `options` for engines of the class at `path`; they start their engines when asked."""
-        self.engines = [
-            EngineActor.options(**self._where(bundles[0] if bundles else None, threads)).remote(
-                path, model_path, option, self.architecture
-            )
-            for bundles, option in zip(self.placement.engines, options, strict=True)
-        ]
+        """Create one actor per entry of `options` for engines of the class at `path`; they start their engines when asked.
+
+        An engine on several nodes has its actor on the first one and an `EngineNodeActor` on each other.
+        """
+        reachable = len(self.placement.machines) > 1
+        for number, option in enumerate(options):
+            first, *others = self.placement.engine_nodes(number) or [()]
+            nodes = [
+                EngineNodeActor.options(**self._where(bundles[0], threads)).remote(path, self.architecture, reachable=reachable)
+                for bundles in others
+            ]
+            self.engine_nodes += nodes
+            actor = EngineActor.options(**self._where(first[0] if first else None, threads))
+            self.engines.append(actor.remote(path, model_path, option, self.architecture, nodes, reachable=reachable))
         return self.engines
 
     def shutdown(self) -> None:
@@ -132,11 +141,11 @@ class Cluster:
         if self.engines:
             stops = [engine.stop.remote() for engine in self.engines]
             ray.wait(stops, num_returns=len(stops), timeout=30)
-        for engine in self.engines:
-            ray.kill(engine, no_restart=True)
+        for actor in (*self.engines, *self.engine_nodes):
+            ray.kill(actor, no_restart=True)
         for group in self.groups.values():
             group.kill()
-        self.engines, self.groups = [], {}
+        self.engines, self.engine_nodes, self.groups = [], [], {}
         if self._reserved is not None:
             remove_placement_group(self._reserved)
             self._reserved = None

@@ -3,18 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from megarl.errors import EngineError, MegarlError
 from megarl.models.registry import use_architecture
-from megarl.rollout.engines.protocol import Engine
+from megarl.rollout.engines.protocol import Engine, EngineProcess
 from megarl.rollout.engines.registry import load_engine
 from megarl.system.process_exit import end_with_parent
 from megarl.system.user_code import describe
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_senders import ServerEndpoint
+
+STOP_S = 30.0
+
+
+def _listen_on_node() -> None:
+    """Have this process's servers listen on the node's address, which a job script may have set already."""
+    os.environ.setdefault("MEGARL_NODE_ADDRESS", ray.util.get_node_ip_address())
+
+
+@ray.remote(max_concurrency=8, max_restarts=-1)
+class EngineNodeActor:
+    """Holds what belongs to an engine on one of its further nodes. If this process dies, Ray makes it anew, without it."""
+
+    def __init__(self, path: str, architecture: str | None = None, *, reachable: bool = False) -> None:
+        """As `EngineActor`."""
+        end_with_parent()
+        use_architecture(architecture)
+        if reachable:
+            _listen_on_node()
+        self.path = path
+        self.process: EngineProcess | None = None
+
+    def start(self, options: Any) -> None:
+        """Start it in place of what is left from before."""
+        self.stop()
+        self.process = load_engine(self.path).start_on_node(options)
+
+    def wait(self) -> str:
+        """Wait until it has ended; returns what is known of its end."""
+        process = self.process
+        return process.wait() if process is not None else "it was not started"
+
+    def stop(self) -> None:
+        """End it."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.stop()
+
+
+class RemoteNode:
+    """An `EngineNodeActor` as an engine calls it (`rollout.engines.sglang.server.OtherNode`), from any thread."""
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+
+    def start(self, options: Any) -> None:
+        """See `EngineNodeActor.start`; raises EngineError if the node is gone."""
+        try:
+            ray.get(self.actor.start.remote(options))
+        except ray.exceptions.RayError as error:
+            raise EngineError(f"a further node of the engine did not start its process: {error}") from error
+
+    def wait(self) -> str:
+        """See `EngineNodeActor.wait`."""
+        try:
+            return str(ray.get(self.actor.wait.remote()))
+        except ray.exceptions.RayError as error:
+            return f"the process that held it is gone ({error})"
+
+    def stop(self) -> None:
+        """See `EngineNodeActor.stop`."""
+        with contextlib.suppress(ray.exceptions.RayError):  # where the node is gone, so is what ran there
+            ray.get(self.actor.stop.remote(), timeout=STOP_S)
 
 
 @ray.remote(max_concurrency=1000, max_restarts=-1)
@@ -24,12 +90,26 @@ class EngineActor:
     If this process dies, Ray makes it anew under the same handle, without an engine: `restart` gives it one.
     """
 
-    def __init__(self, path: str, model_path: str, options: dict[str, Any], architecture: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        model_path: str,
+        options: dict[str, Any],
+        architecture: str | None = None,
+        nodes: Sequence[Any] = (),
+        *,
+        reachable: bool = False,
+    ) -> None:
         """`path` is the import path of the engine's class, `options` what its method of that name gave,
-        `architecture` that of the user's own model family."""
+        `architecture` that of the user's own model family, `nodes` the `EngineNodeActor`s of its further nodes.
+        `reachable`: other machines must reach what the engine listens on."""
         end_with_parent()
         use_architecture(architecture)
+        if reachable:
+            _listen_on_node()
         self.path, self.model_path, self.options = path, model_path, options
+        if nodes:
+            self.options = {**options, "nodes": [RemoteNode(actor) for actor in nodes]}
         self.engine: Engine | None = None
 
     async def start(self, initial_version: int | None) -> None:

@@ -87,10 +87,10 @@ def test_groups_lie_within_nodes_engines_on_neighbours_and_every_gpu_is_used_as_
         used.update(ranks)
         for group in groups_of(layout, "dp", "pp"):  # tensor- and context-parallel neighbours
             assert len(nodes_of(placement, [ranks[rank] for rank in group])) == 1
-    for engine, places in enumerate(placement.engines):
+    for places in placement.engines:
         assert len(nodes_of(placement, places)) == 1
-        first = placement.gpus(engine)[0]
-        assert placement.gpus(engine) == tuple(range(first, first + request.engine_tp))
+        first = placement.gpus(places)[0]
+        assert placement.gpus(places) == tuple(range(first, first + request.engine_tp))
     of_engines = Counter(bundle for places in placement.engines for bundle in places)
     assert set(of_engines.values()) <= {1}
     if request.colocated:
@@ -187,7 +187,8 @@ def test_engines_take_evenly_spaced_gpus_of_what_others_left(spaced: int, gpus: 
         with pytest.raises(ClusterError, match=r"rollout\.tp is 4, which needs 4 neighbouring GPUs of one node 1 times"):
             place(request, bundles)
         return
-    found = place(request, bundles).gpus(0)
+    placement = place(request, bundles)
+    found = placement.gpus(placement.engines[0])
     assert len({b - a for a, b in pairwise(found)}) == 1
     assert set(found) <= set(gpus)
 
@@ -195,9 +196,14 @@ def test_engines_take_evenly_spaced_gpus_of_what_others_left(spaced: int, gpus: 
 @pytest.mark.parametrize(("request_", "sizes", "kind", "sentence"), [
     (PlacementRequest({"policy": Layout(tp=16)}, 0, 1, True), [8, 8], LayoutError,
      "policy.layout.tp is 16, which is more than the 8 GPUs of a node; it must be 1, 2, 4 or 8"),
-    (PlacementRequest({"policy": Layout(dp=16)}, 1, 16, True), [8, 8], ClusterError,
-     "rollout.tp is 16, which is more than the 8 GPUs of a node, and an engine cannot yet be on several nodes; it must be 1, "
-     "2, 4 or 8"),
+    (PlacementRequest({"policy": Layout(dp=16)}, 1, 16, True, over_nodes=False), [8, 8], ClusterError,
+     "rollout.tp is 16, which is more than the 8 GPUs of a node, and engines of this kind cannot be on several nodes; it must "
+     "be 1, 2, 4 or 8"),
+    (PlacementRequest({"policy": Layout(dp=24)}, 1, 11, True), [8, 8, 8], ClusterError,
+     "rollout.tp is 11, which is more than the 8 GPUs of a node, and no number of nodes can share it evenly with at most 8 "
+     "each; it must be 1, 2, 4 or 8"),
+    (PlacementRequest({"policy": Layout(dp=20)}, 1, 16, True), [8, 3, 3, 3, 3], ClusterError,
+     "rollout.tp is 16, which needs 8 neighbouring GPUs of each of 2 nodes 1 times, but the nodes have room for 0 such"),
     (PlacementRequest({"critic": Layout(tp=3, dp=4)}, 0, 1, True), [8, 4], LayoutError,
      "critic.layout.tp is 3, which needs 3 GPUs of one node 4 times (tp * cp = 3 * 1), but the nodes have 4 or 8 GPUs for "
      "critic; it must be a size that divides the GPUs of every node"),
@@ -214,17 +220,44 @@ def test_what_cannot_be_placed_is_one_sentence(
     assert caught.value.facts is not None  # type: ignore[attr-defined]
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), st.sampled_from((2, 3, 4)), st.sampled_from((4, 8)), st.booleans(), st.integers(0, 2**20))
+def test_an_engine_larger_than_a_node_has_equal_shares_of_as_few_nodes_as_can_hold_it(
+    engines: int, nodes_each: int, size: int, colocated: bool, seed: int
+) -> None:
+    gpus = engines * nodes_each * size
+    request = PlacementRequest({"policy": Layout(tp=size, dp=engines)}, engines, nodes_each * size, colocated)
+    trained = 0 if colocated else engines
+    placement = place(request, cluster([size] * (gpus // size + trained), seed))
+    for engine in range(engines):
+        of_nodes = placement.engine_nodes(engine)
+        assert sum(of_nodes, ()) == placement.engines[engine]  # in the order of ranks
+        assert [placement.gpus(bundles) for bundles in of_nodes] == [tuple(range(size))] * nodes_each
+        assert len({placement.bundles[bundles[0]].node for bundles in of_nodes}) == nodes_each
+    used = Counter(bundle for places in placement.engines for bundle in places)
+    assert set(used.values()) == {1}
+    assert colocated or not used.keys() & set(placement.ranks["policy"])
+
+
+def test_engines_over_nodes_leave_no_gpu_that_another_could_have() -> None:
+    wide = place(PlacementRequest({}, 3, 14, False), cluster([6] * 7, seed=1))  # two each of seven nodes
+    assert [[len(bundles) for bundles in wide.engine_nodes(engine)] for engine in range(3)] == [[2] * 7] * 3
+    assert len({bundle for places in wide.engines for bundle in places}) == 42
+    uneven = place(PlacementRequest({}, 1, 16, False), cluster([8, 4, 4, 4], seed=1))  # 8 each are not to be had of two
+    assert [len(bundles) for bundles in uneven.engine_nodes(0)] == [4, 4, 4, 4]
+
+
 def test_a_cluster_without_gpus_is_one_node() -> None:
     bundles = [Bundle(f"10.0.0.{number}", None) for number in (10, 9, 2)]
     placement = place(PlacementRequest({"policy": Layout(tp=3)}, 1, 3, True), bundles)
     assert placement.ranks["policy"] == placement.engines[0] == (2, 1, 0)
-    assert placement.gpus(0) == ()
+    assert placement.gpus(placement.engines[0]) == ()
 
 
 def test_engines_elsewhere_take_no_room() -> None:
     placement = place(PlacementRequest({"policy": Layout(dp=4)}, 2, 0, False), planned_bundles(4, 8))
     assert placement.engines == ((), ())
-    assert placement.gpus(1) == ()
+    assert placement.engine_nodes(1) == []
 
 
 def test_rows_and_summary_say_who_is_where() -> None:

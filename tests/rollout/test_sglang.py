@@ -21,7 +21,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
-from megarl.rollout.engines.sglang.server import HOST, ServerOptions, SglangServer
+from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
+from megarl.rollout.engines.sglang.server_process import host
 from megarl.system.process_tree import tree_of
 from megarl.weight_sync import sglang_senders, staging
 from megarl.weight_sync.checksums import UNCHECKED
@@ -345,7 +346,7 @@ def test_a_server_that_does_not_start_shows_its_log(tmp_path: Path) -> None:
 
 def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.socket() as taken:
-        taken.bind((HOST, 0))
+        taken.bind((host(), 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=f"rollout.servers.port is {port}, which is in use"):

@@ -99,7 +99,7 @@ def test_every_process_sees_its_nodes_gpus_and_has_its_own(
         at = cluster.placement
         actors = cluster.start_groups(0)["policy"].actors  # type: ignore[attr-defined]
         ranks = ray.get([actor.report.remote() for actor in actors])
-        places = [EnginePlace(number, 1, "cuda", tmp_path, at.gpus(number)) for number in range(engines)]
+        places = [EnginePlace(number, 1, "cuda", tmp_path, at.gpus(at.engines[number])) for number in range(engines)]
         options = [server_options(place) for place in places]
         servers = ray.get([actor.report.remote() for actor in cluster.start_engines("x", "m", options, 1)])
     for rank, said in enumerate(ranks):

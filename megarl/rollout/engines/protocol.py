@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
@@ -68,6 +68,7 @@ class EnginePlace:
     """Where one of a run's engines is: its number, the CPU threads it gets, the platform, and where its logs go.
 
     `gpus` are its GPUs, one for each rank, by their numbers among those that every process of its node sees; none on a CPU.
+    Of an engine on several nodes they are those of its first one; `other_nodes` has those of each further node, equally many.
     `beside_bytes`: what others keep on each of these GPUs while the engine serves; 0 where that is not known.
     """
 
@@ -77,6 +78,19 @@ class EnginePlace:
     log_folder: Path
     gpus: tuple[int, ...] = ()
     beside_bytes: int = 0
+    other_nodes: tuple[tuple[int, ...], ...] = ()
+
+
+class EngineProcess(Protocol):
+    """What `Engine.start_on_node` starts; ended by whoever asked for it."""
+
+    def wait(self) -> str:
+        """Wait until it has ended; returns what is known of its end."""
+        ...
+
+    def stop(self) -> None:
+        """End it and everything it started."""
+        ...
 
 
 class Engine(ABC):
@@ -113,6 +127,15 @@ class Engine(ABC):
             EngineError: it did not start; nothing of it is left.
         """
         return cls(model_path, initial_version=initial_version, **options)  # type: ignore[call-arg]
+
+    @classmethod
+    def start_on_node(cls, options: Any) -> EngineProcess:
+        """Start what belongs to an engine on one of its further nodes; called there.
+
+        `options` are what the engine gave the node's proxy. `start` gets these proxies as the keyword `nodes`, if its place has
+        `other_nodes`; only engines whose capabilities say `over_nodes` are given such places.
+        """
+        raise NotImplementedError(f"{cls.__name__} is on one node")
 
     # answers ------------------------------------------------------------------------------------------------------
 

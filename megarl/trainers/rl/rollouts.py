@@ -51,7 +51,10 @@ class Rollouts:
         self.takes_turns = takes_turns(config, platform)
         """Whether the engines sleep while the trainer works."""
         beside = bytes_beside_engines(config) if self.takes_turns else 0
-        places = [EnginePlace(number, threads, platform, logs, at.gpus(number), beside) for number in range(rollout.engines)]
+        places = []
+        for number in range(rollout.engines):
+            gpus, *others = [at.gpus(bundles) for bundles in at.engine_nodes(number)] or [()]
+            places.append(EnginePlace(number, threads, platform, logs, gpus, beside, tuple(others)))
         options = [engine.options(config, place) for place in places]
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)

@@ -6,10 +6,10 @@ The driver owns the server through this class; the processes that hold weights s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch.distributed import TCPStore
 
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
@@ -19,12 +19,13 @@ from megarl.reshard.run_plan import engine_target
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import check_engine_args
 from megarl.rollout.engines.sglang.served import ServedEngine
-from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
+from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer
+from megarl.rollout.engines.sglang.server_process import host
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_loader import answer_bytes, checking, read_answer
+from megarl.weight_sync.sglang_loader import checking, read_answer
 from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
-from megarl.weight_sync.staging import SLICED, NamedTensors, serialize, sharing_by_file
+from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
 
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
@@ -59,6 +60,7 @@ class SglangEngine(ServedEngine):
             "dtype": config.model.dtype,
             "tp": rollout.tp,
             "gpus": place.gpus,
+            "other_nodes": place.other_nodes,
             "beside_bytes": place.beside_bytes,
             "threads": place.threads,
             "port": port + place.number if port is not None else None,
@@ -69,16 +71,24 @@ class SglangEngine(ServedEngine):
         }
 
     @classmethod
-    async def start(cls, model_path: str, *, initial_version: int | None = None, **options: Any) -> SglangEngine:
-        return await cls.open(ServerOptions(model_path, **options), initial_version)
+    async def start(
+        cls, model_path: str, *, initial_version: int | None = None, nodes: Sequence[OtherNode] = (), **options: Any
+    ) -> SglangEngine:
+        return await cls.open(ServerOptions(model_path, **options), initial_version, nodes)
 
     @classmethod
-    async def open(cls, options: ServerOptions, initial_version: int | None = None) -> SglangEngine:
+    def start_on_node(cls, options: ServerOptions) -> NodeProcess:
+        return NodeProcess(options)
+
+    @classmethod
+    async def open(
+        cls, options: ServerOptions, initial_version: int | None = None, nodes: Sequence[OtherNode] = ()
+    ) -> SglangEngine:
         """Start a server and return its engine; see `EngineLayout.of_model` and `SglangServer.start` for what is raised."""
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
         layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
-        server = SglangServer(options)
+        server = SglangServer(options, nodes)
         await asyncio.to_thread(server.start)
         try:
             engine = cls(server, layout, initial_version)
@@ -143,17 +153,16 @@ class SglangEngine(ServedEngine):
         ranks = [[box for box, value in sent.items() if value != UNCHECKED and box.engine_rank == rank] for rank in self._ranks]
         if not any(ranks):
             return held
-        answers = [torch.zeros(answer_bytes(len(boxes)), dtype=torch.uint8) for boxes in ranks]
-        with sharing_by_file():
-            for answer in answers:
-                answer.share_memory_()
-        payloads = [serialize(checking(*of_rank)) for of_rank in zip(ranks, answers, strict=True)]
+        store = TCPStore(host(), 0, is_master=True, wait_for_workers=False)  # ranks may be on other machines
+        keys = [str(rank) for rank in self._ranks]
+        where = host(), store.port
+        payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(ranks, keys, strict=True)]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
         await self._client.control("update_weights_from_tensor", body)
-        for rank, boxes in enumerate(ranks):
-            digests, uncovered = read_answer(answers[rank])
+        for boxes, key in zip(ranks, keys, strict=True):
+            digests, uncovered = read_answer(store.get(key))
             if uncovered:
-                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
+                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {key}")
             held |= zip(boxes, digests, strict=True)
         return held
 

@@ -1,6 +1,7 @@
-"""One SGLang HTTP server as a process tree of its own: started, watched until it answers, and ended without remains.
+"""One SGLang HTTP server, on one node or on several: started, watched until it answers, and ended without remains.
 
-Assumes Linux. Nothing of SGLang is imported here; the server runs `megarl.rollout.engines.sglang.launch`.
+On every node there is one process tree (`server_process.py`); the one of the first node answers, and the engine owns it. The
+others' are started where they belong by `OtherNode`s, and end with it.
 """
 
 from __future__ import annotations
@@ -9,27 +10,23 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
-import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
-from megarl.system.process_tree import end_tree
+from megarl.rollout.engines.sglang.server_process import ServerProcess, claim_port, host, log_tail
 from megarl.weight_sync.staging import SLICED
 
-HOST = os.environ.get("MEGARL_NODE_ADDRESS", "127.0.0.1")
-"""Where servers listen: loopback, or where a job over several nodes says (megarl/launch): ranks elsewhere send weights."""
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOG_TAIL_LINES = 15
-STOP_TIMEOUT_S = 10.0
 FREEZE_S = 10.0
+LEADER_PORTS = 8
+"""Free ports, one after the other, where ranks of an engine on several nodes meet."""
 WORKING_BYTES = 10 * 2**30
 """What SGLang reserves on a GPU of 60 GB and more for activations and CUDA graphs (0.5.23: arg_groups/memory_hook.py)."""
 
@@ -46,10 +43,12 @@ class ServerOptions:
     """What a server is started with.
 
     `threads` are CPU cores per tensor-parallel rank, bound to the first cores of this process's affinity (None: all cores
-    shared by the ranks). `gpus` are the ranks' GPUs, evenly spaced, by their numbers among those that this process sees; the
-    server sees all of these, so that it can open what processes on other GPUs of the node share with it. `max_total_tokens`
-    is the size of the KV cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the server's own work leave, or
-    what SGLang finds free as it starts (0). `memory_saver` lets `sleep` free GPU memory. `extra` are further SGLang arguments
+    shared by the ranks). `gpus` are the GPUs of the ranks on this node, evenly spaced, by their numbers among those that this
+    process sees; the server sees all of these, so that it can open what processes on other GPUs of the node share with it.
+    `other_nodes` are the GPUs on each further node, equally many; `node` is this node's number among them all and `leader` the
+    address at which its ranks meet those of the others, which is chosen at the start. `max_total_tokens` is the size of the KV
+    cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the server's own work leave, or what SGLang finds free
+    as it starts (0). `memory_saver` lets `sleep` free GPU memory. `extra` are further SGLang arguments
     by their Python names, which win over those chosen here.
     """
 
@@ -59,6 +58,9 @@ class ServerOptions:
     dtype: str = "float32"
     tp: int = 1
     gpus: tuple[int, ...] = ()
+    other_nodes: tuple[tuple[int, ...], ...] = ()
+    node: int = 0
+    leader: str | None = None
     port: int | None = None
     threads: int | None = None
     max_total_tokens: int | None = None
@@ -72,11 +74,14 @@ class ServerOptions:
         """SGLang's command line for a server on `port`; `start_id` is what it calls its weights until they have a version."""
         chosen: dict[str, Any] = {
             "model_path": self.model_path,
-            "host": HOST,
+            "host": host(),
             "port": port,
             "device": self.device,
             "dtype": self.dtype,
             "tp_size": self.tp,
+            "nnodes": self.nodes if self.nodes > 1 else None,
+            "node_rank": self.node if self.nodes > 1 else None,
+            "dist_init_addr": self.leader,
             "weight_version": start_id,
             "skip_tokenizer_init": True,  # token ids in, token ids out
             "skip_server_warmup": True,  # the first real request does the same work
@@ -105,6 +110,17 @@ class ServerOptions:
                 line += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
         return line
 
+    @property
+    def nodes(self) -> int:
+        """Nodes that the engine is on."""
+        return 1 + len(self.other_nodes)
+
+    def on_node(self, node: int, leader: str) -> ServerOptions:
+        """The options of the engine's process on its `node`-th node; the first one's ranks meet the others' at `leader`."""
+        log = self.log_file.with_stem(f"{self.log_file.stem}-node-{node}") if node else self.log_file
+        gpus = (self.gpus, *self.other_nodes)[node]
+        return replace(self, gpus=gpus, node=node, leader=leader, log_file=log, port=self.port if node == 0 else None)
+
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Environment of the server: `base` and, on a CPU, which cores it may use and how it waits and allocates."""
         here = str(Path(__file__).parents[4])
@@ -126,67 +142,88 @@ class ServerOptions:
         }
 
 
-class SglangServer:
-    """One server process tree. `start` returns when it answers; `stop` returns when nothing of it is left.
+class OtherNode(Protocol):
+    """A further node of an engine, as the process on its first node reaches it."""
 
-    It listens on loopback, in a job over several nodes on their network, and answers only who brings `token`.
+    def start(self, options: ServerOptions) -> None:
+        """Start the engine's process there, in place of one that is left from before; raises EngineError if that fails."""
+        ...
+
+    def wait(self) -> str:
+        """Wait until that process has ended, or its node is lost; returns what is known of its end."""
+        ...
+
+    def stop(self) -> None:
+        """End that process, if the node is still there."""
+        ...
+
+
+class SglangServer:
+    """One server. `start` returns when it answers; `stop` returns when nothing of it is left.
+
+    It listens on loopback, in a run over several machines on their network, and answers only who brings `token`.
     """
 
-    def __init__(self, options: ServerOptions) -> None:
-        self.options, self.token = options, secrets.token_urlsafe(32)
+    def __init__(self, options: ServerOptions, others: Sequence[OtherNode] = ()) -> None:
+        assert len(others) == len(options.other_nodes), "every further node is reached by somebody"
+        self.options, self.others, self.token = options, others, secrets.token_urlsafe(32)
         self.url = self._start_id = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
+        self._lost: str | None = None
+        """How the process on another node ended, if that is why this one is gone."""
 
     def start(self) -> None:
         """Start the server and wait until it answers.
 
         Raises:
-            EngineError: the port is taken, the process ended, or it did not answer within `start_timeout_s`; the message
+            EngineError: the port is taken, a process ended, or it did not answer within `start_timeout_s`; the message
                 ends with the last lines of the log. Nothing is left running.
         """
         if self._process is not None:
             raise EngineError(f"the SGLang server at {self.url} is already running")
-        port = _claim_port(self.options.port)
-        self.url = f"http://{HOST}:{port}"
+        port = claim_port(self.options.port)
+        self.url = f"http://{host()}:{port}"
         self._start_id = f"started-{secrets.token_hex(8)}"
-        self.options.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self.options.log_file.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.rollout.engines.sglang.launch", *self.options.arguments(port, self._start_id)],
-                stdin=subprocess.PIPE,  # closes when this process is gone, and the server ends with it
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.options.environment(os.environ),
-                start_new_session=True,
-            )
+        self._lost = None
+        options = self.options
         try:
-            self._hand_over_token()
-            self._wait_until_it_answers()
+            if self.others:
+                # with DP attention SGLang takes the next ports for its own messages (0.5.23: PortArgs.init_new)
+                options = options.on_node(0, f"{host()}:{claim_port(count=LEADER_PORTS)}")
+                for node, other in enumerate(self.others, 1):
+                    other.start(self.options.on_node(node, str(options.leader)))
+            arguments = options.arguments(port, self._start_id)
+            self._process = ServerProcess(arguments, options.environment(os.environ), options.log_file, self.token)
+            for node, other in enumerate(self.others, 1):
+                threading.Thread(target=self._end_with, args=(self._process, node, other), daemon=True).start()
+            self._wait_until_it_answers(self._process)
             self._freeze_gc()
         except BaseException:
             self.stop()
             raise
+
+    def _end_with(self, process: ServerProcess, node: int, other: OtherNode) -> None:
+        """End this node's process when that of another one has ended: what is left would wait for it."""
+        report = other.wait()
+        if self._process is process:
+            self._lost = f"its process on node {node} ended: {report}"
+            process.kill()
 
     @property
     def headers(self) -> dict[str, str]:
         """What every request to the server must bring."""
         return bearer(self.token)
 
-    def _hand_over_token(self) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # it ended already, which is said where it is waited for
-            self._process.stdin.write(f"{self.token}\n".encode())
-            self._process.stdin.flush()
-
-    def _wait_until_it_answers(self) -> None:
-        assert self._process is not None
+    def _wait_until_it_answers(self, process: ServerProcess) -> None:
         deadline = time.monotonic() + self.options.start_timeout_s
         question = urllib.request.Request(f"{self.url}/model_info", headers=self.headers)
         while True:
-            code = self._process.poll()
-            if code is not None:
-                raise EngineError(f"the SGLang server ended with exit code {code} before it answered; {self.log_tail()}")
+            if process.code is not None:
+                if self._lost is not None:
+                    raise EngineError(self.exit_report())
+                raise EngineError(
+                    f"the SGLang server ended with exit code {process.code} before it answered; {self.log_tail()}"
+                )
             with (
                 contextlib.suppress(OSError, ValueError),
                 urllib.request.urlopen(question, timeout=2) as answer,
@@ -210,8 +247,8 @@ class SglangServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the server's main process runs (it ends itself when one of its children dies)."""
-        return self._process is not None and self._process.poll() is None
+        """Whether the server's main process runs (it ends when one of its children, or its process on another node, ends)."""
+        return self._process is not None and self._process.code is None
 
     @property
     def pid(self) -> int | None:
@@ -220,27 +257,45 @@ class SglangServer:
 
     def exit_report(self) -> str:
         """How the server's main process ended and the last lines of its log, for error messages."""
-        code = self._process.poll() if self._process is not None else None
+        if self._lost is not None:
+            return f"the SGLang server at {self.url} was stopped: {self._lost}"
+        code = self._process.code if self._process is not None else None
         ended = "was stopped" if code is None else f"ended with exit code {code}"
         return f"the SGLang server at {self.url} {ended}; {self.log_tail()}"
 
     def log_tail(self) -> str:
         """`<file> ends with:` and the last lines of the log, for error messages."""
-        try:
-            lines = self.options.log_file.read_text(errors="replace").splitlines()
-        except OSError:
-            return f"its log {self.options.log_file} cannot be read"
-        return "\n".join([f"{self.options.log_file} ends with:", *lines[-LOG_TAIL_LINES:]])
+        return log_tail(self.options.log_file)
 
     def stop(self) -> None:
-        """Kill the server and everything it started; returns when every process is gone. There is no state to save."""
+        """End the server on all its nodes; returns when every process is gone. There is no state to save."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        end_tree(process.pid)
-        process.wait(timeout=STOP_TIMEOUT_S)
-        if process.stdin is not None:
-            process.stdin.close()
+        for other in self.others:
+            other.stop()
+        if process is not None:
+            process.kill()
+
+
+class NodeProcess:
+    """The process of an engine on a further node, for the process that starts it there."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.log_file = options.log_file
+        arguments = options.arguments(claim_port(), "on another node")
+        self._process = ServerProcess(arguments, options.environment(os.environ), self.log_file, secrets.token_urlsafe(32))
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def wait(self) -> str:
+        """As `OtherNode.wait`."""
+        return f"exit code {self._process.wait()}; {log_tail(self.log_file)}"
+
+    def stop(self) -> None:
+        """End it; returns when nothing of it is left."""
+        self._process.kill()
 
 
 def gpu_bytes() -> int:
@@ -263,31 +318,3 @@ def static_fraction(total: int, beside: int) -> float:
             f"{WORKING_BYTES / 2**30:.0f}: none is left for the KV cache; policy.layout.tp must be larger"
         )
     return fraction
-
-
-def _claim_port(wanted: int | None) -> int:
-    """`wanted` if it is free, or a free port of the loopback interface.
-
-    A port of our choice lies below those that the kernel hands out: the server binds it only after its long start.
-
-    Raises:
-        EngineError: `wanted` is in use.
-    """
-    if wanted is not None:
-        if not _is_free(wanted):
-            raise EngineError(
-                f"rollout.servers.port is {wanted}, which is in use on {HOST}; choose a free port or leave it out"
-            )
-        return wanted
-    ceiling = int(EPHEMERAL_PORTS.read_text().split()[0]) if EPHEMERAL_PORTS.exists() else 32768
-    return next(port for port in iter(lambda: secrets.choice(range(10_000, max(ceiling, 11_000))), None) if _is_free(port))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-        return True
