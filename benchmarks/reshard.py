@@ -39,10 +39,10 @@ from megarl.models.weight_tensors import shard_from_hf
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.rank_plan import RankPlan
 from megarl.rollout.engines.sglang.engine import SglangEngine
-from megarl.rollout.engines.sglang.server import HOST, ServerOptions
+from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.pusher import Pusher
 from megarl.weight_sync.staging import sharing_by_file
-from megarl.workers.senders import open_sender, plan_for
+from megarl.workers.senders import Membership, open_sender, plan_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 ONE_BILLION = LlamaConfig(
@@ -50,6 +50,9 @@ ONE_BILLION = LlamaConfig(
     num_key_value_heads=8, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
 Weights = list[tuple[str, Tensor]]
+
+
+HOST = "127.0.0.1"
 
 
 def free_port() -> int:
@@ -179,7 +182,7 @@ def as_a_rank(
 async def updates(engine: SglangEngine, weights: Weights, transport: str, plain: Any, repeats: int) -> dict[str, Any]:
     """The plain transfer and whole updates, each of new values, in turn; seconds, with every checksum compared and without."""
     pusher = Pusher()
-    pusher.connect(0, partial(open_sender, engine.endpoint, transport, (HOST, free_port()), "gloo"))
+    pusher.connect(0, partial(open_sender, engine.endpoint, transport, Membership()))
     assert not pusher.unreachable, pusher.unreachable
     held, push = as_a_rank(pusher, engine, weights, transport)
     number = (engine.weight_version or 0) + 1

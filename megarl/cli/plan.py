@@ -103,6 +103,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.config import load_config
     from megarl.models.check_layouts import check_models
+    from megarl.reshard.communicators import check_communicators
     from megarl.reshard.cost import ClusterRates, cost_of
     from megarl.reshard.run_plan import plan_of_run
     from megarl.reshard.verify import verify
@@ -112,6 +113,7 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
     began = time.perf_counter()
     plan = plan_of_run(config)
+    check_communicators(config, plan)
     proof = verify(plan)
     seconds = time.perf_counter() - began
     cost = cost_of(plan, cluster, colocated=config.resources.placement == "colocated")
@@ -173,6 +175,7 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
         ("a rank sends", _range(cost.sent)),
         ("a rank receives", _range(cost.received)),
         ("peak staging", staging),
+        ("communicators", _communicators(plan) if not is_staged else "none: engines open what is staged"),
         ("predicted", f"{cost.seconds:.3g} s, bound by {bound.name} {bound.where} at {bound.gb_per_s:g} GB/s"),
     ):
         table.add_row(label, value)
@@ -189,6 +192,15 @@ def _links(cost: Cost) -> Table:
         sizes = (_size(size) for size in (link.nbytes, link.busiest_out, link.busiest_in))
         table.add_row(link.name, *sizes, f"{link.gb_per_s:g}", f"{link.seconds:.3g}")
     return table
+
+
+def _communicators(plan: ReshardPlan) -> str:
+    from megarl.reshard.communicators import Communicators
+
+    found = Communicators.of(plan)
+    least, most = found.of_a_rank
+    of_a_rank = str(most) if least == most else f"{least} to {most}"
+    return f"{of_a_rank} of a training rank, 1 of an engine's rank, of at most {found.members:,} members"
 
 
 def _taken_whole(plan: ReshardPlan) -> str:

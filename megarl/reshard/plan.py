@@ -181,6 +181,11 @@ class ReshardPlan:
         """The rank that sends each of these buckets to these engines."""
         return self.sources.rank(self.bucket_source[bucket], self.replica(engine, bucket))
 
+    def senders(self, engine: int) -> list[int]:
+        """The training ranks that send something to an engine."""
+        buckets = np.arange(len(self.bucket_starts) - 1)
+        return [int(rank) for rank in np.unique(self.sender(np.array(engine), buckets))]
+
     def assignment(self, source: int, replica: int) -> tuple[int, Ints, npt.NDArray[np.bool_]]:
         """(first bucket of a source, engines that a replica may serve, `[buckets, engines]` whether it sends it there)."""
         first, stop = self.buckets_of(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from megarl.reshard.plan import ReshardPlan, TransferBucket
+from megarl.reshard.relays import Machines
 from megarl.reshard.targets import EVERY_RANK
 
 
@@ -55,10 +56,11 @@ class WeightSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class SendBatch:
-    """What is staged and sent at once, and the engines that take it."""
+    """What is staged and sent at once, and the engines that take it. `relayed`: for another rank, which checks it."""
 
     pieces: Sequence[WeightSlice]
     engines: frozenset[int]
+    relayed: bool = False
 
 
 class RankPlan:
@@ -66,25 +68,41 @@ class RankPlan:
 
     A load has buckets for the ranks of an engine that the rank sends to, in turn, so that they copy at the same time; it has at
     most `plan.load_bytes`. `single_batch`: what goes to the same engines is one load; for senders that stage nothing.
+    With `machines` loads are for the engines' ranks on this rank's machine; `relays.py` has the others.
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int, *, single_batch: bool = False) -> None:
+    def __init__(self, plan: ReshardPlan, rank: int, *, single_batch: bool = False, machines: Machines | None = None) -> None:
         self._plan = plan
         held = plan.all_slices
         self._keys = held.tensor * (plan.target.ranks + 1) + held.engine_rank - EVERY_RANK
         limit = math.inf if single_batch else plan.load_bytes
-        self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _batches(plan.sends(rank), limit)]
+        sends = plan.sends(rank) if machines is None else _beside(plan.sends(rank), rank, machines)
+        self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _batches(sends, limit)]
 
     @property
     def engines(self) -> set[int]:
         """The engines that this rank sends something to."""
         return {engine for engines, _ in self._loads for engine in engines}
 
+    def senders(self, engine: int) -> list[int]:
+        """All ranks that send to an engine, this one perhaps among them."""
+        return self._plan.senders(engine)
+
     def loads(self, shards: Mapping[str, Tensor], engines: Collection[int]) -> Iterator[SendBatch]:
         """What to send to `engines`; `shards` are this rank's Megatron parameters, as the plan names them."""
         for of_load, boxes in self._loads:
             if to := of_load & frozenset(engines):
                 yield SendBatch([_piece(shards, *box) for box in boxes], to)
+
+    def pieces(self, buckets: Sequence[TransferBucket], shards: Mapping[str, Tensor]) -> list[WeightSlice]:
+        """What is in buckets of this rank; `shards` as for `loads`."""
+        return [_piece(shards, *box) for box in self._boxes(buckets)]
+
+    def contents(self, buckets: Sequence[TransferBucket]) -> list[tuple[SliceKey, int]]:
+        """What is in buckets of any rank, with the bytes of an element."""
+        sizes = self._plan.tensors.itemsize
+        itemsizes = (int(size) for b in buckets for size in sizes[self._plan.transfers.tensor[b.start : b.stop]])
+        return [(held, size) for (held, *_), size in zip(self._boxes(buckets), itemsizes, strict=True)]
 
     def _boxes(self, buckets: Sequence[TransferBucket]) -> Iterator[tuple[SliceKey, str, int, int]]:
         """(what is sent, the parameter it is cut from, and the row and column where it begins there)."""
@@ -95,6 +113,14 @@ class RankPlan:
             for t, of_rows in zip(plan.contents(bucket), plan.all_slices.rows[at].tolist(), strict=True):
                 held = SliceKey(t.tensor, t.engine_rank, of_rows, t.target_row, t.target_col, t.rows, t.cols)
                 yield held, t.parameter, t.source_row, t.source_col
+
+
+def _beside(buckets: Iterator[TransferBucket], rank: int, machines: Machines) -> Iterator[TransferBucket]:
+    """The buckets with those of their engines whose rank is on the machine of `rank`; without those that have none."""
+    for bucket in buckets:
+        near = tuple(engine for engine in bucket.engines if machines.beside(rank, engine, bucket.engine_rank))
+        if near:
+            yield replace(bucket, engines=near)
 
 
 def _batches(buckets: Iterator[TransferBucket], limit_bytes: float) -> Iterator[tuple[frozenset[int], list[TransferBucket]]]:

@@ -10,8 +10,9 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
 from megarl.reshard.block_scales import fp8_scales
-from megarl.reshard.placement import machine
+from megarl.reshard.communicators import check_communicators
 from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
+from megarl.reshard.relays import check_relays
 from megarl.reshard.targets import EngineTarget
 
 if TYPE_CHECKING:
@@ -48,31 +49,18 @@ def plan_of_run(config: Config) -> ReshardPlan:
     )
 
 
-def check_same_machine(config: Config, placement: Placement) -> None:
-    """Refuse shared memory between a rank and an engine that are on different machines.
+def check_transport(config: Config, placement: Placement) -> None:
+    """Refuse a way of the weights to SGLang's servers that the placement does not have.
 
     Raises:
-        ConfigError: SGLang's servers are to be sent weights by shared memory, and one of them from another machine.
+        ConfigError: shared memory would have to reach a machine without a training rank, or a rank would be in too many groups.
     """
-    if config.rollout.engine != "sglang" or config.rollout.weight_transport != "shared_memory":
+    if config.rollout.engine != "sglang":
         return
-    if len(placement.machines) < 2:
-        return
-    plan, ranks = plan_of_run(config), placement.ranks["policy"]
-    for engine, bundles in enumerate(placement.engines):
-        for engine_rank, bundle in enumerate(bundles):
-            own = machine(placement.bundles[bundle].node)
-            for rank in _senders(plan, engine, engine_rank):
-                other = machine(placement.bundles[ranks[rank]].node)
-                if other != own:
-                    reason = f"cannot take weights from rank {rank} of the policy on {other} to engine {engine} on {own}"
-                    allowed = "'process_group', with resources.placement = 'separate' on GPUs"
-                    raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed=allowed)
-
-
-def _senders(plan: ReshardPlan, engine: int, engine_rank: int) -> list[int]:
-    """The training ranks that send to a rank of an engine."""
-    return sorted({bucket.rank for bucket in plan.receives(engine, engine_rank)})
+    if config.rollout.weight_transport == "process_group":
+        check_communicators(config, plan_of_run(config))
+    elif config.rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
+        check_relays(plan_of_run(config), placement)
 
 
 def target_of_run(rollout: RolloutConfig) -> EngineTarget:

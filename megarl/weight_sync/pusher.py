@@ -47,6 +47,9 @@ class Sender(Protocol):
     def held(self, staged: StagedSlices) -> Sequence[WeightSlice]:
         """What the engine's ranks must hold of what was staged; nothing if the engine takes checksums itself."""
 
+    def join(self) -> None:
+        """Make what connects this process with the engine; raises EngineError. All of an engine's senders do it together."""
+
     def deliver(self, staged: StagedSlices) -> None:
         """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
 
@@ -141,8 +144,8 @@ class Pusher:
         """Send loads, weights of `version`, to those of their engines that are in `bases`: by engine what came of it.
 
         An engine whose base is the version that this rank sent last gets what has changed since; any other gets everything.
-        Without `version` nothing is remembered. Without `verify` no checksums are taken: the engine then only knows that
-        everything has come.
+        Relayed loads are always sent, and their checksums are not taken here. Without `version` nothing is remembered. Without
+        `verify` no checksums are taken: the engine then only knows that everything has come.
 
         Always exhausts `loads`. The next one is staged while the engines read the last, each in its own time; a buffer is
         filled again when every engine has read it or failed.
@@ -156,18 +159,23 @@ class Pusher:
         deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
         one = next(iter(lanes.values())).sender
         self._staging = self._staging or (Staging(name=self.name) if one.stages else ZeroCopy())
+        for _, lane in sorted(lanes.items()):  # the same order in all ranks, or two could wait for each other
+            lane.join()
         hashing = ThreadPoolExecutor(1, thread_name_prefix="hash", initializer=self.choose_device)
         self._sent.begin()
         try:
             for load in loads:
                 staged = self._staging.stage(load.pieces)
                 of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
-                checksums = hashing.submit(checksums_of, one.held(staged), values=verify)
-                staged.readers.append(checksums)
-                changed = self._changed(staged) if version is not None else staged.pieces
+                checksums = None
+                if not load.relayed:
+                    checksums = hashing.submit(checksums_of, one.held(staged), values=verify)
+                    staged.readers.append(checksums)
+                changed = self._changed(staged) if version is not None and not load.relayed else staged.pieces
                 for engine, lane in of_lanes:
-                    lane.checksums.append(checksums)
-                    if engine not in deltas:
+                    if checksums is not None:
+                        lane.checksums.append(checksums)
+                    if engine not in deltas or load.relayed:
                         staged.readers.append(lane.submit(staged))
                     elif changed:
                         staged.readers.append(lane.submit(staged.only(changed)))
@@ -193,6 +201,11 @@ class _EngineQueue:
         self.checksums: list[Future[dict[SliceKey, str]]] = []
         self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push", initializer=choose_device)
         self._all: list[Future[None]] = []
+
+    def join(self) -> None:
+        """Connect; a failure is that of all that follows."""
+        self._all.append(self.pool.submit(self._unless_failed, self.sender.join))
+        self._all[-1].result()
 
     def submit(self, staged: StagedSlices) -> Future[None]:
         """Deliver `staged` after what was submitted before."""

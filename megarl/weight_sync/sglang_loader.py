@@ -20,7 +20,7 @@ from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.cuda_ipc import opened
-from megarl.weight_sync.pair_group import ENGINE_RANK, Rendezvous, ready, start_transfer
+from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
 
 # HF suffix -> (engine suffix, position in the fused parameter)
 FUSED = {
@@ -88,6 +88,9 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
         if name == CHECK:
             _answer(parameters, *content)
             continue
+        if name == JOIN:
+            _join(parameters, *content)
+            continue
         if name == RECEIVE:
             whole = _receive(parameters, *content)
         elif name == OPEN:
@@ -115,7 +118,7 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
     return whole
 
 
-OPEN, RECEIVE = "open", "receive"
+OPEN, JOIN, RECEIVE = "open", "join", "receive"
 AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
 
 
@@ -124,12 +127,17 @@ def opening(shared: Sequence[Any], pieces: Iterable[Any]) -> list[tuple[Any, Any
     return [((OPEN, (tuple(shared), list(pieces))), _NoTensor())]
 
 
-def receiving(where: Rendezvous, call: int, rank: int, content: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The payload by which `rank` receives messages over its process group with the sender.
+def joining(group: EngineGroup, rank: int) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` joins its engine's group with the senders."""
+    return [((JOIN, (tuple(group), rank)), _NoTensor())]
+
+
+def receiving(group: EngineGroup, sender: int, call: int, rank: int, content: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The payload by which `rank` receives messages of a sender over the group.
 
     A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
     """
-    return [((RECEIVE, (tuple(where), call, rank, list(content))), _NoTensor())]
+    return [((RECEIVE, (group.name, sender, call, rank, list(content))), _NoTensor())]
 
 
 class _NoTensor:
@@ -139,21 +147,26 @@ class _NoTensor:
         return torch.ByteTensor, ()
 
 
-_groups: dict[str, tuple[Rendezvous, Any, Any]] = {}
-"""By sender: how it was reached last, its store, and the group."""
+_groups: dict[str, tuple[EngineGroup, Any, Any]] = {}
+"""By name the group that was joined last, with its store."""
 
 
-def _receive(parameters: ModelParameters, where: tuple[Any, ...], call: int, rank: int, content: Iterable[Any]) -> Whole:
-    """Take what the sender sends to where it belongs; gives what is whole."""
-    rendezvous = Rendezvous(*where)
-    if rendezvous.sender in _groups and _groups[rendezvous.sender][0] != rendezvous:
-        torch.distributed.destroy_process_group(_groups.pop(rendezvous.sender)[2])
-    known = _groups.get(rendezvous.sender)
-    store = known[1] if known else rendezvous.store(is_sender=False)
-    store.set(ready(call, rank), "")
-    group = known[2] if known else rendezvous.join(store, rank, ENGINE_RANK)
-    _groups[rendezvous.sender] = rendezvous, store, group
+def _join(parameters: ModelParameters, group: tuple[Any, ...], rank: int) -> None:
+    """Join a group in place of the last one."""
+    wanted = EngineGroup(*group)
+    while _groups:
+        leave(_groups.popitem()[1][2])
+    store = wanted.store()
+    store.set(wanted.joining(rank), "")
+    device = next(iter(parameters.tensors.values())).device
+    joined = wanted.join(store, wanted.senders + rank, device)
+    _groups[wanted.name] = wanted, store, joined
 
+
+def _receive(parameters: ModelParameters, name: str, sender: int, call: int, rank: int, content: Iterable[Any]) -> Whole:
+    """Take what a sender sends to where it belongs; gives what is whole."""
+    known, store, group = _groups[name]
+    store.set(known.ready(sender, call, rank), "")
     device = next(iter(parameters.tensors.values())).device
     under_way: deque[tuple[Any, torch.Tensor, Any]] = deque()
     nbytes, whole = 0, []
@@ -167,7 +180,7 @@ def _receive(parameters: ModelParameters, where: tuple[Any, ...], call: int, ran
     for message in content:
         in_place = _in_place(parameters, message)
         values = torch.empty(message[-1][-1], dtype=torch.uint8, device=device) if in_place is None else in_place
-        under_way.append((start_transfer(values, group), values, message if in_place is None else ()))
+        under_way.append((start_receiving(values, group, sender), values, message if in_place is None else ()))
         nbytes += values.nbytes
         while nbytes > AHEAD_BYTES:
             nbytes -= finish_one()

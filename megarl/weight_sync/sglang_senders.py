@@ -7,8 +7,8 @@ driver closes it with `end_update(version, checksums of all senders)`. Synchrono
 from __future__ import annotations
 
 import json
-import os
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import deque
@@ -24,8 +24,8 @@ from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, digest
-from megarl.weight_sync.pair_group import SENDER, Rendezvous, ready, start_transfer
-from megarl.weight_sync.sglang_loader import receiving
+from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
+from megarl.weight_sync.sglang_loader import joining, receiving
 from megarl.weight_sync.staging import (
     SLICED,
     NamedTensors,
@@ -39,6 +39,8 @@ from megarl.weight_sync.staging import (
 )
 
 POLL_S = 0.001
+OTHERS_POLL_S = 0.02
+"""How often senders that wait for an answer to another one look for it."""
 ALIVE_S = 30.0
 AHEAD_BYTES = 64 * 2**20
 """Bytes given to process groups that engines need not have received yet, at most; beside one message."""
@@ -56,6 +58,8 @@ class ServerEndpoint:
     layout: EngineLayout
     token: str = field(repr=False)
     """What the server wants to see in every request."""
+    store: tuple[str, int] = ("127.0.0.1", 0)
+    """Where its owner keeps the store by which process groups with its ranks are made."""
 
 
 class _ServerSender:
@@ -101,6 +105,9 @@ class _ServerSender:
         done, self._checksums = self._checksums, {}
         return done
 
+    def join(self) -> None:
+        """Make what connects this process with the engine's ranks, together with all that send to it."""
+
     def close(self) -> None:
         """Give back what this process holds for the connection."""
 
@@ -130,26 +137,85 @@ class TensorSender(_ServerSender):
 
 
 class GroupSender(_ServerSender):
-    """Sends each rank of an engine its own slices over a process group of the two, made at the first delivery.
+    """Sends each rank of an engine its own slices over the engine's process group, which all of its senders are in.
 
     The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
-    `backend` is `gloo` on CPU and `nccl` on CUDA. As a context manager it closes when left.
+    As a context manager it closes when left.
     """
 
     stages = False
 
     def __init__(
-        self, endpoint: ServerEndpoint, address: tuple[str, int], backend: str = "gloo", timeout_s: float = 300.0
+        self,
+        endpoint: ServerEndpoint,
+        *,
+        connection: int = 0,
+        number: int = 0,
+        senders: int = 1,
+        backend: str = "gloo",
+        device: torch.device | None = None,
+        timeout_s: float = 300.0,
     ) -> None:
+        """The `number`-th of the engine's `senders`, with its weights on `device`. `backend`: `gloo` on CPU, `nccl` on CUDA.
+
+        `connection` tells the engine's groups apart: all senders name the same, and no group has had it before.
+        """
         super().__init__(endpoint, timeout_s)
         check_alive(endpoint)
-        self._rendezvous = Rendezvous(f"{address[0]}/{os.getpid()}", *address, backend, timeout_s)
-        self._store = self._rendezvous.store(is_sender=True)
-        self._groups: dict[int, torch.distributed.ProcessGroup] = {}
+        ranks = endpoint.layout.target.ranks
+        self._wanted = EngineGroup(str(connection), *endpoint.store, senders, ranks, backend, timeout_s)
+        self._number, self._device = number, device
+        self._store = self._wanted.store()
+        self._group: torch.distributed.ProcessGroup | None = None
         self._calls = 0
+
+    def join(self) -> None:
+        """Join the engine's group with its other senders, of whom the first has the engine do so.
+
+        Raises:
+            EngineError: the engine did not; every sender hears why.
+        """
+        if self._group is not None:
+            return
+        group, ranks = self._wanted, range(self._wanted.ranks)
+        asked = None
+        if self._number == 0:
+            payloads = [serialize(joining(group, rank)) for rank in ranks]
+            asked = _CallUnderWay(self.endpoint, *_update(payloads), self.timeout_s)
+        try:
+            self._wait_for([group.joining(rank) for rank in ranks], asked)
+        except EngineError as error:
+            if asked is not None:
+                self._store.set(group.failed, str(error))
+            raise
+        try:
+            self._group = group.join(self._store, self._number, self._device)
+        except RuntimeError as error:
+            raise EngineError(f"{self.endpoint.url} did not join the process group of its senders: {error}") from error
+        if asked is not None:
+            asked.result()
+
+    def _wait_for(self, keys: Sequence[str], asked: _CallUnderWay | None) -> None:
+        """Wait until the engine's ranks have set `keys` in the store, in answer to this process or to another sender.
+
+        Raises:
+            EngineError: they did not.
+        """
+        ends_at = time.monotonic() + self.timeout_s
+        while not self._store.check(list(keys)):
+            if asked is not None and asked.ended_within(POLL_S):
+                asked.raise_if_failed()
+                raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
+            if asked is None:
+                if self._store.check([self._wanted.failed]):
+                    raise EngineError(self._store.get(self._wanted.failed).decode())
+                time.sleep(OTHERS_POLL_S)
+            if time.monotonic() > ends_at:
+                raise EngineError(f"{self.endpoint.url} did not join the process group within {self.timeout_s:g} s")
 
     def deliver(self, staged: StagedSlices) -> None:
         """Send the weights; returns when the engine has them, or raises EngineError. Then it is out of step: close it."""
+        self.join()
         ranks = self.endpoint.layout.target.ranks
         pieces: dict[int, list[WeightSlice]] = {}
         for piece in staged.pieces:
@@ -158,15 +224,13 @@ class GroupSender(_ServerSender):
         of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
         announced = [self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)]
         loading = _CallUnderWay(self.endpoint, *_update(announced), self.timeout_s)
-        while not self._store.check([ready(self._calls, rank) for rank in of_ranks]):
-            if loading.ended_within(POLL_S):
-                loading.raise_if_failed()
-                raise EngineError(f"{self.endpoint.url} answered an update before it had asked for the weights")
+        keys = [self._wanted.ready(self._number, self._calls, rank) for rank in of_ranks]
+        self._wait_for(keys, loading)
+        for key in keys:
+            self._store.delete_key(key)
         self._calls += 1
         try:
-            for rank in of_ranks:
-                self._groups[rank] = self._groups.get(rank) or self._rendezvous.join(self._store, rank, SENDER)
-            self._broadcast(of_ranks, loading)
+            self._send(of_ranks, loading)
         except RuntimeError as error:
             raise EngineError(f"{self.endpoint.url} left the process group during a weight update: {error}") from error
         loading.result()
@@ -180,29 +244,29 @@ class GroupSender(_ServerSender):
             ]
             for message in messages
         ]
-        return serialize(receiving(self._rendezvous, self._calls, rank, content) if content else [])
+        return serialize(receiving(self._wanted, self._number, self._calls, rank, content) if content else [])
 
-    def _broadcast(self, of_ranks: Mapping[int, Sequence[SliceMessage]], loading: _CallUnderWay) -> None:
+    def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]], loading: _CallUnderWay) -> None:
         """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
-        under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        assert self._group is not None, "it has joined"
+        under_way: deque[Sending] = deque()
         nbytes = 0
         for turn in zip_longest(*of_ranks.values()):
             for rank, message in zip(of_ranks, turn, strict=True):
                 if message is None:
                     continue
-                values = _values(message)
-                under_way.append((start_transfer(values, self._groups[rank]), values))
-                nbytes += values.nbytes
+                under_way.append(Sending(_values(message), self._group, self._wanted.senders + rank))
+                nbytes += under_way[-1].nbytes
                 while nbytes > AHEAD_BYTES:
-                    nbytes -= _wait(*under_way.popleft(), loading)
-        for work, values in under_way:
-            _wait(work, values, loading)
+                    nbytes -= _wait(under_way.popleft(), loading)
+        for sending in under_way:
+            _wait(sending, loading)
 
     def close(self) -> None:
-        """Leave the groups; the engine drops its side when this process connects anew."""
-        groups, self._groups = self._groups, {}
-        for group in groups.values():
-            torch.distributed.destroy_process_group(group)
+        """Leave the group; the engine drops its side when senders connect anew."""
+        group, self._group = self._group, None
+        if group is not None:
+            leave(group)
 
     def __enter__(self) -> GroupSender:
         return self
@@ -238,13 +302,12 @@ def _values(message: SliceMessage) -> torch.Tensor:
     return buffer
 
 
-def _wait(work: Any, values: torch.Tensor, loading: _CallUnderWay) -> int:
-    """The bytes of `values`, once the engine has them."""
-    while not work.is_completed():  # an engine that fails otherwise than by dying would be waited for until the timeout
-        if loading.ended_within(POLL_S):
+def _wait(sending: Sending, loading: _CallUnderWay) -> int:
+    """The bytes of a message, once the engine has it."""
+    while not sending.ended_within(POLL_S):  # else an engine that fails, but lives, would be waited for until the timeout
+        if loading.ended_within(0):
             loading.raise_if_failed()
-    work.wait()
-    return values.nbytes
+    return sending.nbytes
 
 
 def check_alive(server: ServerEndpoint) -> None:

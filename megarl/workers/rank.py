@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import ray
@@ -31,10 +32,13 @@ from megarl.megatron.weights import Quantiser, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.trace import Span, take_spans, timed
 from megarl.platform.base import Platform
+from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.rank_plan import RankPlan
+from megarl.reshard.relays import Machines, RelayPlan
 from megarl.reshard.verify import verify as verify_plan
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
-from megarl.weight_sync.pusher import Pushed, Pusher
+from megarl.weight_sync.pusher import Pushed, Pusher, merge
+from megarl.weight_sync.relay import Relay
 from megarl.workers import senders
 from megarl.workers.profiling import Profile
 from megarl.workers.rank_calls import RankCalls
@@ -60,6 +64,7 @@ class Rank(RankCalls):
         self.roles: dict[str, RankModel] = {}
         self.pusher: Pusher | None = None
         self.plan: RankPlan | None = None
+        self.relay: Relay | None = None
         self.offloads: dict[str, Offload] = {}
         self.quantiser: Quantiser | None = None
         self.engines: set[int] = set()
@@ -103,13 +108,21 @@ class Rank(RankCalls):
         write_role(self.roles[role], folder)
 
     def open_senders(
-        self, targets: Mapping[int, Any], transport: str, timeout_s: float = 300.0, engines: int | None = None
+        self,
+        targets: Mapping[int, Any],
+        transport: str,
+        timeout_s: float = 300.0,
+        engines: int | None = None,
+        connection: int = 0,
+        machines: Machines | None = None,
     ) -> None:
         policy = self.roles["policy"].options
         trainer = ServedModel(load_hf_config(policy.path), policy.dtype)
-        self.plan = self.plan or self._plan(trainer, targets, transport, engines or len(targets))
+        if self.plan is None:
+            self._make_plan(trainer, targets, transport, engines or len(targets), machines)
         if self.plan is not None:
-            mine = {engine: target for engine, target in targets.items() if engine in self.plan.engines}
+            served = self.plan.engines | (self.relay.engines if self.relay is not None else set())
+            mine = {engine: target for engine, target in targets.items() if engine in served}
         else:
             at, replicas = self.layout.coords(self.rank), 1 if trainer.has_experts else self.layout.dp
             mine = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
@@ -117,20 +130,35 @@ class Rank(RankCalls):
         if self.plan is None and self.layout.coords(self.rank).tp:
             return
         self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", partial(self.platform.set_device, self.gpu))
-        backend = self.platform.collective_backend
         for engine, target in mine.items():
             if (serves := senders.model_of(target)) is not None:
                 check_same_model(serves, trainer)
-            self.pusher.connect(engine, partial(senders.open_sender, target, transport, free_address(), backend, timeout_s))
+            member = self._membership(engine, connection)
+            self.pusher.connect(engine, partial(senders.open_sender, target, transport, member, timeout_s))
 
-    def _plan(self, trainer: ServedModel, targets: Mapping[int, Any], transport: str, engines: int) -> RankPlan | None:
-        """This rank's part of the reshard plan; None if the engines take whole tensors."""
+    def _membership(self, engine: int, connection: int) -> senders.Membership:
+        """Which of an engine's senders this rank is."""
+        all_senders = self.plan.senders(engine) if self.plan is not None else [self.rank]
+        backend, device = self.platform.collective_backend, self.platform.device(self.gpu)
+        return senders.Membership(connection, all_senders.index(self.rank), len(all_senders), backend, device)
+
+    def _make_plan(
+        self, trainer: ServedModel, targets: Mapping[int, Any], transport: str, engines: int, machines: Machines | None
+    ) -> None:
+        """Make this rank's part of the reshard plan; none if the engines take whole tensors."""
         one = next(iter(targets.values()))
         self.quantiser = senders.quantiser_for(one)
         plan = senders.plan_for(one, trainer, self.layout, engines)
-        if plan is not None and self.rank == 0:
+        if plan is None:
+            return
+        if self.rank == 0:
             verify_plan(plan)  # once is enough: all ranks make the same plan, this one first
-        return RankPlan(plan, self.rank, single_batch=transport == "process_group") if plan is not None else None
+        by_group = transport == "process_group"
+        machines = None if by_group else machines
+        self.plan = RankPlan(plan, self.rank, single_batch=by_group, machines=machines)
+        if machines is not None:
+            messages = RelayPlan(plan, self.rank, machines, LOAD_BYTES)
+            self.relay = Relay(self.plan, messages, self.platform.device(self.gpu))
 
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
@@ -141,7 +169,11 @@ class Rank(RankCalls):
         if self.plan is not None:
             assert self.pusher is not None, "who has a plan has opened senders"
             shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser)
-            return self.pusher.push_loads(self.plan.loads(shards, mine), mine, version, verify=verify)
+            if self.relay is None:
+                return self.pusher.push_loads(self.plan.loads(shards, mine), mine, version, verify=verify)
+            loads = chain(self.plan.loads(shards, mine), self.relay.exchange(shards, bases, verify=verify))
+            pushed = self.pusher.push_loads(loads, mine, version, verify=verify)
+            return merge([pushed, {engine: Pushed(checksums) for engine, checksums in self.relay.sent.items()}])
         if not mine and not policy.weight_map.num_experts:
             return {}
         replicas = (0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,)

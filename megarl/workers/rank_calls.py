@@ -15,6 +15,7 @@ from megarl.checkpoint.dist_writer import Written
 from megarl.data.stream import MicroBatch, ScorePosition
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
+from megarl.reshard.relays import Machines
 from megarl.weight_sync.pusher import Pushed
 
 
@@ -59,13 +60,22 @@ class RankCalls(ABC):
         """Have `all` roles on the device, the `policy`'s weights alone, or `none`; see `megatron.offload`."""
 
     @abstractmethod
-    def open_senders(self, targets: Mapping[int, Any], transport: str, timeout_s: float, engines: int | None) -> None:
+    def open_senders(
+        self,
+        targets: Mapping[int, Any],
+        transport: str,
+        timeout_s: float,
+        engines: int | None,
+        connection: int,
+        machines: Machines | None,
+    ) -> None:
         """Connect to engines by number, or anew to those that were restarted, where this rank has weights to send them.
 
         Servers that take slices are sent what the reshard plan for all `engines` (None: those in `targets`) says, by every
         rank that it names. Whole tensors are sent by the leading ranks of stages: each stage's replicas share the engines
         evenly; replicas of a model with experts hold no more than a part of them each, so there it is the first one alone.
-        An engine that cannot be reached is an error of the next push. `timeout_s` is as in `senders.open_sender`.
+        An engine that cannot be reached is an error of the next push. `timeout_s` is as in `senders.open_sender`,
+        `connection` as in `senders.Membership`. With `machines` what an engine's rank elsewhere is to open goes by its relay.
 
         Raises:
             EngineError: an engine serves another model than the policy.

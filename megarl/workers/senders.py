@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
@@ -42,6 +43,9 @@ class ActorSender:
         """Nothing: see the class."""
         return []
 
+    def join(self) -> None:
+        """There is nothing to join."""
+
     def deliver(self, staged: StagedSlices) -> None:
         """Hand the tensors to the engine by way of Ray's object store."""
         try:
@@ -64,10 +68,22 @@ def model_of(target: SendTarget) -> ServedModel | None:
     return facts
 
 
-def open_sender(
-    target: SendTarget, transport: str, group_address: tuple[str, int], backend: str, timeout_s: float = 300.0
-) -> Sender:
-    """The sender for `target`. `transport` is `shared_memory` or `process_group` (rendezvous at `group_address`).
+@dataclass(frozen=True)
+class Membership:
+    """Which of an engine's senders a rank is, in process groups: the `number`-th of `senders`, with its weights on `device`.
+
+    `connection` tells an engine's groups apart; all of its senders name the same.
+    """
+
+    connection: int = 0
+    number: int = 0
+    senders: int = 1
+    backend: str = "gloo"
+    device: torch.device | None = None
+
+
+def open_sender(target: SendTarget, transport: str, member: Membership, timeout_s: float = 300.0) -> Sender:
+    """The sender for `target`. `transport` is `shared_memory` or `process_group`.
 
     An engine that has not answered after `timeout_s` seconds has failed.
     """
@@ -75,7 +91,7 @@ def open_sender(
         return ActorSender(target)
     if transport == "shared_memory":
         return TensorSender(target, timeout_s)
-    return GroupSender(target, group_address, backend, timeout_s)
+    return GroupSender(target, **vars(member), timeout_s=timeout_s)
 
 
 def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int) -> ReshardPlan | None:

@@ -60,7 +60,7 @@ def test_a_671b_mixture_and_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[
     Path("cluster.yaml").write_text("gpus_per_node: 72\nib_gb_per_s: 100\n")
     out = planned(capsys, "--cluster", "cluster.yaml", "resources.placement=separate", *MOE, "rollout.engines=2")
     assert "2 engines of 64 ranks: tp=8,ep=64,dp=8, on nodes of their own" in out
-    assert "taken whole model.layers.3.mlp.experts.0.gate_proj.weight, " in out
+    assert "taken whole none" in out
     assert " at 100 GB/s" in out
 
 
@@ -68,6 +68,7 @@ def test_over_a_process_group_too_every_rank_is_sent_its_own_slices(capsys: pyte
     out = planned(capsys, "rollout.weight_transport=process_group")
     assert "redundancy 1.000 bytes" in out
     assert "peak staging none" in out
+    assert re.search(r"communicators \d+( to \d+)? of a training rank, 1 of an engine's rank, of at most \d+ members", out)
 
 
 def test_engines_that_serve_an_fp8_model_are_sent_half_of_the_linear_layers_bytes_and_scales(
@@ -120,7 +121,10 @@ def test_a_placement_names_the_gpus_of_every_rank_and_engine(capsys: pytest.Capt
         (["c.yaml", "--placement", "--gpus-per-node=0"], "--gpus-per-node is 0; it must be a whole number above 0"),
         (["c.yaml", "--placement", "--gpus=8"], "--gpus is 8, but the layouts need 1024"),
         (["c.yaml", "--placement", "--gpus-per-node=4"], "policy.layout.tp is 8, which is more than the 4 GPUs of a node"),
-        (["c.yaml", "--placement", "rollout.tp=16"], "rollout.tp is 16, which is more than the 8 GPUs of a node, and"),
+        (
+            ["c.yaml", "--placement", "rollout.tp=11"],
+            "rollout.tp is 11, which is more than the 8 GPUs of a node, and no number",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(

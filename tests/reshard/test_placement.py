@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import Config, parse_config
 from megarl.config.layout import Layout
-from megarl.errors import ClusterError, ConfigError, LayoutError
+from megarl.errors import ClusterError, LayoutError
 from megarl.models.registry import load_hf_config
 from megarl.reshard.engine_line import engine_position, replica_shares
 from megarl.reshard.placement import Bundle, Placement, PlacementRequest, place, planned_bundles
 from megarl.reshard.plan import plan_reshard
-from megarl.reshard.run_plan import check_same_machine
 from megarl.reshard.targets import EngineTarget
-from tests.families import build_folder
 
 LLAMA = Path(__file__).parents[2] / "examples" / "models" / "llama-3.1-8b"
 SIZES = (1, 2, 4, 8)
@@ -272,31 +267,3 @@ def test_rows_and_summary_say_who_is_where() -> None:
     assert placement.as_json()["engines"][1] == [
         {"bundle": 18, "node": "node 2", "gpu": 2}, {"bundle": 19, "node": "node 2", "gpu": 3}
     ]  # fmt: skip
-
-
-def colocated(layout: dict[str, int], **rollout: Any) -> Config:
-    """A run whose engines share the trainer's GPUs."""
-    tree = {"model": {"path": "m"}, "data": {"train": {"source": "jsonl", "path": "x"}}, "rewards": [{"name": "exact_number"}]}
-    return parse_config(tree | {"policy": {"layout": layout}, "rollout": rollout})
-
-
-def test_shared_memory_goes_to_no_other_machine(tmp_path: Path) -> None:
-    build_folder("llama", tmp_path / "llama")
-
-    def check(config: Config, gpus_per_node: int, nodes: list[str] | None = None) -> None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(tmp_path / "llama")})})
-        request = PlacementRequest.of(config)
-        bundles = planned_bundles(request.bundles, gpus_per_node)
-        if nodes is not None:
-            bundles = [replace(bundle, node=nodes[int(bundle.node.split()[-1])]) for bundle in bundles]
-        check_same_machine(config, place(request, bundles))
-
-    pipeline = colocated({"tp": 2, "pp": 2}, tp=2, engines=2)
-    check(pipeline, 4)  # on one machine
-    refused = r"'shared_memory', which cannot take weights from rank 2 of the policy on node 1 to engine 0 on node 0;"
-    with pytest.raises(ConfigError, match=refused):
-        check(pipeline, 2)
-    check(pipeline, 2, ["10.0.0.1/ab", "10.0.0.1/cd"])  # two nodes of one Ray on a machine
-    check(colocated({"tp": 2, "dp": 2}, tp=2, engines=2), 2)  # every replica has its engine beside it
-    check(colocated({"tp": 2, "pp": 2}, tp=2, engines=2, weight_transport="process_group"), 2)
-    check(colocated({"tp": 2, "pp": 2}, engine="embedded", engines=2), 2)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from tests.rollout.tiny import (
     PROMPTS,
     TINY,
     Weights,
-    free_address,
     halves,
     largest_difference,
     load,
@@ -41,6 +41,7 @@ from tests.rollout.tiny import (
     weights_that_never_end,
 )
 
+CONNECTIONS = count()
 SENDS_A_FILE = """
 import pickle, sys, torch
 from megarl.weight_sync.checksums import EngineLayout
@@ -81,7 +82,7 @@ def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: Sgla
         new = load(tiny_path, seed=4)
 
         def send() -> dict[str, str]:
-            with GroupSender(sglang_engine.endpoint, free_address(), timeout_s=60) as sender:
+            with GroupSender(sglang_engine.endpoint, connection=next(CONNECTIONS), timeout_s=60) as sender:
                 for bucket in halves(weights_of(new)):
                     sender.send(bucket)
                 return sender.checksums()
@@ -103,7 +104,7 @@ def test_sending_without_an_open_update_is_refused(sglang_engine: SglangEngine, 
         if transport == "shared_memory":
             TensorSender(sglang_engine.endpoint).send(weights)
         else:
-            with GroupSender(sglang_engine.endpoint, free_address(), timeout_s=60) as sender:
+            with GroupSender(sglang_engine.endpoint, connection=next(CONNECTIONS), timeout_s=60) as sender:
                 sender.send(weights)
 
 
@@ -204,8 +205,8 @@ def test_a_server_that_is_sent_changes_alone_holds_the_whole_new_model(
 
     async def scenario() -> None:
         model, pusher, sent = load(tiny_path, seed=9), Pusher(), list[str]()
-        address = [free_address()] if kind is GroupSender else []
-        pusher.connect(0, lambda: kind(sglang_engine.endpoint, *address))
+        connection = {"connection": next(CONNECTIONS)} if kind is GroupSender else {}
+        pusher.connect(0, lambda: kind(sglang_engine.endpoint, **connection))
         deliver = kind.deliver
 
         def watched(sender: Any, staged: staging.StagedSlices) -> None:
@@ -265,7 +266,7 @@ def test_two_ranks_hold_an_untied_model_with_biases_and_a_padded_vocabulary(tmp_
             await holds_what_was_sent(engine, model)
             model = moved(2)
             await engine.begin_update(2)
-            with GroupSender(engine.endpoint, free_address(), timeout_s=60) as sender:
+            with GroupSender(engine.endpoint, connection=next(CONNECTIONS), timeout_s=60) as sender:
                 for bucket in halves(weights_of(model)):
                     await asyncio.to_thread(sender.send, bucket)
                 await engine.end_update(2, sender.checksums())
@@ -328,7 +329,7 @@ def test_a_late_refusal_over_a_process_group_is_not_waited_out(
     begun = time.monotonic()
     with (
         pytest.raises(EngineError, match="must run between begin_weight_update"),
-        GroupSender(sglang_engine.endpoint, free_address(), timeout_s=120) as sender,
+        GroupSender(sglang_engine.endpoint, connection=next(CONNECTIONS), timeout_s=120) as sender,
     ):
         sender.send(large)
     assert time.monotonic() - begun < 60

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync import pusher
 from megarl.weight_sync.pusher import Pusher
 from megarl.weight_sync.staging import StagedSlices
-from megarl.workers.senders import open_sender
-from tests.rollout.tiny import PROMPTS, free_address, largest_difference, load, weights_of
+from megarl.workers.senders import Membership, open_sender
+from tests.rollout.tiny import PROMPTS, largest_difference, load, weights_of
 
+CONNECTIONS = count()
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
 
 
 def connect(pusher: Pusher, number: int, engine: SglangEngine) -> None:
     """A process group with this engine alone."""
-    pusher.connect(number, partial(open_sender, engine.endpoint, "process_group", free_address(), "gloo", 60.0))
+    member = Membership(connection=next(CONNECTIONS))
+    pusher.connect(number, partial(open_sender, engine.endpoint, "process_group", member, 60.0))
 
 
 @pytest.mark.slow

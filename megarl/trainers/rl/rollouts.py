@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
+from megarl.reshard.relays import Machines
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.episodes import Episodes
@@ -47,6 +48,7 @@ class Rollouts:
         logs.mkdir(parents=True, exist_ok=True)
         threads = rollout.threads or max(1, cluster.cores // (1 if rollout.schedule.mode == "sync" else 2))
         at = cluster.placement
+        self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
         self.takes_turns = takes_turns(config, platform)
         """Whether the engines sleep while the trainer works."""
@@ -97,7 +99,7 @@ class Rollouts:
         else:
             self.scheduler.resume(range(len(self.engines)), self.version)
         if roles is not None:
-            self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles)
+            self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines)
 
     def close(self) -> None:
         """Stop whatever is under way; the engines themselves belong to the cluster."""

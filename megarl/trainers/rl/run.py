@@ -15,7 +15,7 @@ from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN
-from megarl.reshard.run_plan import check_same_machine
+from megarl.reshard.run_plan import check_transport
 from megarl.system.user_code import absolute_name
 from megarl.trainers.rl.evaluate import evaluation
 from megarl.trainers.rl.experience import (
@@ -80,7 +80,7 @@ class RlRun(Run):
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
         self.tell_placement(cluster.placement)
-        check_same_machine(config, cluster.placement)
+        check_transport(config, cluster.placement)
         self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes)
         self._stack.callback(self.rollouts.close)
         starting = self.rollouts.begin_start()

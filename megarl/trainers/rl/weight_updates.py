@@ -10,6 +10,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
+from megarl.reshard.relays import Machines
 from megarl.rollout.scheduling.scheduler import Scheduler, failures
 from megarl.trainers.rl.gpu_sharing import gpu_sharing_of
 from megarl.trainers.run.roles import POLICY, Roles
@@ -22,8 +23,16 @@ ABANDON_S = 10.0
 class WeightUpdates:
     """The policy's connections to the engines, and which version each engine has confirmed."""
 
-    def __init__(self, config: Config, scheduler: Scheduler, engines: Sequence[Any], roles: Roles) -> None:
-        """`engines` are Ray's handles, by the scheduler's numbers."""
+    def __init__(
+        self,
+        config: Config,
+        scheduler: Scheduler,
+        engines: Sequence[Any],
+        roles: Roles,
+        machines: Machines | None = None,
+    ) -> None:
+        """`engines` are Ray's handles, by the scheduler's numbers; `machines`: where they and the ranks are, if not on one."""
+        self.machines = machines
         self.rollout, self.scheduler, self.engines, self.roles = config.rollout, scheduler, engines, roles
         self.folder = Path(config.run_folder).resolve() / "weights"
         self._sharing = gpu_sharing_of(config, scheduler, roles)
@@ -125,6 +134,6 @@ class WeightUpdates:
             except MegarlError as error:
                 failed[engine] = error
         if targets:
-            self.roles.open_senders(targets, self.rollout.weight_transport, deadline_s, len(self.engines))
+            self.roles.open_senders(targets, self.rollout.weight_transport, deadline_s, len(self.engines), self.machines)
             self._connected |= targets.keys()
         return failed

@@ -25,6 +25,7 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.models.flops import FlopsModel, update_flops
 from megarl.observe.trace import Span
 from megarl.planning.gpus import gpu_called
+from megarl.reshard.relays import Machines
 from megarl.trainers.run.update_metrics import combine
 from megarl.weight_sync.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
@@ -84,6 +85,7 @@ class Roles:
         """Of a GPU of the policy, in operations per second; None where it is not known."""
         self.before_use: Callable[[], None] = lambda: None
         """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
+        self._connections = 0
         self._loaded: list[str] = []
         self._saving: list[str] = []
         self._update_flops = 0
@@ -209,14 +211,18 @@ class Roles:
         for group in self.groups.values():
             group.call(RankCalls.keep_on_device, what, phase="offload", deadline_s=self._deadlines.step_s)
 
-    def open_senders(self, targets: Mapping[int, Any], transport: str, deadline_s: float, engines: int) -> None:
-        """Connect the policy's ranks to engines by number; `engines` are all that the run has.
+    def open_senders(
+        self, targets: Mapping[int, Any], transport: str, deadline_s: float, engines: int, machines: Machines | None = None
+    ) -> None:
+        """Connect the policy's ranks to engines by number; `engines` are all that the run has, on several `machines` or on one.
 
         Engines that were restarted are connected anew, the others are left as they are. One that is not reached, or takes
         longer than half of `deadline_s`, is an error of the next push.
         """
         group, phase = self.groups[POLICY], "connection to the engines"
-        group.call(RankCalls.open_senders, targets, transport, deadline_s / 2, engines, phase=phase, deadline_s=deadline_s)
+        self._connections += 1
+        arguments = targets, transport, deadline_s / 2, engines, self._connections, machines
+        group.call(RankCalls.open_senders, *arguments, phase=phase, deadline_s=deadline_s)
 
     def push(
         self,

@@ -102,7 +102,8 @@ class SglangEngine(ServedEngine):
     def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
         super().__init__(server, initial_version)
         self.server = server
-        self._endpoint = ServerEndpoint(server.url, layout, server.token)
+        self._store = TCPStore(host(), 0, is_master=True, wait_for_workers=False)  # its ranks may be on other machines
+        self._endpoint = ServerEndpoint(server.url, layout, server.token, (host(), self._store.port))
         self._update_open = False
         self._sender = TensorSender(self.endpoint)
 
@@ -153,16 +154,15 @@ class SglangEngine(ServedEngine):
         ranks = [[box for box, value in sent.items() if value != UNCHECKED and box.engine_rank == rank] for rank in self._ranks]
         if not any(ranks):
             return held
-        store = TCPStore(host(), 0, is_master=True, wait_for_workers=False)  # ranks may be on other machines
-        keys = [str(rank) for rank in self._ranks]
-        where = host(), store.port
+        keys = [f"digests/{rank}" for rank in self._ranks]
+        where = self.endpoint.store
         payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(ranks, keys, strict=True)]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
         await self._client.control("update_weights_from_tensor", body)
-        for boxes, key in zip(ranks, keys, strict=True):
-            digests, uncovered = read_answer(store.get(key))
+        for rank, (boxes, key) in enumerate(zip(ranks, keys, strict=True)):
+            digests, uncovered = read_answer(self._store.get(key))
             if uncovered:
-                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {key}")
+                raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
             held |= zip(boxes, digests, strict=True)
         return held
 
