@@ -75,6 +75,22 @@ def test_a_role_goes_on_to_the_bit_after_its_memory_was_given_up(
         ]
 
 
+def gradients_kept(rank: int, world_size: int, folder: Path) -> int:
+    """Bytes of the gradients that Adam has read, after an update whose own are in bfloat16."""
+    from tests.megatron.moments import adams, role_in, update
+
+    role = role_in(Layout(), folder, "bfloat16", megatron={"grad_reduce_in_fp32": False})
+    update(role, rank)
+    parameters = [p for adam in adams(role) for group in adam.optimizer.param_groups for p in group["params"]]
+    assert parameters
+    return sum(p.grad.nbytes for p in parameters if p.grad is not None)
+
+
+def test_an_update_leaves_no_copies_of_gradients(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    assert world.call(gradients_kept, tmp_path / "model", size=1) == [0]
+
+
 class Fp8Weight(torch.nn.Parameter):
     """As Transformer Engine's: its values are in two tensors of its own, and its own storage is empty."""
 
