@@ -34,12 +34,12 @@ from megarl.reshard.run_plan import ITEMSIZE
 if TYPE_CHECKING:
     from megarl.planning.roles import Engines, PlannedRole, RunShape
 
-GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 STATIC = ("parameters", "gradients", "optimizer")
-MOMENTARY = ("activations", "logits", "communication")
+MOMENTARY = ("activations", "logits", "communication", "optimizer step")
+"""Of a forward and backward pass, and of the optimizer's step that follows it."""
 PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
 """What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
-HOST_BYTES_OF_A_PARAMETER = MOMENT_BYTES + 2 * MASTER_BYTES
+HOST_BYTES_OF_A_PARAMETER = 16
 """In main memory of what is offloaded: both moments, the float32 weight, and its gradient."""
 
 
@@ -57,8 +57,15 @@ class RoleMemory:
 
     @property
     def momentary(self) -> float:
-        """The most that a pass of this role takes besides."""
-        return sum(self.parts[part] for part in MOMENTARY)
+        """The most that this role takes besides, in a pass or in the optimizer's step."""
+        return sum(self.busiest.values())
+
+    @property
+    def busiest(self) -> dict[str, float]:
+        """The parts that are there at the worst moment besides those that always are."""
+        *of_pass, of_step = MOMENTARY
+        found = {part: self.parts[part] for part in of_pass}
+        return found if sum(found.values()) >= self.parts[of_step] else {of_step: self.parts[of_step]}
 
     @property
     def moved(self) -> float:
@@ -80,7 +87,8 @@ def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
     """How activations are kept on such a GPU."""
     model = run.config.model
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
-    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, model.fp8 != "none", model.fp8_param, _platform(gpu))
+    recipe = model.fp8_recipe if model.fp8 != "none" else None
+    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, recipe, model.fp8_param, _platform(gpu))
 
 
 def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> RoleMemory:
@@ -97,9 +105,11 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
     host = 0.0
     if role.trained is not None:
         share, offloaded = _shard(held, role), role.trained.optimizer.offload_fraction
-        of_each = MOMENT_BYTES + (MASTER_BYTES if precision.itemsize < 4 else 0)
-        parts["gradients"] = float(GRADIENT_BYTES * held.trained)
-        parts["optimizer"] = (share * of_each + held.value_head / _replicas(role) * MOMENT_BYTES) * (1 - offloaded)
+        of_each, of_head = (role.state_bytes(size, precision.recipe) for size in (precision.itemsize, 4))
+        head, here = held.value_head / _replicas(role), 1 - offloaded
+        parts["gradients"] = float(of_each.gradient * (held.dense + held.expert) + of_head.gradient * held.value_head)
+        parts["optimizer"] = (share * (of_each.moments + of_each.master) + head * (of_head.moments + of_head.master)) * here
+        parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
     if stage == role.layout.pp - 1 and not role.value_head:
@@ -328,7 +338,7 @@ def _trainer(groups: Mapping[str, str], memories: list[RoleMemory]) -> dict[tupl
     parts = {(memory.role, part): memory.parts[part] for memory in memories for part in STATIC}
     for group in dict.fromkeys(groups[memory.role] for memory in memories):
         busiest = max((memory for memory in memories if groups[memory.role] == group), key=lambda memory: memory.momentary)
-        parts |= {(busiest.role, part): busiest.parts[part] for part in MOMENTARY}
+        parts |= {(busiest.role, part): size for part, size in busiest.busiest.items()}
     return parts
 
 
