@@ -47,12 +47,14 @@ HOST_BYTES_OF_A_PARAMETER = 16
 class RoleMemory:
     """One role on a rank of one stage, in bytes by part (`STATIC`, `MOMENTARY`); `host` is in main memory.
 
-    `weights` are its parameters without the FP8 copies that Transformer Engine makes of them.
+    `weights` are its parameters without the FP8 copies that Transformer Engine makes of them; `unpacked` are those that are in
+    FP8 alone as they are sent to engines.
     """
 
     role: str
     parts: Mapping[str, float]
     weights: float
+    unpacked: float
     host: float
 
     @property
@@ -115,7 +117,8 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
     parts["communication"] = _communication(role, precision, work)
-    return RoleMemory(role.name, parts, weights, host)
+    unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
+    return RoleMemory(role.name, parts, weights, unpacked, host)
 
 
 def _replicas(role: PlannedRole) -> int:
@@ -314,7 +317,10 @@ def _gpu(
     memories = [by_stage[name][stage] for name, stage in held if name != "engine"]
     processes = len({groups[memory.role] for memory in memories})
     has_engine, has_policy = len(memories) < len(held), any(groups[memory.role] == "policy" for memory in memories)
-    staging = staging_bytes(run.engines) if run.engines is not None and has_policy and run.engines.stages_weights else 0.0
+    staging = 0.0
+    if run.engines is not None and has_policy:
+        of_policy = sum(memory.unpacked for memory in memories if memory.role == "policy")
+        staging = staging_bytes(run.engines) if run.engines.stages_weights else of_policy
     trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
     if has_engine:
         assert run.engines is not None

@@ -62,6 +62,7 @@ class Rank(RankCalls):
         self.plan: RankPlan | None = None
         self.offloads: dict[str, Offload] = {}
         self.quantiser: Quantiser | None = None
+        self.sends_in_place = False
         self.engines: set[int] = set()
         self.writer: BackgroundWriter | None = None
         self.profile: Profile | None = None
@@ -107,6 +108,7 @@ class Rank(RankCalls):
     ) -> None:
         policy = self.roles["policy"].options
         trainer = ServedModel(load_hf_config(policy.path), policy.dtype)
+        self.sends_in_place = transport == "process_group"
         self.plan = self.plan or self._plan(trainer, targets, transport, engines or len(targets))
         if self.plan is not None:
             mine = {engine: target for engine, target in targets.items() if engine in self.plan.engines}
@@ -140,7 +142,8 @@ class Rank(RankCalls):
         policy = self.roles[role]
         if self.plan is not None:
             assert self.pusher is not None, "who has a plan has opened senders"
-            shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser)
+            at_once = self.sends_in_place  # else a few at a time are copied into buffers
+            shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser, at_once=at_once)
             return self.pusher.push_loads(self.plan.loads(shards, mine), mine, version, verify=verify)
         if not mine and not policy.weight_map.num_experts:
             return {}

@@ -128,6 +128,13 @@ def test_buffers_are_for_weights_that_are_read_from_them() -> None:
     assert ("policy", "staging") not in planned(*apart, "rollout.weight_transport=process_group").memory.worst.parts
 
 
+def test_weights_in_fp8_are_unpacked_where_they_are_sent_from_their_places() -> None:
+    sent = ["resources.placement=separate", "rollout.weight_transport=process_group"]
+    memory = planned(*sent, name="llama-3.1-405b-ppo-1024xh200-fp8").memory
+    (policy,) = (gpu for gpu in memory.gpus if gpu.first == 128)
+    assert policy.parts["policy", "staging"] == pytest.approx(policy.parts["policy", "parameters"], rel=1e-4)
+
+
 def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> None:
     parts = planned(name="llama-3.1-70b-ppo-128xh200").memory.worst.parts
     assert parts["critic", "activations"] > 0
