@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -69,6 +70,7 @@ class Rank(RankCalls):
 
     def connect(self, address: tuple[str, int] | None, seed: int, timeout_s: float) -> int:
         self.platform.set_device(self.gpu)  # of this thread, in which Ray calls everything that computes
+        self._stay_near_the_gpu()
         torch.distributed.init_process_group(
             self.platform.collective_backend,
             init_method=f"tcp://{address[0]}:{address[1]}" if address is not None else "env://",
@@ -78,6 +80,14 @@ class Rank(RankCalls):
         )
         initialize_layout(self.layout, seed)
         return os.getpid()
+
+    def _stay_near_the_gpu(self) -> None:
+        """Else what is moved between the GPU and main memory may pass through another processor."""
+        cores = self.platform.bind_to_device(self.gpu)
+        if cores:
+            torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+            stated = f"{len(cores)} cores of its GPU's NUMA node, with {torch.get_num_threads()} threads"
+            sys.stderr.write(f"rank {self.rank} of {self.name} is bound to the {stated}\n")  # which is its log
 
     def add_role(self, role: str, options: ModelOptions, optimizer: OptimizerOptions | None) -> str | None:
         self.roles[role] = RankModel(options, optimizer)
