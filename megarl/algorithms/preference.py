@@ -167,8 +167,9 @@ def kto(
     reward = settings.beta * ratio.detach().float()
     return loss, {
         "desirable": desirable.float().sum(),
-        "desirable_reward": reward[desirable].sum(),
-        "undesirable_reward": reward[~desirable].sum(),
+        # A mask as an index would have the host wait for the number of its elements.
+        "desirable_reward": reward.where(desirable, 0).sum(),
+        "undesirable_reward": reward.where(~desirable, 0).sum(),
     }
 
 

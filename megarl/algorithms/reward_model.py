@@ -5,6 +5,8 @@ Losses are per pair or step: the caller divides by the number of them in the who
 
 from __future__ import annotations
 
+from math import nan
+
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
@@ -35,18 +37,13 @@ def process_reward_loss(scores: Tensor, labels: Tensor) -> tuple[Tensor, dict[st
 
     Args:
         scores: float `[N]`, the scalar head at the N step ends, as logits; gradients flow through it.
-        labels: `[N]`, 1 a right step, 0 a wrong one, or the probability in between that the step is right.
+        labels: `[N]`, 1 a right step, 0 a wrong one, or the probability in between that the step is right. The loss of any
+            other is not a number: to refuse it here would be to wait for the device. Rows with such labels are not read.
 
     Returns:
         The loss `[N]`, and scalar sums without gradient: `accuracy`, the number of steps that score and label put on the
         same side of ½ (a label of ½ counts as wrong).
-
-    Raises:
-        ValueError: a label is outside [0, 1].
     """
     labels = labels.to(scores.dtype)
-    outside = labels[~((labels >= 0) & (labels <= 1))]
-    if len(outside):
-        raise ValueError(f"a step's label is {float(outside[0])}; it must be from 0 to 1")
-    loss = binary_cross_entropy_with_logits(scores, labels, reduction="none")
+    loss = binary_cross_entropy_with_logits(scores, labels, reduction="none").where((labels >= 0) & (labels <= 1), nan)
     return loss, {"accuracy": ((scores.detach() > 0) == (labels > 0.5)).float().sum()}

@@ -1,6 +1,7 @@
 """A role's memory given up and taken back in place: what its tensors are views of moves, the tensors stay the same objects.
 
-Weights and what the optimizer remembers are copied to main memory; gradients are not, since every pass begins with none.
+Weights and what the optimizer remembers are copied to main memory, one after another into few blocks; gradients are not, since
+every pass begins with none.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+LARGEST_BLOCK, SMALLEST_BLOCK = 2**30, 2**20
+"""Bytes of pinned memory. torch rounds every block up to a power of two (ATen/core/CachingHostAllocator.h), so all are such."""
+
 
 class Offload:
     """Moves a role's storages between a device and main memory. `device_type`: what is elsewhere is left where it is."""
 
     def __init__(self, role: Any, device_type: str = "cuda") -> None:
         self._role, self._device_type = role, device_type
-        self._away: dict[str, list[tuple[torch.UntypedStorage, int, Tensor | None]]] = {}
+        self._away: dict[str, tuple[list[tuple[torch.UntypedStorage, int, bool]], HostMemory]] = {}
 
     def keep(self, *, weights: bool, rest: bool) -> None:
         """Have the weights, and gradients with what the optimizer remembers, on the device or not."""
@@ -27,10 +31,30 @@ class Offload:
         if not rest:
             _forget_fp8_copies(self._role.chunks)
         for kind in (kind for kind, is_wanted in wanted.items() if not is_wanted and kind not in self._away):
-            self._away[kind] = [_leave(tensor, is_kept=is_kept) for tensor, is_kept in self._tensors(kind)]
+            self._away[kind] = self._leave(kind)
         for kind in (kind for kind, is_wanted in wanted.items() if is_wanted and kind in self._away):
-            for storage, nbytes, content in self._away.pop(kind):
-                _come_back(storage, nbytes, content)
+            self._come_back(*self._away.pop(kind))
+
+    def _leave(self, kind: str) -> tuple[list[tuple[torch.UntypedStorage, int, bool]], HostMemory]:
+        """(storage, its bytes, whether its content is in the memory) of all that has left, and that memory."""
+        leaving = [(tensor.untyped_storage(), is_kept) for tensor, is_kept in self._tensors(kind)]
+        memory = HostMemory(sum(storage.nbytes() for storage, is_kept in leaving if is_kept), self._device_type)
+        left = []
+        for storage, is_kept in leaving:
+            left.append((storage, storage.nbytes(), is_kept))
+            if is_kept:
+                memory.write(_bytes(storage))
+            storage.resize_(0)
+        return left, memory
+
+    def _come_back(self, left: list[tuple[torch.UntypedStorage, int, bool]], memory: HostMemory) -> None:
+        memory.rewind()
+        for storage, nbytes, is_kept in left:
+            storage.resize_(nbytes)
+            if is_kept:
+                memory.read(_bytes(storage))
+            else:
+                _bytes(storage).zero_()
 
     def _tensors(self, kind: str) -> Iterator[tuple[Tensor, bool]]:
         """One tensor per storage on the device, and whether its content is needed again."""
@@ -100,24 +124,54 @@ def _remembered(optimizer: Any) -> Iterator[Tensor]:
             yield from (value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1)
 
 
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload, no-any-return]
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
-def _leave(tensor: Tensor, *, is_kept: bool) -> tuple[torch.UntypedStorage, int, Tensor | None]:
-    storage = tensor.untyped_storage()
-    nbytes, content = storage.nbytes(), None
-    if is_kept:
-        content = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        content.copy_(_bytes(storage, tensor.device))
-    storage.resize_(0)
-    return storage, nbytes, content
+class HostMemory:
+    """Blocks of main memory that bytes are written to one after another, and read from in the same order.
+
+    Pinned where they are for a GPU. torch keeps the blocks for the next time, and they have the same few sizes every time.
+    """
+
+    def __init__(self, nbytes: int, device_type: str) -> None:
+        self._blocks = [allocate(size, device_type) for size in block_sizes(nbytes)]
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin at the first byte again."""
+        self._block = self._start = 0
+
+    def write(self, values: Tensor) -> None:
+        """Append bytes."""
+        for block, part in self._next(values):
+            block.copy_(part)
+
+    def read(self, values: Tensor) -> None:
+        """Fill `values` with the bytes that were written in its place."""
+        for block, part in self._next(values):
+            part.copy_(block)
+
+    def _next(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of the blocks from the present place on, each with the part of `values` whose place it is."""
+        done = 0
+        while done < len(values):
+            block = self._blocks[self._block]
+            count = min(len(block) - self._start, len(values) - done)
+            yield block[self._start : self._start + count], values[done : done + count]
+            done, self._start = done + count, self._start + count
+            if self._start == len(block):
+                self._block, self._start = self._block + 1, 0
 
 
-def _come_back(storage: torch.UntypedStorage, nbytes: int, content: Tensor | None) -> None:
-    storage.resize_(nbytes)
-    values = _bytes(storage, storage.device)
-    if content is None:
-        values.zero_()
-    else:
-        values.copy_(content)
+def block_sizes(nbytes: int) -> list[int]:
+    """Powers of two with room for `nbytes`, and for less than `SMALLEST_BLOCK` more."""
+    rest = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
+    sizes = [LARGEST_BLOCK] * (rest // LARGEST_BLOCK)
+    rest %= LARGEST_BLOCK
+    return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
+
+
+def allocate(nbytes: int, device_type: str) -> Tensor:
+    """A block of main memory, which a GPU can read and write by itself if it is for one."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device_type == "cuda")

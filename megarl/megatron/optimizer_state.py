@@ -69,6 +69,7 @@ def make_moments(optimizer: Any, chunks: Sequence[Any]) -> None:
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def moment_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]], *, has_masters: bool) -> Iterator[ShardBox]:

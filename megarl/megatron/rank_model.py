@@ -88,6 +88,7 @@ class RankModel:
         if not refused["skipped"]:
             self.scheduler.step(1)
             self.optimizer.step()
+        self.optimizer.zero_grad()  # of bfloat16 gradients it has copies in float32, which nobody moves off the GPU
         if torch.distributed.get_rank() == 0:
             metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
         return metrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.shards import plain
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.weight_map import BoundRule, WeightMap
@@ -95,10 +96,17 @@ def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> Non
 
 
 def local_shards(
-    chunks: Sequence[torch.nn.Module], options: ModelOptions, weight_map: WeightMap, quantiser: Quantiser | None = None
-) -> dict[str, Tensor]:
+    chunks: Sequence[torch.nn.Module],
+    options: ModelOptions,
+    weight_map: WeightMap,
+    quantiser: Quantiser | None = None,
+    *,
+    at_once: bool = True,
+) -> Mapping[str, Tensor]:
     """What this rank holds, by the weight map's names: views, without value head and tied copies.
 
+    Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be:
+    all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
     With a `quantiser` what it applies to is quantised, and its part of the extras beside it; that is collective over the ranks
     that share a parameter. Without one nothing is.
     """
@@ -110,14 +118,33 @@ def local_shards(
         if rule.tied_copy:
             continue
         if quantiser is None or not quantiser.applies_to(rule):
-            found[rule.megatron_name] = tensor.detach()
+            found[rule.megatron_name] = tensor
             continue
         group = _tensor_group(rule)
         exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
         place = _place(rule, options)
-        values, extras = quantiser(rule, tensor.detach(), *place, exchange)
+        values, extras = quantiser(rule, plain(tensor), *place, exchange)
         found |= {rule.megatron_name: values} | quantiser.own_extras(rule, extras, *place)
-    return found
+    return {name: plain(tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found)
+
+
+class _PlainInTurn(Mapping[str, Tensor]):
+    """Tensors by name, of which one in FP8 is made plain when it is asked for. The last one is remembered."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = name, plain(self._tensors[name])
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _tensor_group(rule: BoundRule) -> Any:
@@ -172,7 +199,7 @@ def export_weights(
     lead = options.layout.rank(pp=at.pp, dp=0 if weight_map.num_experts else at.dp)
     leads = of_replica and torch.distributed.get_rank() == lead
     for name, tensor in global_tensors(chunks):
-        local = tensor.detach().contiguous()
+        local = plain(tensor).contiguous()
         if _is_value_head(name, options):
             if leads:
                 yield SCORE, local

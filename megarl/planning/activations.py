@@ -18,14 +18,19 @@ STATISTICS = 4
 
 @dataclass(frozen=True)
 class Precision:
-    """How a run computes: bytes of an element, whether products are in FP8, their weights in FP8 only, what is recomputed."""
+    """How a run computes: bytes of an element, what is recomputed, the recipe of products in FP8, their weights in FP8 only."""
 
     layer_spec: str
     itemsize: int
     recompute: str = "none"
-    fp8: bool = False
+    recipe: str | None = None
     fp8_param: bool = False
     device_type: str = "cuda"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether matrix products are in FP8."""
+        return self.recipe is not None
 
     @property
     def operand(self) -> int:

@@ -1,14 +1,14 @@
 """Bytes on every GPU, and in main memory: what each role keeps, what the engines keep, and what there is at the worst moment.
 
 Parameters are exact. A process keeps what its allocator once took, so the worst moments of processes that share a GPU add up,
-those of one process do not. Nothing is put to sleep between phases: engines keep weights and KV cache while the trainer works.
+those of one process do not. Where trainer and engines take turns (`turns.py`) each turn is counted for itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.megatron.options import default_chunk_tokens
@@ -16,6 +16,17 @@ from megarl.models.packings import padded_vocab
 from megarl.planning.activations import STATISTICS, Precision, layer_activations, norm
 from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
 from megarl.planning.parameters import ParameterCounts, stage_parameters
+from megarl.planning.turns import (
+    ALL_AT_ONCE,
+    ASLEEP_BYTES,
+    GENERATING,
+    TRAINING,
+    UPDATING,
+    fullest,
+    reserve_bytes,
+    static_bytes,
+    takes_turns,
+)
 from megarl.reshard.cost import STAGED_LOADS
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.run_plan import ITEMSIZE
@@ -23,27 +34,45 @@ from megarl.reshard.run_plan import ITEMSIZE
 if TYPE_CHECKING:
     from megarl.planning.roles import Engines, PlannedRole, RunShape
 
-GRADIENT_BYTES, MOMENT_BYTES, MASTER_BYTES = 4, 8, 4
 STATIC = ("parameters", "gradients", "optimizer")
-MOMENTARY = ("activations", "logits", "communication")
+MOMENTARY = ("activations", "logits", "communication", "optimizer step")
+"""Of a forward and backward pass, and of the optimizer's step that follows it."""
 PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
 """What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
-HOST_BYTES_OF_A_PARAMETER = MOMENT_BYTES + 2 * MASTER_BYTES
+HOST_BYTES_OF_A_PARAMETER = 16
 """In main memory of what is offloaded: both moments, the float32 weight, and its gradient."""
 
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """One role on a rank of one stage, in bytes by part (`STATIC`, `MOMENTARY`); `host` is in main memory."""
+    """One role on a rank of one stage, in bytes by part (`STATIC`, `MOMENTARY`); `host` is in main memory.
+
+    `weights` are its parameters without the FP8 copies that Transformer Engine makes of them; `unpacked` are those that are in
+    FP8 alone as they are sent to engines.
+    """
 
     role: str
     parts: Mapping[str, float]
+    weights: float
+    unpacked: float
     host: float
 
     @property
     def momentary(self) -> float:
-        """The most that a pass of this role takes besides."""
-        return sum(self.parts[part] for part in MOMENTARY)
+        """The most that this role takes besides, in a pass or in the optimizer's step."""
+        return sum(self.busiest.values())
+
+    @property
+    def busiest(self) -> dict[str, float]:
+        """The parts that are there at the worst moment besides those that always are."""
+        *of_pass, of_step = MOMENTARY
+        found = {part: self.parts[part] for part in of_pass}
+        return found if sum(found.values()) >= self.parts[of_step] else {of_step: self.parts[of_step]}
+
+    @property
+    def moved(self) -> float:
+        """What goes to main memory while engines generate; gradients are made anew."""
+        return self.weights + self.parts["optimizer"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +89,8 @@ def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
     """How activations are kept on such a GPU."""
     model = run.config.model
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
-    device = "cpu" if gpu.name == "cpu" else "cuda"
-    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, model.fp8 != "none", model.fp8_param, device)
+    recipe = model.fp8_recipe if model.fp8 != "none" else None
+    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, recipe, model.fp8_param, _platform(gpu))
 
 
 def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> RoleMemory:
@@ -71,22 +100,25 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         LayoutError: the layout does not divide the model.
     """
     held = stage_parameters(role.shape, role.layout, value_head=role.value_head)[stage]
-    parameters = (held.dense + held.expert) * precision.itemsize + 4 * (held.value_head + held.buffers)
+    parameters = weights = (held.dense + held.expert) * precision.itemsize + 4 * (held.value_head + held.buffers)
     if precision.fp8 and not precision.fp8_param:
         parameters += 2 * held.products  # FP8 copies for both directions, beside the BF16 weights; without these in their place
     parts = dict.fromkeys((*STATIC, *MOMENTARY), 0.0) | {"parameters": float(parameters)}
     host = 0.0
     if role.trained is not None:
         share, offloaded = _shard(held, role), role.trained.optimizer.offload_fraction
-        of_each = MOMENT_BYTES + (MASTER_BYTES if precision.itemsize < 4 else 0)
-        parts["gradients"] = float(GRADIENT_BYTES * held.trained)
-        parts["optimizer"] = (share * of_each + held.value_head / _replicas(role) * MOMENT_BYTES) * (1 - offloaded)
+        of_each, of_head = (role.state_bytes(size, precision.recipe) for size in (precision.itemsize, 4))
+        head, here = held.value_head / _replicas(role), 1 - offloaded
+        parts["gradients"] = float(of_each.gradient * (held.dense + held.expert) + of_head.gradient * held.value_head)
+        parts["optimizer"] = (share * (of_each.moments + of_each.master) + head * (of_head.moments + of_head.master)) * here
+        parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
     parts["communication"] = _communication(role, precision, work)
-    return RoleMemory(role.name, parts, host)
+    unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
+    return RoleMemory(role.name, parts, weights, unpacked, host)
 
 
 def _replicas(role: PlannedRole) -> int:
@@ -159,17 +191,35 @@ def _communication(role: PlannedRole, precision: Precision, work: Workload) -> f
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The GPUs that hold the same, of which `first` is one: bytes by owner (a role, `engine`, `process`) and part."""
+    """The GPUs that hold the same, of which `first` is one: bytes in each turn by owner (a role, `engine`, `process`) and part.
+
+    `host` are bytes in main memory for each of these GPUs.
+    """
 
     first: int
     count: int
-    parts: dict[tuple[str, str], float]
+    turns: dict[str, dict[tuple[str, str], float]]
     host: float
-    processes: int
+
+    @property
+    def fullest(self) -> str:
+        """The turn in which most is there."""
+        return fullest(self.turns)
+
+    @property
+    def parts(self) -> dict[tuple[str, str], float]:
+        """What is there in the fullest turn."""
+        return self.turns[self.fullest]
+
+    @property
+    def most(self) -> dict[tuple[str, str], float]:
+        """The most of every part, in whichever turn it is there."""
+        names = dict.fromkeys(name for parts in self.turns.values() for name in parts)
+        return {name: max(parts.get(name, 0.0) for parts in self.turns.values()) for name in names}
 
     @property
     def total(self) -> float:
-        """Bytes on each of these GPUs."""
+        """Bytes on each of these GPUs at the worst moment."""
         return sum(self.parts.values())
 
 
@@ -217,17 +267,16 @@ def plan_memory(run: RunShape, gpu: GpuSpec, *, response_tokens: float | None = 
         if number in places.get("engine", ()):
             held.append(("engine", 0))
         kinds.setdefault(tuple(held), []).append(range(number, bounds[bounds.index(number) + 1]))
-    counted = [_gpu(run, by_stage, held, numbers) for held, numbers in kinds.items()]
+    counted = [_gpu(run, gpu, by_stage, held, numbers) for held, numbers in kinds.items()]
     if run.engines is None:
         return MemoryPlan(tuple(counted), gpu.usable_bytes, 0, 0)
-    room = min(gpu.usable_bytes - kind.total for kind in counted if ("engine", "parameters") in kind.parts)
+    awake = [parts for kind in counted for parts in kind.turns.values() if ("engine", "parameters") in parts]
+    room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
     tokens, wanted = _kv_tokens(run, run.engines, gpu, room, response_tokens)
-    cache = tokens * run.engines.kv_bytes_per_token
-    with_cache = [
-        replace(kind, parts=kind.parts | {("engine", "KV cache"): cache}) if ("engine", "parameters") in kind.parts else kind
-        for kind in counted
-    ]
-    return MemoryPlan(tuple(with_cache), gpu.usable_bytes, tokens, wanted)
+    cache = {("engine", "KV cache"): tokens * run.engines.kv_bytes_per_token}
+    for parts in awake:
+        parts |= cache
+    return MemoryPlan(tuple(counted), gpu.usable_bytes, tokens, wanted)
 
 
 def workload(run: RunShape, role: PlannedRole) -> Workload:
@@ -258,31 +307,55 @@ def _stage(role: PlannedRole, gpu: int, place: range) -> int:
 
 
 def _gpu(
-    run: RunShape, by_stage: Mapping[str, list[RoleMemory]], held: tuple[tuple[str, int], ...], numbers: list[range]
+    run: RunShape,
+    gpu: GpuSpec,
+    by_stage: Mapping[str, list[RoleMemory]],
+    held: tuple[tuple[str, int], ...],
+    numbers: list[range],
 ) -> GpuMemory:
-    parts: dict[tuple[str, str], float] = {}
-    host, momentary = 0.0, dict[str, dict[tuple[str, str], float]]()
     groups = {role.name: role.group for role in run.roles}
-    for name, stage in held:
-        if name == "engine":
-            assert run.engines is not None
-            parts["engine", "parameters"] = float(run.engines.weight_bytes)
-            parts["engine", "working"] = engine_working_bytes(run.engines)
-            continue
-        memory = by_stage[name][stage]
-        parts |= {(name, part): memory.parts[part] for part in STATIC}
-        host += memory.host
-        if memory.momentary > sum(momentary.get(groups[name], {}).values()):
-            momentary[groups[name]] = {(name, part): memory.parts[part] for part in MOMENTARY}
-    for of_group in momentary.values():
-        parts |= of_group
-    processes = len({groups.get(name, name) for name, _ in held})
-    parts["process", "contexts"] = processes * PROCESS_BYTES
-    if run.engines is not None and any(groups.get(name) == "policy" for name, _ in held):
-        parts["policy", "staging"] = staging_bytes(run.engines) if run.engines.stages_weights else 0.0
-    return GpuMemory(
-        numbers[0].start, sum(map(len, numbers)), {key: size for key, size in parts.items() if size}, host, processes
-    )
+    memories = [by_stage[name][stage] for name, stage in held if name != "engine"]
+    processes = len({groups[memory.role] for memory in memories})
+    has_engine, has_policy = len(memories) < len(held), any(groups[memory.role] == "policy" for memory in memories)
+    staging = 0.0
+    if run.engines is not None and has_policy:
+        of_policy = sum(memory.unpacked for memory in memories if memory.role == "policy")
+        staging = staging_bytes(run.engines) if run.engines.stages_weights else of_policy
+    trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
+    if has_engine:
+        assert run.engines is not None
+        working = max(engine_working_bytes(run.engines), reserve_bytes(gpu, staging) if _is_sized(run, gpu) else 0.0)
+        engine = {("engine", "parameters"): float(run.engines.weight_bytes), ("engine", "working"): working}
+    contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
+    host = sum(memory.host for memory in memories)
+    if takes_turns(run.config, _platform(gpu)):
+        host += sum(memory.moved for memory in memories)
+        policy = {("policy", "parameters"): sum(memory.weights for memory in memories if memory.role == "policy")}
+        asleep = {("process", "contexts"): processes * PROCESS_BYTES, ("engine", "asleep"): has_engine * ASLEEP_BYTES}
+        turns = {TRAINING: trainer | asleep, UPDATING: policy | engine | sent | contexts, GENERATING: engine | contexts}
+    else:
+        turns = {ALL_AT_ONCE: trainer | engine | contexts | sent}
+    filled = {turn: {name: size for name, size in parts.items() if size} for turn, parts in turns.items()}
+    return GpuMemory(numbers[0].start, sum(map(len, numbers)), filled, host)
+
+
+def _trainer(groups: Mapping[str, str], memories: list[RoleMemory]) -> dict[tuple[str, str], float]:
+    """What all roles of a GPU keep, and the most that one of each process takes besides."""
+    parts = {(memory.role, part): memory.parts[part] for memory in memories for part in STATIC}
+    for group in dict.fromkeys(groups[memory.role] for memory in memories):
+        busiest = max((memory for memory in memories if groups[memory.role] == group), key=lambda memory: memory.momentary)
+        parts |= {(busiest.role, part): size for part, size in busiest.busiest.items()}
+    return parts
+
+
+def _platform(gpu: GpuSpec) -> str:
+    return "cpu" if gpu.name == "cpu" else "cuda"
+
+
+def _is_sized(run: RunShape, gpu: GpuSpec) -> bool:
+    """Whether megarl chooses what engines have of a GPU."""
+    engines = run.engines
+    return engines is not None and engines.memory_fraction is None and takes_turns(run.config, _platform(gpu))
 
 
 def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, response_tokens: float | None) -> tuple[int, int]:
@@ -296,6 +369,8 @@ def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, respo
     if engines.memory_fraction is not None:
         pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes
         return max(longest, int(pool / engines.kv_bytes_per_token)), wanted
+    if _is_sized(run, gpu):
+        room = min(static_bytes(run.config, gpu) - engines.weight_bytes, room)
     return min(wanted, max(longest, int(room / engines.kv_bytes_per_token))), wanted
 
 

@@ -11,6 +11,7 @@ from megarl.planning.lengths import Lengths
 from megarl.planning.memory import MemoryPlan, plan_memory
 from megarl.planning.roles import RunShape, run_shape
 from megarl.planning.times import TimePlan, plan_times
+from megarl.planning.turns import STATED
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ class CapacityPlan:
         worst, gb, usable = self.memory.worst, 1e9, self.memory.usable
         (owner, part), size = max(worst.parts.items(), key=lambda item: item[1])
         return (
-            f"GPU {worst.first} would hold {worst.total / gb:,.1f} GB, {(worst.total - usable) / gb:,.1f} GB more than "
-            f"the {usable / gb:,.1f} GB of {self.gpu.name} that may be planned with; the largest part is the "
-            f"{part} of the {owner}, {size / gb:,.1f} GB"
+            f"GPU {worst.first} would hold {worst.total / gb:,.1f} GB{STATED[worst.fullest]}, "
+            f"{(worst.total - usable) / gb:,.1f} GB more than the {usable / gb:,.1f} GB of {self.gpu.name} "
+            f"that may be planned with; the largest part is the {part} of the {owner}, {size / gb:,.1f} GB"
         )
 
 

@@ -14,6 +14,7 @@ from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
+from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.reshard.block_scales import fp8_scales, quantised_map
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.run_plan import ITEMSIZE, target_of_run
@@ -34,6 +35,10 @@ class PlannedRole:
     trained: TrainedRole | None
     max_tokens: int
     logit_chunk_tokens: int | None
+
+    def state_bytes(self, itemsize: int, fp8_recipe: str | None) -> StateBytes:
+        """Bytes of gradients and optimizer state of a role that is trained, for weights of `itemsize` bytes."""
+        return state_bytes(self.trained.megatron if self.trained is not None else {}, itemsize, fp8_recipe)
 
 
 @dataclass(frozen=True)

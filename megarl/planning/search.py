@@ -22,7 +22,7 @@ from megarl.models.shape import ModelShape
 from megarl.planning.calibration import Calibration
 from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import GRADIENT_BYTES
+from megarl.planning.optimizer_bytes import state_bytes
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.reshard.run_plan import ITEMSIZE
@@ -160,7 +160,8 @@ def _with_stages(shape: ModelShape, sizes: dict[str, int]) -> Layout:
 def _least_bytes(config: AnyConfig, layout: Layout) -> float:
     """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
     held = max(stage.dense + stage.expert for stage in stage_parameters(ModelShape.read(config.model.path), layout))
-    return held * (ITEMSIZE[config.model.dtype] + GRADIENT_BYTES)
+    itemsize = ITEMSIZE[config.model.dtype]
+    return held * (itemsize + state_bytes(config.policy.megatron, itemsize).gradient)
 
 
 def _with(config: AnyConfig, choice: Choice, gpus: int) -> AnyConfig:

@@ -10,8 +10,9 @@ from rich.table import Table
 from megarl.planning.memory import MOMENTARY, STATIC
 from megarl.planning.plan import CapacityPlan
 from megarl.planning.search import Found
+from megarl.planning.turns import STATED
 
-PARTS = (*STATIC, "KV cache", *MOMENTARY, "working", "staging", "contexts")
+PARTS = (*STATIC, "KV cache", *MOMENTARY, "working", "staging", "asleep", "contexts")
 SHOWN = 10
 """Choices of a search that are shown."""
 
@@ -48,6 +49,10 @@ def as_json(plan: CapacityPlan, found: Found | None) -> str:
             "fullest_gpu": worst.first,
             "bytes": worst.total,
             "parts": {f"{owner}/{part}": size for (owner, part), size in worst.parts.items()},
+            "fullest_turn": worst.fullest,
+            "turns": {
+                turn: {f"{owner}/{part}": size for (owner, part), size in parts.items()} for turn, parts in worst.turns.items()
+            },
             "host_bytes_of_a_node": plan.memory.host_bytes_of_a_node,
             "kv_cache_tokens": plan.memory.kv_tokens,
             "kv_cache_tokens_wanted": plan.memory.kv_wanted,
@@ -82,7 +87,8 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
         target = run.engines.target
         cache = f"KV cache of {memory.kv_tokens:,} tokens a rank ({memory.kv_wanted:,} would be filled at once)"
         table.add_row("engines", f"{target.engines:,} of {target.ranks} ranks, {cache}")
-    place = "on the same GPUs" if run.colocated else "each on GPUs of its own"
+    shared = "on the same GPUs, in turns" if len(memory.worst.turns) > 1 else "on the same GPUs"
+    place = shared if run.colocated else "each on GPUs of its own"
     table.add_row("GPUs", f"{run.gpus:,} of {plan.available:,} {plan.gpu.name}, {place}")
     for label, value in run.config.batch_rows():
         table.add_row(label, value)
@@ -92,19 +98,26 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
 
 
 def _memory(plan: CapacityPlan) -> list[Table | str]:
-    worst, memory = plan.memory.worst, plan.memory
-    owners = list(dict.fromkeys(owner for owner, _ in worst.parts))
+    worst, memory, most = plan.memory.worst, plan.memory, plan.memory.worst.most
+    owners = list(dict.fromkeys(owner for owner, _ in most))
+    in_turns = len(worst.turns) > 1
     table = Table("GB of the fullest GPU", box=None, pad_edge=False)
     for owner in owners:
         table.add_column(owner, justify="right")
+    if in_turns:
+        table.add_column("sum", justify="right")
     for part in PARTS:
-        sizes = [worst.parts.get((owner, part)) for owner in owners]
+        sizes = [most.get((owner, part)) for owner in owners]
         if any(sizes):
             table.add_row(part, *("" if size is None else f"{size / 1e9:,.2f}" for size in sizes))
-    sums = (sum(size for (one, _), size in worst.parts.items() if one == owner) for owner in owners)
-    table.add_row("sum", *(f"{size / 1e9:,.2f}" for size in sums))
+    if in_turns:
+        table.add_section()
+    for turn, parts in worst.turns.items():
+        sums = [sum(size for (one, _), size in parts.items() if one == owner) for owner in owners]
+        cells = [f"{size / 1e9:,.2f}" if size else "" for size in sums]
+        table.add_row(*([turn, *cells, f"{sum(sums) / 1e9:,.2f}"] if in_turns else ["sum", *cells]))
     verdict = "fits" if memory.fits else "does not fit"
-    of_all = f"{worst.total / 1e9:,.1f} of {memory.usable / 1e9:,.1f} GB"
+    of_all = f"{worst.total / 1e9:,.1f} of {memory.usable / 1e9:,.1f} GB{STATED[worst.fullest]}"
     stated = f"GPU {worst.first} (one of {worst.count:,} alike): {of_all}, {verdict}"
     if memory.host_bytes_of_a_node:
         stated += f"; main memory of a node: {memory.host_bytes_of_a_node / 1e9:,.0f} GB"

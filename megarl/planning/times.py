@@ -20,15 +20,13 @@ from megarl.planning.calibration import Calibration
 from megarl.planning.generation import generation_seconds
 from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import GRADIENT_BYTES, MemoryPlan, precision_of
+from megarl.planning.memory import MemoryPlan, precision_of
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.reshard.cost import cost_of
 
 LEAST_RANKS = 256
 """A weight update is priced for a part of the run that has so many ranks at least."""
-OPTIMIZER_BYTES = 4 + 3 * 8 + 2
-"""Read and written for each parameter of a shard in Adam's step: gradient, both moments and master weight, new weight."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,8 @@ def _update(
     factor = (3.0 + _computed_anew(role.shape, precision)) * epochs
     held = max(stage_parameters(role.shape, role.layout, value_head=role.value_head), key=lambda stage: stage.trained)
     replicas = role.layout.dp * role.layout.cp
-    nbytes = (GRADIENT_BYTES + precision.itemsize) * (
+    state = role.state_bytes(precision.itemsize, precision.recipe)
+    nbytes = (state.gradient + precision.itemsize) * (
         held.dense * (replicas - 1) / replicas + held.expert * (role.layout.edp - 1) / role.layout.edp
     )
     shard = held.dense / replicas + held.expert / role.layout.edp
@@ -188,7 +187,8 @@ def _update(
         / calibration.link_efficiency,
         "optimizer": updates
         * shard
-        * ((1 - offloaded) * OPTIMIZER_BYTES / gpu.hbm_gb_per_s + offloaded * OPTIMIZER_BYTES / gpu.host_gb_per_s)
+        * state.touched(precision.itemsize)
+        * ((1 - offloaded) / gpu.hbm_gb_per_s + offloaded / gpu.host_gb_per_s)
         / 1e9,
     }
 

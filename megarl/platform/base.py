@@ -32,6 +32,10 @@ class Platform(ABC):
     def set_device(self, local_rank: int) -> None:
         """Make `device(local_rank)` the default device of this process."""
 
+    def bind_to_device(self, local_rank: int) -> frozenset[int]:
+        """Keep this process to the cores that are nearest to `device(local_rank)`; returns them, none if all are alike."""
+        return frozenset()
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done."""

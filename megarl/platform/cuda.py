@@ -4,11 +4,12 @@ May assume that torch sees at least one CUDA device."""
 from __future__ import annotations
 
 import os
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from megarl.platform.base import Platform, thread_env
+from megarl.platform.numa import bind_to, cores_near
 
 ENVIRONMENT = {
     # Hopper and older: megatron overlaps TP and CP communication by the order of kernel launches.
@@ -34,6 +35,11 @@ class CudaPlatform(Platform):
 
     def set_device(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
+
+    def bind_to_device(self, local_rank: int) -> frozenset[int]:
+        properties: Any = torch.cuda.get_device_properties(local_rank)
+        place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+        return bind_to(cores_near("{:04x}:{:02x}:{:02x}.0".format(*place)))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

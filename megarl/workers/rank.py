@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -67,12 +68,14 @@ class Rank(RankCalls):
         self.relay: Relay | None = None
         self.offloads: dict[str, Offload] = {}
         self.quantiser: Quantiser | None = None
+        self.sends_in_place = False
         self.engines: set[int] = set()
         self.writer: BackgroundWriter | None = None
         self.profile: Profile | None = None
 
     def connect(self, address: tuple[str, int] | None, seed: int, timeout_s: float) -> int:
         self.platform.set_device(self.gpu)  # of this thread, in which Ray calls everything that computes
+        self._stay_near_the_gpu()
         torch.distributed.init_process_group(
             self.platform.collective_backend,
             init_method=f"tcp://{address[0]}:{address[1]}" if address is not None else "env://",
@@ -82,6 +85,14 @@ class Rank(RankCalls):
         )
         initialize_layout(self.layout, seed)
         return os.getpid()
+
+    def _stay_near_the_gpu(self) -> None:
+        """Else what is moved between the GPU and main memory may pass through another processor."""
+        cores = self.platform.bind_to_device(self.gpu)
+        if cores:
+            torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+            stated = f"{len(cores)} cores of its GPU's NUMA node, with {torch.get_num_threads()} threads"
+            sys.stderr.write(f"rank {self.rank} of {self.name} is bound to the {stated}\n")  # which is its log
 
     def add_role(self, role: str, options: ModelOptions, optimizer: OptimizerOptions | None) -> str | None:
         self.roles[role] = RankModel(options, optimizer)
@@ -118,8 +129,9 @@ class Rank(RankCalls):
     ) -> None:
         policy = self.roles["policy"].options
         trainer = ServedModel(load_hf_config(policy.path), policy.dtype)
+        self.sends_in_place = transport == "process_group"
         if self.plan is None:
-            self._make_plan(trainer, targets, transport, engines or len(targets), machines)
+            self._make_plan(trainer, targets, engines or len(targets), machines)
         if self.plan is not None:
             served = self.plan.engines | (self.relay.engines if self.relay is not None else set())
             mine = {engine: target for engine, target in targets.items() if engine in served}
@@ -142,9 +154,7 @@ class Rank(RankCalls):
         backend, device = self.platform.collective_backend, self.platform.device(self.gpu)
         return senders.Membership(connection, all_senders.index(self.rank), len(all_senders), backend, device)
 
-    def _make_plan(
-        self, trainer: ServedModel, targets: Mapping[int, Any], transport: str, engines: int, machines: Machines | None
-    ) -> None:
+    def _make_plan(self, trainer: ServedModel, targets: Mapping[int, Any], engines: int, machines: Machines | None) -> None:
         """Make this rank's part of the reshard plan; none if the engines take whole tensors."""
         one = next(iter(targets.values()))
         self.quantiser = senders.quantiser_for(one)
@@ -153,9 +163,8 @@ class Rank(RankCalls):
             return
         if self.rank == 0:
             verify_plan(plan)  # once is enough: all ranks make the same plan, this one first
-        by_group = transport == "process_group"
-        machines = None if by_group else machines
-        self.plan = RankPlan(plan, self.rank, single_batch=by_group, machines=machines)
+        machines = None if self.sends_in_place else machines
+        self.plan = RankPlan(plan, self.rank, single_batch=self.sends_in_place, machines=machines)
         if machines is not None:
             messages = RelayPlan(plan, self.rank, machines, LOAD_BYTES)
             self.relay = Relay(self.plan, messages, self.platform.device(self.gpu))
@@ -168,7 +177,8 @@ class Rank(RankCalls):
         policy = self.roles[role]
         if self.plan is not None:
             assert self.pusher is not None, "who has a plan has opened senders"
-            shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser)
+            at_once = self.sends_in_place  # else a few at a time are copied into buffers
+            shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser, at_once=at_once)
             if self.relay is None:
                 return self.pusher.push_loads(self.plan.loads(shards, mine), mine, version, verify=verify)
             loads = chain(self.plan.loads(shards, mine), self.relay.exchange(shards, bases, verify=verify))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,24 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from tests.themes.parallel.worlds import MODES, micro_batches, objective
 
+NO_FIELDS: Mapping[str, Any] = {}
 MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 
 
-def role_in(layout: Layout, folder: Path, dtype: str = "float32", offload_fraction: float = 0.0) -> Any:
+def role_in(
+    layout: Layout,
+    folder: Path,
+    dtype: str = "float32",
+    offload_fraction: float = 0.0,
+    megatron: Mapping[str, Any] = NO_FIELDS,
+) -> Any:
     """A role on this rank, its optimizer with a schedule and weight decay."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=11)
-    options = ModelOptions(str(folder), layout, dtype=dtype, logit_chunk_tokens=5)
+    options = ModelOptions(str(folder), layout, dtype=dtype, logit_chunk_tokens=5, megatron=megatron)
     adam = OptimizerOptions(
         lr=1e-2,
         eps=1e-3,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from megarl.config.layout import Layout
+from megarl.models.shape import ModelShape
+from megarl.models.weight_map import BoundRule
 from tests.families import build_folder
 from tests.world import World
 
@@ -73,6 +76,71 @@ def test_a_role_goes_on_to_the_bit_after_its_memory_was_given_up(
             nothing,
             weights_alone,
         ]
+
+
+def gradients_kept(rank: int, world_size: int, folder: Path) -> int:
+    """Bytes of the gradients that Adam has read, after an update whose own are in bfloat16."""
+    from tests.megatron.moments import adams, role_in, update
+
+    role = role_in(Layout(), folder, "bfloat16", megatron={"grad_reduce_in_fp32": False})
+    update(role, rank)
+    parameters = [p for adam in adams(role) for group in adam.optimizer.param_groups for p in group["params"]]
+    assert parameters
+    return sum(p.grad.nbytes for p in parameters if p.grad is not None)
+
+
+def test_an_update_leaves_no_copies_of_gradients(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    assert world.call(gradients_kept, tmp_path / "model", size=1) == [0]
+
+
+def rounded(nbytes: int) -> int:
+    """What torch pins for a block of `nbytes`."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+def test_storages_are_packed_into_blocks_that_pinning_does_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.megatron import offload as module
+
+    pinned: list[int] = []
+
+    def recorded(nbytes: int, device_type: str) -> torch.Tensor:
+        pinned.append(rounded(nbytes))
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(module, "allocate", recorded)
+    monkeypatch.setattr(module, "unwrap_model", lambda chunk: chunk)
+    monkeypatch.setattr(module, "LARGEST_BLOCK", 1024)
+    monkeypatch.setattr(module, "SMALLEST_BLOCK", 64)
+    layer, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=generator) for size in (300, 1, 700, 5, 513, 80)]
+    for number, value in enumerate(values):
+        layer.register_parameter(f"p{number}", torch.nn.Parameter(value.clone()))
+    offload, moved = module.Offload(SimpleNamespace(chunks=[layer], optimizer=None), device_type="cpu"), 4 * 1599
+    offload.keep(weights=False, rest=True)
+    assert bytes_held(offload) == {"weights": 0, "rest": 0}
+    assert pinned == [1024] * 6 + [256]
+    assert moved <= sum(pinned) < moved + 64
+    offload.keep(weights=True, rest=True)
+    for parameter, value in zip(layer.parameters(), values, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_an_8b_model_pins_less_than_a_thousandth_more_than_it_moves() -> None:
+    from megarl.megatron.offload import block_sizes
+
+    shape = ModelShape.read("examples/models/llama-3.1-8b")
+    rules = shape.weight_map.rules
+    sizes = [math.prod(BoundRule(rule.megatron_name, rule.hf_names, rule.packing).shape(1, shape.vocab)) for rule in rules]
+    storages = [2 * size for rule, size in zip(rules, sizes, strict=True) for _ in range(32 if rule.stage == "layer" else 1)]
+    moved = sum(storages)
+    assert moved == 2 * 8_030_261_248
+    assert sum(map(rounded, storages)) > 1.13 * moved  # a block for each, as frozen roles and master weights are
+    blocks = block_sizes(moved)
+    assert all(size == rounded(size) for size in blocks)
+    assert moved <= sum(blocks) < moved + 2**20
+    assert sum(blocks) < 1.001 * moved
+    assert block_sizes(0) == []
 
 
 class Fp8Weight(torch.nn.Parameter):

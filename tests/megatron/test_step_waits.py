@@ -10,10 +10,17 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.algorithms import LossSettings
-from megarl.data.stream import Response, Unit
+from megarl.algorithms import LossSettings, PreferenceSettings
+from megarl.data.stream import Response, ScorePosition, Unit
 from megarl.megatron.step import on_host
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
+from megarl.trainers.supervised.objectives import (
+    KtoObjective,
+    PairObjective,
+    ProcessRewardObjective,
+    RewardModelObjective,
+    SupervisedObjective,
+)
 from tests.families import VOCAB_SIZE, build_folder
 from tests.world import World
 
@@ -31,15 +38,25 @@ class Waits(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
+        if name == "__getitem__" and any(isinstance(at, torch.Tensor) and at.dtype == torch.bool for at in _places(args[1])):
+            name = "nonzero"  # how long the result is only the device knows
+        if name == "tensor" and (kwargs or {}).get("device") is not None:
+            name = "tolist"  # numbers of main memory: the copy to the device is waited for
         if name in WAITS and (self.progress is None or self.progress.wanted):
             self.seen[name] += 1
         return function(*args, **(kwargs or {}))
+
+
+def _places(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
 
 
 def unit(index: int) -> Unit:
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(0, VOCAB_SIZE, (5,), generator=generator)
     columns = {name: torch.rand(5, generator=generator) - 1 for name in COLUMNS}
+    sides = {"pair": index // 2, "is_chosen": index % 2, "labels": index % 2}
+    columns |= {name: torch.full((5,), float(value)) for name, value in sides.items()}
     return Unit(torch.randint(0, VOCAB_SIZE, (4,), generator=generator), [Response(index, tokens, torch.ones(5) > 0, columns)])
 
 
@@ -53,24 +70,33 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 
     initialize_layout(Layout(), seed=1)
     policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
+    pairs = [PairObjective(name, PreferenceSettings(rpo_alpha=0.1), 6) for name in ("dpo", "cdpo", "ipo")]
+    losses: dict[str, list[Any]] = {
+        "log_probs": [policy, SupervisedObjective(), *pairs, KtoObjective(PreferenceSettings(), 6, 0.1)],
+        "value": [ValueObjective(0.2), RewardModelObjective(3), ProcessRewardObjective(30)],
+    }
     found: dict[str, Counter[str]] = {}
-    for role, head, objective in (("policy", "log_probs", policy), ("critic", "value", ValueObjective(0.2))):
+    for head, objectives in losses.items():
         model = RankModel(ModelOptions(str(folder), Layout(), head=head, layer_spec=spec), OptimizerOptions(lr=1e-3))  # type: ignore[arg-type]
-        micro_batches = [[unit(number)] for number in range(3)]
-        progress, watched = step.PassProgress(), WatchedLoss(objective)
-        with Waits(progress) as mode:
-            step.forward_backward(model.chunks, model.options, micro_batches, watched, progress=progress)
-            assert watched.is_finite
-            step.forward(model.chunks, model.options, micro_batches, progress=progress)
-        found[role] = mode.seen
+        micro_batches = [[unit(2 * number), unit(2 * number + 1)] for number in range(3)]
+        for objective in objectives:
+            scores = isinstance(objective, RewardModelObjective | ProcessRewardObjective)
+            position = ScorePosition.AT if scores else ScorePosition.NEXT
+            progress, watched = step.PassProgress(), WatchedLoss(objective)
+            with Waits(progress) as mode:
+                step.forward_backward(model.chunks, model.options, micro_batches, watched, position=position, progress=progress)
+                assert watched.is_finite
+                step.forward(model.chunks, model.options, micro_batches, position=position, progress=progress)
+            found[f"{type(objective).__name__} {getattr(objective, 'name', '')}"] = mode.seen
     return found
 
 
 def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "llama")
     found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
-    for seen in found.values():
-        assert seen.keys() == {"item"}  # megatron-core's unfused attention asks which random numbers it is to use
+    assert len(found) == 9
+    # megatron-core's unfused attention asks which random numbers it is to use
+    assert {loss: set(seen) for loss, seen in found.items()} == {loss: {"item"} for loss in found}
 
 
 def metrics_with_gradients(rank: int, world_size: int, folder: Path) -> list[bool]:

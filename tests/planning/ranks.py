@@ -23,12 +23,16 @@ Case = tuple[Layout, dict[str, Any], str]
 
 @dataclass
 class Held:
-    """Bytes of one rank; `activations` is the most that was saved at once in one update."""
+    """Bytes of one rank; `activations` is the most that was saved at once in one update.
+
+    `copied` are gradients that the optimizer's step has in another type than the buffers of gradients.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    copied: int
 
 
 def meta_counts(rank: int, world_size: int, cases: list[Case]) -> list[list[int]]:
@@ -88,6 +92,9 @@ def held(
     batches = [_micro_batch(generator, tokens, scored) for _ in range(micro_batches)]
     with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
         forward_backward(chunks, model_options, batches, _loss)
+    optimizer.prepare_grads()
+    buffers = {gradient.untyped_storage().data_ptr() for gradient in _gradients(chunks)}
+    copied = [gradient for gradient in _main_gradients(optimizer) if gradient.untyped_storage().data_ptr() not in buffers]
     optimizer.step()
     return asdict(
         Held(
@@ -95,6 +102,7 @@ def held(
             gradients=_bytes(_gradients(chunks)),
             optimizer=_bytes(_state(optimizer, parameters)),
             activations=watch.peak,
+            copied=_bytes(copied),
         )
     )
 
@@ -134,6 +142,65 @@ def _state(optimizer: Any, parameters: list[Tensor]) -> list[Tensor]:
         found += [value for value in moments if value.numel() > 1]
         found += [p for group in adam.param_groups for p in group["params"] if p.untyped_storage().data_ptr() not in own]
     return found
+
+
+def _main_gradients(optimizer: Any) -> list[Tensor]:
+    """What Adam reads, by whichever name megatron-core gives it."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parameters = [p for part in parts for group in part.optimizer.param_groups for p in group["params"]]
+    return [gradient for p in parameters for gradient in (p.grad, getattr(p, "decoupled_grad", None)) if gradient is not None]
+
+
+def precision_aware(rank: int, world_size: int, *arguments: Any) -> dict[str, int]:
+    """`held` with a stand-in for Transformer Engine's Adam, which needs CUDA: megatron-core says what it is built with.
+
+    Needs a world of its own: what it puts in place stays there.
+    """
+    import sys
+    from types import ModuleType
+
+    import megatron.core.optimizer as of_core
+    from megatron.core.optimizer import distrib_optimizer, optimizer_config
+
+    for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers"):
+        sys.modules[name] = ModuleType(name)
+    sys.modules[name].FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    of_core.Adam = distrib_optimizer.Adam = FusedAdam  # type: ignore[misc]
+    of_core.USING_PYTORCH_OPTIMIZER = False
+    for module in (of_core, optimizer_config):
+        module.is_te_min_version = lambda *_, **__: True  # type: ignore[assignment]
+    return held(rank, world_size, *arguments)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Allocates what Transformer Engine's Adam (2.20: `initialize_state`) does under the same arguments; computes nothing."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        adam_w_mode: bool,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.master = master_weight_dtype if master_weights else None
+        self.remainders = store_param_remainders and self.master == torch.float32
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            dtypes = dict(self.dtypes)
+            if self.master is not None:
+                dtypes["master_param"] = torch.int16 if self.remainders and parameter.dtype == torch.bfloat16 else self.master
+            self.state[parameter] = {name: torch.zeros_like(parameter, dtype=dtype) for name, dtype in dtypes.items()}
 
 
 def _expert_biases(chunks: list[Any]) -> list[Tensor]:

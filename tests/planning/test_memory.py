@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
 from megarl.models.shape import shape_of
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, in_flight, role_memory
+from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.roles import PlannedRole
-from tests.planning.ranks import VOCABULARY, held
+from tests.planning.ranks import VOCABULARY, held, precision_aware
 from tests.world import World
 
 COMMON: dict[str, Any] = {
@@ -77,19 +79,24 @@ class Case:
         sizes = {size: getattr(self.layout, size) or 1 for size in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
         said = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         said += ["sp"] if self.layout.sequence_parallel else []
-        return " ".join([self.model, *(said or ["one rank"]), *map(str, self.options.values())])
+        chosen = {name: value for name, value in self.options.items() if name not in ("megatron", "fp8_recipe")}
+        fields = [f"{name}={value}".replace("torch.", "") for name, value in self.options.get("megatron", {}).items()]
+        return " ".join([self.model, *(said or ["one rank"]), *map(str, chosen.values()), *fields])
 
     def planned(self, stage: int) -> dict[str, float]:
         """Planned bytes of a rank of a stage."""
-        role = PlannedRole(
-            "policy", "policy", shape_of(COMMON | MODELS[self.model]), self.layout, False, PolicyConfig(), TOKENS, None
+        megatron = {name: str(value).removeprefix("torch.") for name, value in self.options.get("megatron", {}).items()}
+        trained = PolicyConfig(
+            megatron={name: {"True": True, "False": False}.get(value, value) for name, value in megatron.items()}
         )
+        role = PlannedRole("policy", "policy", shape_of(COMMON | MODELS[self.model]), self.layout, False, trained, TOKENS, None)
         itemsize = 2 if self.options.get("dtype") == "bfloat16" else 4
         precision = Precision("reference", itemsize, self.options.get("recompute", "none"))
         return dict(role_memory(role, stage, precision, Workload(TOKENS, SCORED, self.micro_batches, TOKENS / 2)).parts)
 
 
 SP = {"tp": 2, "sequence_parallel": True}
+LOW = {"dtype": "bfloat16", "megatron": {"grad_reduce_in_fp32": False}}
 CASES = [
     Case("llama", Layout()),
     Case("llama", Layout(), {"recompute": "selective"}),
@@ -105,6 +112,18 @@ CASES = [
     Case("deepseek_v3", Layout(**SP, ep=2)),
     Case("deepseek_v3", Layout(pp=2), {"recompute": "full"}),
     Case("deepseek_v3", Layout(dp=2, ep=2, pp=2), {"dtype": "bfloat16"}),
+    Case("llama", Layout(dp=2), LOW),
+    Case("deepseek_v3", Layout(dp=2, ep=2), LOW),
+]
+PRECISE = {"use_precision_aware_optimizer": True}
+BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+PRECISION_AWARE = [
+    Case("llama", Layout(dp=2), {"dtype": "bfloat16", "megatron": PRECISE}),
+    Case("llama", Layout(dp=2), {"dtype": "bfloat16", "megatron": PRECISE | BF16_MOMENTS | {"store_param_remainders": False}}),
+    Case("llama", Layout(dp=2), {"dtype": "bfloat16", "megatron": PRECISE | BF16_MOMENTS | LOW["megatron"]}),
+    Case("llama", Layout(dp=2), {"dtype": "bfloat16", "megatron": PRECISE | {"main_params_dtype": torch.float16}}),
+    Case("llama", Layout(dp=2), {"dtype": "float32", "megatron": PRECISE | {"exp_avg_sq_dtype": torch.float16}}),
+    Case("qwen3_moe", Layout(dp=2, ep=2), {"dtype": "bfloat16", "megatron": PRECISE | {"exp_avg_dtype": torch.uint8}}),
 ]
 
 
@@ -124,6 +143,38 @@ def test_planned_memory_is_what_real_tensors_sum_to(world: World, case: Case) ->
         for part in ("gradients", "optimizer", "activations"):
             most = max(rank[part] for rank in ranks)
             assert planned[part] == pytest.approx(most, rel=0.1), part
+        assert planned["optimizer step"] == pytest.approx(max(rank["copied"] for rank in ranks), rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRECISION_AWARE, ids=lambda case: case.name)
+def test_planned_state_is_what_megatron_core_has_a_precision_aware_adam_allocate(case: Case) -> None:
+    arguments = (case.layout, COMMON | MODELS[case.model], case.options, TOKENS, SCORED, case.micro_batches)
+    with World(case.layout.world_size) as own:
+        of_ranks = own.call(precision_aware, *arguments)
+    planned = case.planned(0)
+    for part in ("gradients", "optimizer"):
+        assert sum(rank[part] for rank in of_ranks) / len(of_ranks) == pytest.approx(planned[part], rel=2e-3), part
+
+
+@pytest.mark.parametrize(
+    ("given", "recipe", "expected"),
+    [
+        ({}, None, StateBytes(4, 8, 4, 0)),
+        ({"grad_reduce_in_fp32": False}, None, StateBytes(2, 8, 4, 4)),
+        (PRECISE, None, StateBytes(4, 8, 2, 0)),
+        (PRECISE, "delayed", StateBytes(4, 8, 2, 0)),
+        (PRECISE, "blockwise", StateBytes(4, 8, 4, 0)),
+        (PRECISE | {"exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "bfloat16"}, None, StateBytes(4, 3, 2, 8)),
+        (PRECISE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}, None, StateBytes(4, 4, 2, 0)),
+        (PRECISE | {"main_params_dtype": "float16"}, "blockwise", StateBytes(4, 8, 2, 4)),
+        (PRECISE | {"main_grads_dtype": "bfloat16", "grad_reduce_in_fp32": False}, None, StateBytes(2, 8, 2, 0)),
+    ],
+)
+def test_bytes_of_a_bfloat16_weight_follow_megatron_cores_options(
+    given: dict[str, Any], recipe: str | None, expected: StateBytes
+) -> None:
+    assert state_bytes(given, 2, recipe) == expected
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_a_plan_that_does_not_fit_says_what_is_over_and_what_would_do(capsys: py
     assert cli.main(["plan", "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", *changed]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert re.search(r"does not fit: GPU 0 would hold [\d.]+ GB, [\d.]+ GB more than the 80\.8 GB of h100", error)
+    assert re.search(r"does not fit: GPU 0 would hold [\d.]+ GB while the trainer works, [\d.]+ GB more than the 80\.8", error)
     nearest = re.search(
         r"largest part is the \w+ of the policy, [\d.]+ GB; the nearest that fits: (\S+), recompute (\w+), engines of 1", error
     )

@@ -14,10 +14,21 @@ from megarl.planning.activations import Precision, layer_activations
 from megarl.planning.gpus import gpu_named
 from megarl.planning.memory import GpuMemory
 from megarl.planning.plan import CapacityPlan, make_plan
+from megarl.planning.turns import (
+    ALL_AT_ONCE,
+    ASLEEP_BYTES,
+    GENERATING,
+    RESERVE_BYTES,
+    TRAINING,
+    UPDATING,
+    bytes_beside_engines,
+)
+from megarl.rollout.engines.sglang import server
 
 ROOT = Path(__file__).parents[2]
 OF_8B = 8_030_261_248
 ONE = ["policy.layout={dp: 1}", "rollout.engines=1", "rollout.tp=1"]
+AT_ONCE = "rollout.engine_args={enable_memory_saver: false}"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +45,7 @@ def owners(gpu: GpuMemory) -> set[str]:
 
 
 def test_one_gpu_holds_every_role_whole_and_the_weights_twice() -> None:
-    parts = planned(*ONE).memory.worst.parts
+    parts = planned(*ONE, AT_ONCE).memory.worst.parts
     assert parts["policy", "parameters"] == parts["reference", "parameters"] == 2 * OF_8B
     assert parts["engine", "parameters"] == pytest.approx(2 * OF_8B, rel=1e-3)
     assert parts["policy", "gradients"] == 4 * OF_8B
@@ -49,9 +60,59 @@ def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
 
 
 def test_an_offloaded_optimizer_is_in_main_memory() -> None:
-    memory = planned("policy.layout={dp: 8}", "policy.optimizer.offload_fraction=1").memory
+    memory = planned("policy.layout={dp: 8}", "policy.optimizer.offload_fraction=1", AT_ONCE).memory
     assert ("policy", "optimizer") not in memory.worst.parts
     assert memory.host_bytes_of_a_node == 16 * OF_8B
+
+
+def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() -> None:
+    plan = planned("policy.layout={dp: 8}")
+    turns = plan.memory.worst.turns
+    assert list(turns) == [TRAINING, UPDATING, GENERATING]
+    training, updating, generating = (sum(turns[turn].values()) for turn in turns)
+    assert plan.memory.worst.total == training > updating > generating
+    engine = {name: size for name, size in turns[GENERATING].items() if name[0] == "engine"}
+    assert engine["engine", "parameters"] == pytest.approx(2 * OF_8B, rel=1e-3)
+    assert turns[GENERATING] == engine | {("process", "contexts"): 2e9}
+    sent = {("policy", "parameters"): 2 * OF_8B, ("policy", "staging"): 2 * 128 * 2**20}
+    assert turns[UPDATING] == sent | turns[GENERATING]
+    kept = {("engine", "asleep"): ASLEEP_BYTES, ("process", "contexts"): 1e9}
+    assert turns[TRAINING].items() >= kept.items()
+    assert {name: size for name, size in turns[TRAINING].items() if name[1] in ("parameters", "gradients", "optimizer")} == {
+        ("policy", "parameters"): 2 * OF_8B,
+        ("policy", "gradients"): 4 * OF_8B,
+        ("policy", "optimizer"): 12 * OF_8B / 8,
+        ("reference", "parameters"): 2 * OF_8B,
+    }
+    at_once = planned("policy.layout={dp: 8}", AT_ONCE).memory
+    assert list(at_once.worst.turns) == [ALL_AT_ONCE]
+    assert at_once.worst.total > training
+    assert plan.memory.host_bytes_of_a_node - at_once.host_bytes_of_a_node == 8 * (2 + 2 + 12 / 8) * OF_8B
+
+
+def test_ranks_keep_no_fp8_copies_and_no_other_role_while_engines_are_awake() -> None:
+    plan = planned("model.fp8_param=false", name="llama-3.1-405b-ppo-1024xh200-fp8")
+    updating, training = (plan.memory.worst.turns[turn] for turn in (UPDATING, TRAINING))
+    assert {owner for owner, _ in updating} == {"policy", "engine", "process"}
+    assert updating["policy", "parameters"] < 0.6 * training["policy", "parameters"]
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_engines_are_planned_with_the_share_of_a_gpu_that_they_are_started_with(gpu: str) -> None:
+    """As many samples as no cache has room for, so that all of the share is filled."""
+    plan = planned("policy.layout={dp: 8}", "rollout.prompts_per_step=4096", gpu=gpu)
+    total, beside = round(plan.gpu.memory_gb * 1e9), bytes_beside_engines(plan.run.config)
+    assert RESERVE_BYTES == server.WORKING_BYTES
+    taken = sum(size for name, size in plan.memory.worst.turns[GENERATING].items() if name[1] in ("parameters", "KV cache"))
+    assert taken == pytest.approx(server.static_fraction(total, beside) * total, rel=1e-3)
+    assert sum(plan.memory.worst.turns[UPDATING].values()) <= plan.memory.usable
+
+
+def test_a_policy_that_leaves_an_engine_no_room_does_not_fit() -> None:
+    memory = planned("policy.layout={tp: 8, dp: 1}", "rollout.tp=4", gpu="h100", name="llama-3.1-70b-ppo-128xh200").memory
+    assert sum(memory.worst.turns[UPDATING].values()) < memory.usable
+    memory = planned("policy.layout={tp: 4, dp: 1}", "rollout.tp=2", gpu="h100", name="llama-3.1-70b-ppo-128xh200").memory
+    assert sum(memory.worst.turns[UPDATING].values()) > memory.usable
 
 
 def test_separate_roles_and_engines_have_gpus_of_their_own() -> None:
@@ -67,6 +128,13 @@ def test_buffers_are_for_weights_that_are_read_from_them() -> None:
     assert ("policy", "staging") not in planned(*apart, "rollout.weight_transport=process_group").memory.worst.parts
 
 
+def test_weights_in_fp8_are_unpacked_where_they_are_sent_from_their_places() -> None:
+    sent = ["resources.placement=separate", "rollout.weight_transport=process_group"]
+    memory = planned(*sent, name="llama-3.1-405b-ppo-1024xh200-fp8").memory
+    (policy,) = (gpu for gpu in memory.gpus if gpu.first == 128)
+    assert policy.parts["policy", "staging"] == pytest.approx(policy.parts["policy", "parameters"], rel=1e-4)
+
+
 def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> None:
     parts = planned(name="llama-3.1-70b-ppo-128xh200").memory.worst.parts
     assert parts["critic", "activations"] > 0
@@ -76,12 +144,12 @@ def test_processes_of_one_gpu_add_up_and_roles_of_one_process_take_turns() -> No
 
 def test_the_cache_is_what_the_config_says_or_what_a_step_fills() -> None:
     assert planned().run.engines is not None
-    cache = planned("rollout.engine_args={max_total_tokens: 100000}").memory.worst.parts["engine", "KV cache"]
+    cache = planned("rollout.engine_args={max_total_tokens: 100000}").memory.worst.most["engine", "KV cache"]
     assert cache == 100_000 * 32 * 2 * 8 * 128 * 2  # layers, keys and values, KV heads, head dimension, bytes
     split = planned("rollout.engine_args={max_total_tokens: 100000}", "rollout.tp=8", "rollout.engines=1")
-    assert split.memory.worst.parts["engine", "KV cache"] == cache / 8
+    assert split.memory.worst.most["engine", "KV cache"] == cache / 8
     whole = planned("rollout.engine_args={mem_fraction_static: 0.5}", *ONE[:1]).memory
-    assert whole.worst.parts["engine", "KV cache"] == pytest.approx(0.5 * 150e9 - 2 * OF_8B, rel=1e-2)
+    assert whole.worst.most["engine", "KV cache"] == pytest.approx(0.5 * 150e9 - 2 * OF_8B, rel=1e-2)
 
 
 def test_latents_are_cached_whole_on_every_rank() -> None:

@@ -66,6 +66,64 @@ def test_an_export_in_fp8_is_the_quantised_export(
     assert sum(count for _, count in answers) == quantised
 
 
+def sent_and_exported(rank: int, world_size: int, folder: str, layout: Layout) -> list[str]:
+    """What differs where every matrix of the layers is held in FP8, as a stand-in whose values lie elsewhere.
+
+    As of Transformer Engine's tensors, of it only `dequantize` gives values that may be sent or cut.
+    """
+    from megarl.megatron import shards, weights
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(layout, seed=1)
+    role = RankModel(ModelOptions(folder, layout, dtype="bfloat16"))
+    arguments = (role.chunks, role.options, role.weight_map)
+    names = [name for name, tensor in weights.global_tensors(role.chunks) if tensor.ndim == 2 and "layers" in name]
+
+    def everything() -> dict[str, torch.Tensor]:
+        found = {f"exported {name}": tensor.clone() for name, tensor in role.export()}
+        found |= {f"in FP8 {name}": tensor.clone() for name, tensor in role.export(Fp8Quantiser())}
+        for at_once in (True, False):
+            held = weights.local_shards(*arguments, at_once=at_once)
+            assert list(held) == list(weights.local_shards(*arguments))
+            assert len(held) >= len(names)
+            found |= {f"sent {at_once} {name}": held[name].clone() for name in held}
+            found |= {f"again {at_once} {name}": held[name].clone() for name in [*held][::-1]}
+        sent = weights.local_shards(*arguments, Fp8Quantiser())
+        return found | {f"sent in FP8 {name}": sent[name].clone() for name in sent}
+
+    from megarl.reshard.quantise import Fp8Quantiser
+
+    expected, real = everything(), weights.global_tensors
+
+    def in_fp8(chunks: Any) -> Any:
+        for name, tensor in real(chunks):
+            if name not in names:
+                yield name, tensor
+                continue
+            held = torch.full_like(tensor, float("nan")).requires_grad_(False)
+            held.dequantize = lambda values=tensor: values  # type: ignore[method-assign]
+            yield name, held
+
+    try:
+        weights.global_tensors = in_fp8
+        shards.is_float8tensor = lambda tensor: "dequantize" in vars(tensor)  # type: ignore[assignment]
+        found = everything()
+    finally:
+        from megatron.core.fp8_utils import is_float8tensor
+
+        weights.global_tensors, shards.is_float8tensor = real, is_float8tensor
+    assert found.keys() == expected.keys()
+    same = (name for name, tensor in found.items() if torch.equal(tensor.view(torch.uint8), expected[name].view(torch.uint8)))
+    return sorted(found.keys() - set(same))
+
+
+def test_weights_held_in_fp8_are_sent_and_exported_as_the_values_that_they_stand_for(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    assert world.call(sent_and_exported, str(tmp_path / "model"), Layout(tp=2), size=2) == [[], []]
+
+
 WIDE = {"vocab_size": 131, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -13,10 +13,11 @@ import pytest
 from megarl.config import Config, parse_config
 from megarl.errors import EngineError
 from megarl.planning.gpus import PROCESS_BYTES
+from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.trainers.rl import run as run_module
-from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner, bytes_beside_engines, takes_turns
+from megarl.trainers.rl.gpu_sharing import GpuSharing, Kept, Owner
 from megarl.trainers.rl.run import RlRun
 from tests.rollout.tiny import TINY, load, save_tiny, sync, weights_of
 

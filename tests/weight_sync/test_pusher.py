@@ -57,6 +57,9 @@ class Direct:
         """The engine takes the checksums."""
         return []
 
+    def join(self) -> None:
+        """It is here."""
+
     def deliver(self, staged: StagedSlices) -> None:
         """Half of the last bucket's time passes before the engine reads, so that a buffer filled too early is seen."""
         time.sleep(self.slow_s)

@@ -20,12 +20,8 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from megarl.config import Config
-from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError
-from megarl.models.shape import ModelShape
-from megarl.planning.gpus import PROCESS_BYTES
-from megarl.planning.parameters import stage_parameters
-from megarl.reshard.run_plan import ITEMSIZE
+from megarl.planning.turns import takes_turns
 from megarl.rollout.scheduling.engine_state import EngineHandle
 from megarl.rollout.scheduling.scheduler import Scheduler, failures
 from megarl.trainers.run.roles import POLICY, Roles
@@ -134,26 +130,6 @@ class ColocatedDevice:
         for engine, error in unwell.items():
             self._scheduler.fail(engine, error)
         return {engine: error for engine, error in failed.items() if engine not in unwell}
-
-
-def takes_turns(config: Config, platform: str) -> bool:
-    """Whether trainer and engines share GPUs and never work at the same time."""
-    rollout = config.rollout
-    return (
-        platform == "cuda"
-        and config.resources.placement == "colocated"
-        and capabilities_of(rollout).sleeps
-        and rollout.schedule.mode == "sync"
-        and rollout.weight_transport == "shared_memory"
-        and rollout.engine_args.get("enable_memory_saver") is not False
-    )
-
-
-def bytes_beside_engines(config: Config) -> int:
-    """What the trainer keeps on a GPU while engines that take turns with it are given weights: these, and its processes."""
-    held = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
-    weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in held)
-    return int(weights + len(config.layouts) * PROCESS_BYTES)
 
 
 def gpu_sharing_of(config: Config, scheduler: Scheduler, roles: Roles) -> GpuSharing | None:

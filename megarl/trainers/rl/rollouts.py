@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
+from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.reshard.relays import Machines
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
@@ -19,7 +20,6 @@ from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import RolloutBatch, Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
-from megarl.trainers.rl.gpu_sharing import bytes_beside_engines, takes_turns
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
 from megarl.workers.cluster import Cluster

@@ -74,7 +74,7 @@ class KtoObjective:
         sums = per_response(output[:, 0], stream)
         reference = per_response(stream.columns["reference_log_probs"], stream)
         desirable = _first(stream.columns["labels"], stream).bool()
-        kl_reference = torch.tensor(self.kl_reference, device=output.device)
+        kl_reference = torch.full((), self.kl_reference, device=output.device)
         losses, figures = kto(sums, reference, desirable, kl_reference, self.settings)
         moved = sums.detach() - reference
         right = torch.where(desirable, moved > 0, moved < 0).sum()
@@ -110,10 +110,13 @@ def per_response(values: Tensor, stream: PackedStream) -> Tensor:
 
 
 def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
-    """Places (int64 `[P]` each) of the chosen and of the rejected responses among the owners, paired by the column `pair`."""
-    pair, is_chosen = _first(stream.columns["pair"], stream), _first(stream.columns["is_chosen"], stream).bool()
-    order = pair.argsort(stable=True)
-    return order[is_chosen[order]], order[~is_chosen[order]]
+    """Places (int64 `[P]` each) of the chosen and of the rejected responses among the owners, paired by the column `pair`.
+
+    Every pair has both sides in the stream: picking by a mask would ask the device how many there are.
+    """
+    pair, is_chosen = _first(stream.columns["pair"], stream), _first(stream.columns["is_chosen"], stream)
+    order = (2 * pair.long() + (1 - is_chosen.long())).argsort()
+    return order[0::2], order[1::2]
 
 
 def _first(column: Tensor, stream: PackedStream) -> Tensor:

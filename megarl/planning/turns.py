@@ -1,0 +1,71 @@
+"""Who has what of a GPU that trainer and engines share: everything at once, or in turns, the fullest of which must fit.
+
+Where they take turns (trainers/rl/gpu_sharing.py), engines sleep while the trainer works. While they are given weights the
+trainer keeps the policy's weights alone; while they generate, nothing but its processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config import AnyConfig
+from megarl.config.engine_kinds import capabilities_of
+from megarl.models.shape import ModelShape
+from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
+from megarl.planning.parameters import stage_parameters
+from megarl.reshard.run_plan import ITEMSIZE
+
+Parts = Mapping[tuple[str, str], float]
+"""Bytes by owner (a role, `engine`, `process`) and part."""
+ALL_AT_ONCE = "all at once"
+TRAINING, UPDATING, GENERATING = "training", "updating", "generating"
+STATED = {
+    ALL_AT_ONCE: "",
+    TRAINING: " while the trainer works",
+    UPDATING: " while the engines are given weights",
+    GENERATING: " while the engines generate",
+}
+"""A turn as the end of a sentence."""
+ASLEEP_BYTES = 1.9e9
+"""What a server that sleeps keeps of a GPU, its context included: measured on an H100 (docs/gpu.md)."""
+RESERVE_BYTES = 10 * 2**30
+"""What megarl leaves a server beside weights, KV cache and trainer (rollout/engines/sglang/server.py: `WORKING_BYTES`)."""
+
+
+def takes_turns(config: AnyConfig, platform: str) -> bool:
+    """Whether trainer and engines share GPUs and never work at the same time."""
+    rollout = config.sampling
+    return (
+        platform == "cuda"
+        and rollout is not None
+        and config.resources.placement == "colocated"
+        and capabilities_of(rollout).sleeps
+        and rollout.schedule.mode == "sync"
+        and rollout.weight_transport == "shared_memory"
+        and rollout.engine_args.get("enable_memory_saver") is not False
+    )
+
+
+def bytes_beside_engines(config: AnyConfig) -> int:
+    """What the trainer keeps on a GPU while engines that take turns with it are given weights: these, and its processes."""
+    held = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
+    weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in held)
+    return int(weights + len(config.layouts) * PROCESS_BYTES)
+
+
+def static_bytes(config: AnyConfig, gpu: GpuSpec) -> float:
+    """What weights and KV cache of an engine that takes turns with the trainer have of a GPU, if the config does not say."""
+    return gpu.memory_gb * 1e9 - bytes_beside_engines(config) - RESERVE_BYTES
+
+
+def reserve_bytes(gpu: GpuSpec, staging: float) -> float:
+    """What is left of a server's reserve for its own work.
+
+    Its process, the buffers of a weight update and what allocators hold unused are in the plan already.
+    """
+    return max(0.0, RESERVE_BYTES - PROCESS_BYTES - staging - (gpu.memory_gb * 1e9 - gpu.usable_bytes))
+
+
+def fullest(turns: Mapping[str, Parts]) -> str:
+    """The turn in which most is held."""
+    return max(turns, key=lambda turn: sum(turns[turn].values()))
