@@ -46,7 +46,8 @@ class Batch:
         self.samples = list(samples)
         self._response_ids = [_tokens(sample.response_ids) for sample in self.samples]
         self.lengths = torch.tensor([len(ids) for ids in self._response_ids], dtype=torch.long)
-        self.mask = self._padded([sample.sampled_mask for sample in self.samples], torch.bool)
+        sampled = (np.frombuffer(bytes(sample.sampled_mask), np.uint8) for sample in self.samples)
+        self.mask = self._padded(sampled, torch.bool)
         numbers: dict[str, int] = {}
         of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
         self.groups = torch.tensor(of_group, dtype=torch.long)
@@ -58,12 +59,12 @@ class Batch:
         self._prompt_ids = [_tokens(ids[1:]) for ids in prompts]  # each prompt of a group once
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
-            rollout = [sample.rollout_log_probs for sample in self.samples]
-            self.columns["rollout_log_probs"] = self._padded(rollout, torch.float32)
-        given = [label for sample in self.samples for label in sample.labels]
-        if given and len(given) == self.response_tokens:
+            given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
+            self.columns["rollout_log_probs"] = self._padded(given, torch.float32)
+        known = [label for sample in self.samples for label in sample.labels]
+        if known and len(known) == self.response_tokens:
             labels = self.columns["labels"] = torch.zeros(self.mask.shape)
-            labels[self.mask] = torch.tensor(given)
+            labels[self.mask] = torch.tensor(known)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -160,12 +161,11 @@ class Batch:
         [share] = self.shares(units, [[whole]], columns, mask=mask)
         return next(iter(share))
 
-    def _padded(self, rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    def _padded(self, rows: Iterable[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
         """The values of every row's tokens as `[B, T]`."""
         padded = torch.zeros(len(self), int(self.lengths.max()) if len(self) else 0, dtype=dtype)
-        values = padded.numpy()
-        for row, own in enumerate(rows):
-            values[row, : len(own)] = np.fromiter(own, values.dtype, len(own))
+        for values, own in zip(padded.numpy(), rows, strict=True):
+            values[: len(own)] = own
         return padded
 
 

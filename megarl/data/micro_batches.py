@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import NamedTuple, Protocol
 
 UnitPart = tuple[int, tuple[int, ...]]
@@ -74,14 +73,14 @@ class _Planner:
 
     def __init__(self, units: Sequence[UnitSize], max_tokens: int, flops: CostModel) -> None:
         self.units, self.max_tokens, self.flops = units, max_tokens, flops
-        # Each piece is asked about many times.
-        self.cost = cache(self._cost)
-        self.tokens = cache(self._tokens)
+        self._costs: dict[UnitPart, int] = {}
 
-    def _cost(self, piece: UnitPart) -> int:
-        return self.flops.cost(self.units[piece[0]].prompt_tokens, self._lengths(piece))
+    def cost(self, piece: UnitPart) -> int:
+        if (known := self._costs.get(piece)) is None:
+            known = self._costs[piece] = self.flops.cost(self.units[piece[0]].prompt_tokens, self._lengths(piece))
+        return known
 
-    def _tokens(self, piece: UnitPart) -> int:
+    def tokens(self, piece: UnitPart) -> int:
         return self.units[piece[0]].prompt_tokens + sum(self._lengths(piece))
 
     def _lengths(self, piece: UnitPart) -> list[int]:
