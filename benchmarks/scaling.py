@@ -83,6 +83,7 @@ class SimulatedGroup:
 
     def __init__(self, layout: Layout, clock: Clock) -> None:
         self.layout, self.clock = layout, clock
+        self.coords = [layout.coords(rank) for rank in range(layout.world_size)]
         self.answers: dict[str, list[bytes]] = {}
         self._nothing = {"forward": pickle.dumps(None), "update": pickle.dumps({})}
 
@@ -90,14 +91,13 @@ class SimulatedGroup:
         """Every replica's micro-batches, pickled once, as `ray.put` does."""
         with self.clock("serialising"):
             pickled = [pickle.dumps(value, protocol=5) for value in replicas]
-        return [pickled[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+            return [pickled[at.dp] for at in self.coords]
 
     def submit(self, method: Callable[..., Any], arguments: Any) -> list[bytes]:
         """One answer per rank; only reporting ranks have one that is not empty."""
         with self.clock("dispatch"):
             found = []
-            for rank, _ in enumerate(arguments):
-                at = self.layout.coords(rank)
+            for at, _ in zip(self.coords, arguments, strict=True):
                 reports = at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
                 found.append(self.answers[method.__name__][at.dp] if reports else self._nothing[method.__name__])
             return found
