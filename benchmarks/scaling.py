@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from megarl.config import Layout, parse_config
+from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.models.flops import FlopsModel
@@ -82,23 +83,23 @@ class SimulatedGroup:
 
     def __init__(self, layout: Layout, clock: Clock) -> None:
         self.layout, self.clock = layout, clock
+        self.coords = [layout.coords(rank) for rank in range(layout.world_size)]
         self.answers: dict[str, list[bytes]] = {}
-        self._nothing = pickle.dumps({})
+        self._nothing = {"forward": pickle.dumps(None), "update": pickle.dumps({})}
 
     def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
         """Every replica's micro-batches, pickled once, as `ray.put` does."""
         with self.clock("serialising"):
             pickled = [pickle.dumps(value, protocol=5) for value in replicas]
-        return [pickled[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+            return [pickled[at.dp] for at in self.coords]
 
     def submit(self, method: Callable[..., Any], arguments: Any) -> list[bytes]:
         """One answer per rank; only reporting ranks have one that is not empty."""
         with self.clock("dispatch"):
             found = []
-            for rank, _ in enumerate(arguments):
-                at = self.layout.coords(rank)
+            for at, _ in zip(self.coords, arguments, strict=True):
                 reports = at.tp == 0 and at.cp == 0 and at.pp == self.layout.pp - 1
-                found.append(self.answers[method.__name__][at.dp] if reports else self._nothing)
+                found.append(self.answers[method.__name__][at.dp] if reports else self._nothing[method.__name__])
             return found
 
     def wait(self, submitted: Sequence[bytes], *, phase: str, deadline_s: float) -> list[Any]:
@@ -149,7 +150,6 @@ def step_seconds(world: int) -> dict[str, float]:
     config, clock = run_config(world), Clock()
     group = SimulatedGroup(config.policy.layout, clock)
     flops = FlopsModel.of(ModelShape.read(MODEL))
-    roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, temperature=1.0, updates=1)
     samples = samples_of(config.policy.layout.dp * PER_REPLICA)
     planner = roles_module.plan_micro_batches
 
@@ -158,6 +158,7 @@ def step_seconds(world: int) -> dict[str, float]:
             return planner(*arguments, **settings)
 
     with mock.patch.object(roles_module, "plan_micro_batches", planned):
+        roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, temperature=1.0, updates=1)
         with clock("batch"):
             batch = Batch(samples)
         group.answers = _answers(batch, config.policy.layout.dp)
@@ -201,8 +202,12 @@ def _objective() -> Any:
 
 def _answers(batch: Batch, replicas: int) -> dict[str, list[bytes]]:
     rows = np.array_split(np.arange(len(batch)), replicas)
-    passes = [{int(row): torch.zeros(len(batch.samples[row].response_ids), 2) for row in some} for some in rows]
-    return {"forward": [pickle.dumps(one) for one in passes], "update": [pickle.dumps({"policy/loss": 0.0})] * replicas}
+    lengths = batch.lengths.numpy()
+    passes = [Answers(some, lengths[some], np.zeros((2, lengths[some].sum()), np.float32)) for some in rows]
+    return {
+        "forward": [pickle.dumps(one, protocol=5) for one in passes],
+        "update": [pickle.dumps({"policy/loss": 0.0})] * replicas,
+    }
 
 
 def ray_seconds(actors: int, calls: int) -> dict[str, float]:

@@ -1,46 +1,70 @@
 """A step's samples as columns, and how they travel to the data-parallel ranks and back.
 
-Rows are samples, columns are right-padded `[B, T]` tensors over response tokens. Results return under their row index,
-so no rank's order matters.
+Rows are samples, columns are right-padded `[B, T]` tensors over response tokens. Tokens, and what is sent of the columns, lie
+without padding, one sequence after another. Results return under their row index, so no rank's order matters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megarl.data.answers import Answers
+from megarl.data.micro_batches import Assignment, UnitSize
 from megarl.data.sample import Sample
-from megarl.data.stream import Response, Unit
+from megarl.data.shares import Integers, Share, starts_of
+from megarl.data.stream import MicroBatch
+
+
+@dataclass(frozen=True)
+class UnitRows:
+    """Which rows of a batch are computed with one prompt: `rows` int64 `[R]`, unit after unit, of which unit u has those from
+    `starts[u]` to `starts[u + 1]` (int64 `[U + 1]`). `sizes` are what `plan_micro_batches` takes.
+    """
+
+    rows: Integers
+    starts: Integers
+    sizes: tuple[UnitSize, ...]
 
 
 class Batch:
     """B samples with up to T response tokens.
 
-    `mask` bool `[B, T]`: tokens the policy sampled. `groups` int64 `[B]`: equal where group ids are equal.
-    `columns`: float32 `[B, T]` by name. From the start there are `rollout_log_probs`, unless a response was made by no
-    engine, and `labels` (0 outside the mask), if every sample with tokens in the mask has them.
+    `lengths` int64 `[B]`: tokens of each response. `mask` bool `[B, T]`: tokens the policy sampled. `groups` int64 `[B]`: equal
+    where group ids are equal. `columns`: float32 `[B, T]` by name. From the start there are `rollout_log_probs`, unless a
+    response was made by no engine, and `labels` (0 outside the mask), if every sample with tokens in the mask has them.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self.samples = list(samples)
-        length = max((len(s.response_ids) for s in self.samples), default=0)
-        self.mask = torch.zeros(len(self.samples), length, dtype=torch.bool)
-        for row, sample in enumerate(self.samples):
-            size = len(sample.response_ids)
-            self.mask[row, :size] = torch.tensor(sample.sampled_mask, dtype=torch.bool)
+        self._response_ids = [_tokens(sample.response_ids) for sample in self.samples]
+        self.lengths = torch.tensor([len(ids) for ids in self._response_ids], dtype=torch.long)
+        sampled = (np.frombuffer(bytes(sample.sampled_mask), np.uint8) for sample in self.samples)
+        self.mask = self._padded(sampled, torch.bool)
         numbers: dict[str, int] = {}
-        self.groups = torch.tensor([numbers.setdefault(s.group_id, len(numbers)) for s in self.samples])
+        of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
+        self.groups = torch.tensor(of_group, dtype=torch.long)
+        prompts: dict[tuple[int, ...], int] = {}
+        self._prompt_of_row = np.array(
+            [prompts.setdefault((group, *s.prompt_ids), len(prompts)) for group, s in zip(of_group, self.samples, strict=True)],
+            dtype=np.int64,
+        )
+        self._prompt_ids = [_tokens(ids[1:]) for ids in prompts]  # each prompt of a group once
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
-            rollout = self.columns["rollout_log_probs"] = torch.zeros(self.mask.shape)
-            for row, sample in enumerate(self.samples):
-                rollout[row, : len(sample.response_ids)] = torch.tensor(sample.rollout_log_probs)
-        given = [label for sample in self.samples for label in sample.labels]
-        if given and len(given) == self.response_tokens:
+            given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
+            self.columns["rollout_log_probs"] = self._padded(given, torch.float32)
+        known = [label for sample in self.samples for label in sample.labels]
+        if known and len(known) == self.response_tokens:
             labels = self.columns["labels"] = torch.zeros(self.mask.shape)
-            labels[self.mask] = torch.tensor(given)
+            labels[self.mask] = torch.tensor(known)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -58,48 +82,97 @@ class Batch:
     @property
     def last_tokens(self) -> Tensor:
         """bool `[B, T]`, True at the last token of every response."""
-        lengths = torch.tensor([len(sample.response_ids) for sample in self.samples])
-        return torch.arange(self.mask.shape[1]) == lengths[:, None] - 1
+        return torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
 
-    def gather(self, names: Sequence[str], answers: Iterable[dict[int, Tensor]]) -> None:
+    def gather(self, names: Sequence[str], answers: Iterable[Answers | None]) -> None:
         """Add columns `names` from the ranks' answers `{row: [L, C]}`; every row must be answered exactly once.
 
         Raises:
-            ValueError: a row was answered twice or not at all.
+            ValueError: a row was answered twice or not at all, or with another number of tokens than it has.
         """
-        columns = [torch.zeros(self.mask.shape) for _ in names]
-        seen: set[int] = set()
-        for answer in answers:
-            for row, values in answer.items():
-                if row in seen:
-                    raise ValueError(f"row {row} was answered by two ranks")
-                seen.add(row)
-                for place, column in enumerate(columns):
-                    column[row, : len(values)] = values[:, place]
-        if len(seen) != len(self):
-            raise ValueError(f"{len(self) - len(seen)} of {len(self)} rows were not answered by any rank")
-        self.columns.update(zip(names, columns, strict=True))
+        given = [answer for answer in answers if answer is not None]
+        rows = np.concatenate([np.zeros(0, np.int64), *(answer.rows for answer in given)])
+        times = np.bincount(rows, minlength=len(self))
+        if (times > 1).any():
+            raise ValueError(f"row {times.argmax()} was answered by two ranks")
+        if not times.all():
+            raise ValueError(f"{(times == 0).sum()} of {len(self)} rows were not answered by any rank")
+        columns, lengths = [np.zeros(self.mask.shape, np.float32) for _ in names], self.lengths.tolist()
+        for answer in given:
+            for row, place in answer.places.items():
+                if place.stop - place.start != lengths[row]:
+                    raise ValueError(f"row {row} has {lengths[row]} tokens, but was answered with {place.stop - place.start}")
+                for column, values in zip(columns, answer.columns, strict=True):
+                    column[row, : lengths[row]] = values[place]
+        self.columns.update(zip(names, map(torch.from_numpy, columns), strict=True))
 
-    def units(
-        self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
-    ) -> list[Unit]:
-        """`rows` as prompt units that carry `columns`; rows of one group share a unit if `share_prefix`.
+    def unit_rows(self, rows: Sequence[int], *, share_prefix: bool) -> UnitRows:
+        """`rows` as prompt units, in the order in which they come; rows of one group and prompt are one if `share_prefix`."""
+        ordered = np.array(rows, dtype=np.int64)
+        counts = np.ones(len(ordered), np.int64)
+        if share_prefix:
+            _, first, unit, counts = np.unique(
+                self._prompt_of_row[ordered], return_index=True, return_inverse=True, return_counts=True
+            )
+            by_first = np.argsort(first)
+            ordered, counts = ordered[np.argsort(first[unit], kind="stable")], counts[by_first]
+        lengths, starts = self.lengths.numpy()[ordered].tolist(), starts_of(counts)
+        prompts = [len(self._prompt_ids[prompt]) for prompt in self._prompt_of_row[ordered[starts[:-1]]].tolist()]
+        ends = pairwise(starts.tolist())
+        sizes = (UnitSize(prompt, tuple(lengths[a:b])) for prompt, (a, b) in zip(prompts, ends, strict=True))
+        return UnitRows(ordered, starts, tuple(sizes))
+
+    def shares(self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None) -> list[Share]:
+        """What each data-parallel replica computes of `units` by `plan`, with the tokens, the mask and `columns` of its rows.
 
         `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled.
         """
-        mask = self.mask if mask is None else mask
-        units: dict[tuple[int, ...], Unit] = {}
-        for row in rows:
-            sample = self.samples[row]
-            size = len(sample.response_ids)
-            response = Response(
-                row,
-                torch.tensor(sample.response_ids, dtype=torch.long),
-                # Copies: a view would take the whole batch's column along to each rank.
-                mask[row, :size].clone(),
-                {name: self.columns[name][row, :size].clone() for name in columns},
-            )
-            key = (int(self.groups[row]), *sample.prompt_ids) if share_prefix else (row,)
-            unit = units.setdefault(key, Unit(torch.tensor(sample.prompt_ids, dtype=torch.long), []))
-            unit.responses.append(response)
-        return list(units.values())
+        micro_batches = [micro_batch for share in plan for micro_batch in share]
+        pieces = [piece for micro_batch in micro_batches for piece in micro_batch]
+        unit = _array(number for number, _ in pieces)
+        responses = _array(len(places) for _, places in pieces)
+        rows = units.rows[np.repeat(units.starts[unit], responses) + _array(chain(*(places for _, places in pieces)))]
+        prompts = [self._prompt_ids[prompt] for prompt in self._prompt_of_row[units.rows[units.starts[unit]]].tolist()]
+        lengths, numbers = self.lengths.numpy()[rows], rows.tolist()
+
+        def laid(column: Tensor) -> npt.NDArray[Any]:
+            values = column.numpy()
+            return np.concatenate([values[row, :length] for row, length in zip(numbers, lengths.tolist(), strict=True)])
+
+        whole = Share(
+            _array(map(len, micro_batches)),
+            responses,
+            _array(map(len, prompts)),
+            rows,
+            lengths,
+            np.concatenate(prompts),
+            np.concatenate([self._response_ids[row] for row in numbers]),
+            laid(self.mask if mask is None else mask),
+            {name: laid(self.columns[name]) for name in columns},
+        )
+        return whole.cut([len(share) for share in plan])
+
+    def units(
+        self, rows: Sequence[int], columns: Sequence[str], *, share_prefix: bool, mask: Tensor | None = None
+    ) -> MicroBatch:
+        """`rows` as one micro-batch of prompt units that carry `columns` (see `unit_rows` and `shares`)."""
+        units = self.unit_rows(rows, share_prefix=share_prefix)
+        whole = [(unit, tuple(range(len(size.response_tokens)))) for unit, size in enumerate(units.sizes)]
+        [share] = self.shares(units, [[whole]], columns, mask=mask)
+        return next(iter(share))
+
+    def _padded(self, rows: Iterable[npt.NDArray[Any]], dtype: torch.dtype) -> Tensor:
+        """The values of every row's tokens as `[B, T]`."""
+        padded = torch.zeros(len(self), int(self.lengths.max()) if len(self) else 0, dtype=dtype)
+        for values, own in zip(padded.numpy(), rows, strict=True):
+            values[: len(own)] = own
+        return padded
+
+
+def _tokens(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    """int32 has room for every vocabulary, and is half of what travels."""
+    return np.fromiter(ids, np.int32, len(ids))
+
+
+def _array(numbers: Iterable[int]) -> Integers:
+    return np.fromiter(numbers, np.int64)

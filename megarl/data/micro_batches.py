@@ -15,9 +15,8 @@ the prompt once. Invariants of a plan, whatever the input:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 UnitPart = tuple[int, tuple[int, ...]]
 """Unit index, and the places of its responses in ascending order."""
@@ -28,8 +27,7 @@ _IMBALANCE = 0.05
 """Units are split while the most expensive rank is this much above the mean and splitting helps."""
 
 
-@dataclass(frozen=True)
-class UnitSize:
+class UnitSize(NamedTuple):
     """Lengths of a unit in tokens."""
 
     prompt_tokens: int
@@ -77,32 +75,39 @@ class _Planner:
         self.units, self.max_tokens, self.flops = units, max_tokens, flops
         self._costs: dict[UnitPart, int] = {}
 
-    def cost(self, pieces: Sequence[UnitPart]) -> int:
-        for piece in pieces:
-            if piece not in self._costs:
-                self._costs[piece] = self.flops.cost(self.units[piece[0]].prompt_tokens, self._lengths(piece))
-        return sum(self._costs[piece] for piece in pieces)
+    def cost(self, piece: UnitPart) -> int:
+        if (known := self._costs.get(piece)) is None:
+            known = self._costs[piece] = self.flops.cost(self.units[piece[0]].prompt_tokens, self._lengths(piece))
+        return known
 
-    def tokens(self, pieces: Sequence[UnitPart]) -> int:
-        return sum(self.units[piece[0]].prompt_tokens + sum(self._lengths(piece)) for piece in pieces)
+    def tokens(self, piece: UnitPart) -> int:
+        return self.units[piece[0]].prompt_tokens + sum(self._lengths(piece))
 
     def _lengths(self, piece: UnitPart) -> list[int]:
-        return [self.units[piece[0]].response_tokens[place] for place in piece[1]]
+        lengths = self.units[piece[0]].response_tokens
+        return [lengths[place] for place in piece[1]]
+
+    def total_cost(self, pieces: Iterable[UnitPart]) -> int:
+        return sum(map(self.cost, pieces))
 
     def fitting_pieces(self) -> list[UnitPart]:
         """Whole units where they fit into a micro-batch, else as few parts of them as fit (first fit, longest first)."""
         pieces: list[UnitPart] = []
         for number, unit in enumerate(self.units):
+            whole = number, tuple(range(len(unit.response_tokens)))
             groups: list[UnitPart] = []
-            for place in sorted(range(len(unit.response_tokens)), key=lambda at: (-unit.response_tokens[at], at)):
-                self._put((number, (place,)), groups)
+            if len(whole[1]) == 1 or self.tokens(whole) <= self.max_tokens:
+                groups.append(whole)
+            else:
+                for place in sorted(whole[1], key=lambda at: (-unit.response_tokens[at], at)):
+                    self._put((number, (place,)), groups)
             pieces.extend(groups)
         return pieces
 
     def _put(self, piece: UnitPart, groups: list[UnitPart]) -> None:
         for at, group in enumerate(groups):
             joined = _join(group, piece)
-            if self.tokens([joined]) <= self.max_tokens:
+            if self.tokens(joined) <= self.max_tokens:
                 groups[at] = joined
                 return
         groups.append(piece)
@@ -113,20 +118,20 @@ class _Planner:
             pieces = self._split_one(pieces, pieces)
         shares = self._assign(pieces, ranks)
         while True:
-            costs = [self.cost(share) for share in shares]
+            costs = [self.total_cost(share) for share in shares]
             highest = max(costs)
             heaviest = shares[costs.index(highest)]
             if highest * ranks <= (1 + _IMBALANCE) * sum(costs) or all(len(piece[1]) == 1 for piece in heaviest):
                 return shares
             pieces = self._split_one([piece for share in shares for piece in share], heaviest)
             finer = self._assign(pieces, ranks)
-            if max(self.cost(share) for share in finer) >= highest:
+            if max(map(self.total_cost, finer)) >= highest:
                 return shares
             shares = finer
 
     def _split_one(self, pieces: list[UnitPart], among: Sequence[UnitPart]) -> list[UnitPart]:
         """`pieces` with the most expensive splittable one of `among` cut in two."""
-        chosen = max((piece for piece in among if len(piece[1]) > 1), key=lambda piece: (self.cost([piece]), piece))
+        chosen = max((piece for piece in among if len(piece[1]) > 1), key=lambda piece: (self.cost(piece), piece))
         return [piece for piece in pieces if piece != chosen] + self._halves(chosen)
 
     def _halves(self, piece: UnitPart) -> list[UnitPart]:
@@ -143,10 +148,10 @@ class _Planner:
         """Longest processing time first: the next most expensive piece goes to the cheapest rank."""
         heap = [(0, 0, rank) for rank in range(ranks)]
         shares: list[list[UnitPart]] = [[] for _ in range(ranks)]
-        for piece in sorted(pieces, key=lambda piece: (-self.cost([piece]), piece)):
+        for piece in sorted(pieces, key=lambda piece: (-self.cost(piece), piece)):
             load, count, rank = heapq.heappop(heap)
             shares[rank].append(piece)
-            heapq.heappush(heap, (load + self.cost([piece]), count + 1, rank))
+            heapq.heappush(heap, (load + self.cost(piece), count + 1, rank))
         return [self._rejoin(share) for share in shares]
 
     def _rejoin(self, share: list[UnitPart]) -> list[UnitPart]:
@@ -159,13 +164,18 @@ class _Planner:
     def fill(self, share: Sequence[UnitPart]) -> list[list[UnitPart]]:
         """Micro-batches of one rank: first fit, most tokens first."""
         bins: list[list[UnitPart]] = []
-        for piece in sorted(share, key=lambda piece: (-self.tokens([piece]), piece)):
-            for micro_batch in bins:
-                if self.tokens(_with(micro_batch, piece)) <= self.max_tokens:
-                    micro_batch[:] = _with(micro_batch, piece)
+        filled: list[int] = []
+        for piece in sorted(share, key=lambda piece: (-self.tokens(piece), piece)):
+            for number, micro_batch in enumerate(bins):
+                # with another part of its unit it computes that part's prompt
+                shared = self.units[piece[0]].prompt_tokens if any(other[0] == piece[0] for other in micro_batch) else 0
+                tokens = filled[number] + self.tokens(piece) - shared
+                if tokens <= self.max_tokens:
+                    bins[number], filled[number] = _with(micro_batch, piece), tokens
                     break
             else:
                 bins.append([piece])
+                filled.append(self.tokens(piece))
         return bins
 
     def reach_count(self, bins: list[list[list[UnitPart]]], target: int) -> None:
@@ -180,10 +190,10 @@ class _Planner:
 
     def _remove_one(self, share: list[list[UnitPart]], bins: list[list[list[UnitPart]]], target: int) -> None:
         """Hand a micro-batch to a rank that has too few, else join the two that make the smallest."""
-        share.sort(key=self.tokens)
+        share.sort(key=lambda micro_batch: sum(map(self.tokens, micro_batch)))
         needy = [other for other in bins if len(other) < target]
         if needy:
-            min(needy, key=lambda other: sum(map(self.cost, other))).append(share.pop(0))
+            min(needy, key=lambda other: sum(map(self.total_cost, other))).append(share.pop(0))
         else:
             first, second = share.pop(0), share.pop(0)
             for piece in second:
@@ -196,7 +206,7 @@ class _Planner:
         wide = [micro_batch for micro_batch in share if len(micro_batch[0][1]) > 1]
         if not several and not wide:
             return False
-        micro_batch = max(several or wide, key=lambda pieces: (self.cost(pieces), pieces))
+        micro_batch = max(several or wide, key=lambda pieces: (self.total_cost(pieces), pieces))
         share.remove(micro_batch)
         if len(micro_batch) == 1:
             share.extend([piece] for piece in self._halves(micro_batch[0]))
@@ -206,9 +216,9 @@ class _Planner:
 
     def _take_cheapest(self, bins: list[list[list[UnitPart]]]) -> UnitPart:
         """Take the cheapest response out of a micro-batch that keeps at least one; the most expensive rank gives first."""
-        for share in sorted(bins, key=lambda share: -sum(map(self.cost, share))):
+        for share in sorted(bins, key=lambda share: -sum(map(self.total_cost, share))):
             candidates = [
-                (self.cost([(piece[0], (place,))]), piece, place, micro_batch)
+                (self.cost((piece[0], (place,))), piece, place, micro_batch)
                 for micro_batch in share
                 for piece in micro_batch
                 for place in piece[1]

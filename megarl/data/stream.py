@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from megarl.data.answers import Answers
 
 
 class ScorePosition(Enum):
@@ -105,16 +108,14 @@ class PackedStream:
             {name: column.to(device) for name, column in self.columns.items()},
         )
 
-    def split(self, values: Tensor) -> dict[int, Tensor]:
-        """Per-token `values` `[N]` as `{response index: [L]}` on the CPU, zero where the mask is."""
-        split: dict[int, Tensor] = {}
-        for (index, places, length), part in zip(
-            self.owners, values.detach().float().cpu().split([len(p) for _, p, _ in self.owners]), strict=True
-        ):
-            full = torch.zeros(length)
-            full[places] = part
-            split[index] = full
-        return split
+    def answers(self, values: Tensor) -> Answers:
+        """Per-token `values` `[N, C]` by response, zero where the mask is."""
+        lengths = np.array([length for _, _, length in self.owners], dtype=np.int64)
+        starts = (np.cumsum(lengths) - lengths).tolist()
+        places = torch.cat([start + own for start, (_, own, _) in zip(starts, self.owners, strict=True)])
+        full = torch.zeros(values.shape[1], int(lengths.sum()))
+        full[:, places] = values.detach().float().cpu().T
+        return Answers(np.array([index for index, _, _ in self.owners], dtype=np.int64), lengths, full.numpy())
 
 
 @dataclass(frozen=True)

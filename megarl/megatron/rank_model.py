@@ -16,6 +16,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.data.answers import Answers
 from megarl.data.stream import MicroBatch, ScorePosition
 from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
@@ -59,14 +60,12 @@ class RankModel:
             and parallel_state.get_context_parallel_rank() == 0
         )
 
-    def forward(
-        self, micro_batches: Sequence[MicroBatch], *, position: ScorePosition = ScorePosition.NEXT
-    ) -> dict[int, Tensor]:
+    def forward(self, micro_batches: Sequence[MicroBatch], *, position: ScorePosition = ScorePosition.NEXT) -> Answers:
         """`{response index: float32 [L, C]}` on reporting ranks (see `step.forward`), else empty."""
         for chunk in self.chunks:
             chunk.eval()
         results = forward(self.chunks, self.options, micro_batches, position=position, progress=self.progress)
-        return results if self.reports else {}
+        return results if self.reports else Answers.joined([])
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
+from megarl.data.answers import Answers
 from megarl.data.stream import (
     MicroBatch,
     PackedStream,
@@ -56,13 +57,13 @@ def forward(
     *,
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
-) -> dict[int, Tensor]:
+) -> Answers:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
     `progress` is kept up to date, for another thread to look at.
 
     C is 2 (log-prob, entropy) for a log-prob head and 1 for a value head. Only ranks of the last pipeline stage
-    get a result; others get an empty dict.
+    get a result; others get none.
     """
     streams: list[PackedStream] = []
     outputs: list[Tensor] = []
@@ -74,12 +75,7 @@ def forward(
 
     with torch.no_grad():
         _run(chunks, options, micro_batches, collect, position, progress, forward_only=True)
-    results: dict[int, Tensor] = {}
-    for stream, output in zip(streams, on_host(outputs), strict=True):
-        columns = [stream.split(output[:, c]) for c in range(output.shape[1])]
-        for index in columns[0]:
-            results[index] = torch.stack([column[index] for column in columns], dim=-1)
-    return results
+    return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
 def forward_backward(
@@ -127,7 +123,8 @@ def metrics_on_host(of_micro_batches: Sequence[Mapping[str, Any]]) -> list[dict[
         if isinstance(value, Tensor):
             metrics[name] = float(here)
         else:
-            metrics[name] = {index: row for index, row in value.stream.split(here).items() if index < value.before}
+            answers = value.stream.answers(here[:, None])
+            metrics[name] = {index: row[:, 0] for index, row in answers.items() if index < value.before}
     return numbers
 
 

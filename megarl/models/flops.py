@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from megarl.data.stream import MicroBatch, ScorePosition
+import numpy as np
+import numpy.typing as npt
+
+from megarl.data.shares import Share
+from megarl.data.stream import ScorePosition
 from megarl.models.shape import ModelShape
+
+Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
 PASSES = 3
 """A backward pass takes twice the operations of a forward pass. What is recomputed in it is not counted."""
@@ -45,23 +52,23 @@ class FlopsModel:
 
 
 def update_flops(
-    flops: FlopsModel, micro_batches: Sequence[MicroBatch], *, shared_prompts: bool, position: ScorePosition, logits: bool
+    flops: FlopsModel, shares: Sequence[Share], *, shared_prompts: bool, position: ScorePosition, logits: bool
 ) -> int:
-    """Floating-point operations of an update on `micro_batches`, whoever computes them.
+    """Floating-point operations of an update on all of `shares`, whoever computes them.
 
     Counted are the tokens that are fed (a response's last token only where scores are taken at tokens), the pairs of a token
     and one it attends to, and, with `logits`, the output rows of scored tokens. Without `shared_prompts` each response has its
     prompt to itself.
     """
-    total = 0
-    for unit in (unit for micro_batch in micro_batches for unit in micro_batch):
-        fed = [len(response.token_ids) - (position is ScorePosition.NEXT) for response in unit.responses]
-        prompt = len(unit.prompt_ids)
-        own = [fed] if shared_prompts else [[length] for length in fed]
-        total += sum(flops.cost(prompt, lengths) - flops.per_logit_row * sum(lengths) for lengths in own)
-        if logits:
-            total += flops.per_logit_row * sum(int(response.mask.sum()) for response in unit.responses)
-    return PASSES * total
+    tokens = pairs = rows = 0
+    for share in shares:
+        fed = np.maximum(share.lengths - (position is ScorePosition.NEXT), 0)
+        prompt_of = np.repeat(share.prompt_lengths, share.units)
+        prompts = share.prompt_lengths if shared_prompts else prompt_of
+        tokens += int(prompts.sum() + fed.sum())
+        pairs += int(_pairs(prompts).sum() + (prompt_of * fed + _pairs(fed)).sum())
+        rows += int(share.mask.sum())
+    return PASSES * (flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits)
 
 
 def _attention_products(shape: ModelShape) -> tuple[int, int]:
@@ -82,5 +89,5 @@ def _mlp_products(shape: ModelShape) -> int:
     return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
 
 
-def _pairs(length: int) -> int:
+def _pairs(length: Length) -> Length:
     return length * (length + 1) // 2

@@ -62,6 +62,7 @@ class WorkerGroup:
     def __init__(self, name: str, layout: Layout, actors: Sequence[Any], log_folder: str, platform: str = "cpu") -> None:
         self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
         self.platform = platform
+        self._replicas = [layout.coords(rank).dp for rank in range(layout.world_size)]
         self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
 
@@ -94,7 +95,7 @@ class WorkerGroup:
     def per_rank(self, replicas: Sequence[Any]) -> list[Any]:
         """For every rank a reference to its data-parallel replica's value, each put once into the object store."""
         references = [ray.put(value) for value in replicas]
-        return [references[self.layout.coords(rank).dp] for rank in range(self.layout.world_size)]
+        return [references[replica] for replica in self._replicas]
 
     def any_rank(self, flag: bool) -> bool:
         """`flag`: there is one driver."""

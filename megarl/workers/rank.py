@@ -16,13 +16,14 @@ from typing import Any
 
 import ray
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
-from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.data.answers import Answers
+from megarl.data.shares import Share
+from megarl.data.stream import ScorePosition
 from megarl.megatron.build import initialize_layout
 from megarl.megatron.hf_export import write_role
 from megarl.megatron.offload import Offload
@@ -102,15 +103,13 @@ class Rank(RankCalls):
         del self.roles[role]
         self.offloads.pop(role, None)
 
-    def forward(self, role: str, micro_batches: Sequence[MicroBatch], position: ScorePosition) -> dict[int, Tensor]:
+    def forward(self, role: str, shares: Sequence[Share], position: ScorePosition) -> Answers | None:
         with record_function(f"forward {role}"):  # a profile shows it under this name
-            return self.roles[role].forward(micro_batches, position=position)
+            return self.roles[role].forward([*chain(*shares)], position=position) or None
 
-    def update(
-        self, role: str, micro_batches: Sequence[MicroBatch], loss_function: Any, position: ScorePosition
-    ) -> dict[str, float]:
+    def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
         with record_function(f"update {role}"):
-            return self.roles[role].update(micro_batches, loss_function, position=position)
+            return self.roles[role].update([*chain(*shares)], loss_function, position=position)
 
     def copy_role(self, source: str, target: str) -> None:
         self.roles[target].copy_weights_from(self.roles[source])

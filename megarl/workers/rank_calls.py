@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from megarl.checkpoint.dist_writer import Written
-from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.data.answers import Answers
+from megarl.data.shares import Share
+from megarl.data.stream import ScorePosition
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
 from megarl.reshard.relays import Machines
@@ -38,14 +38,12 @@ class RankCalls(ABC):
         """Free a role that is no longer needed."""
 
     @abstractmethod
-    def forward(self, role: str, micro_batches: Sequence[MicroBatch], position: ScorePosition) -> dict[int, Tensor]:
-        """`{response index: float32 [L, C]}`; empty where this rank does not report."""
+    def forward(self, role: str, shares: Sequence[Share], position: ScorePosition) -> Answers | None:
+        """`{response index: float32 [L, C]}` for the micro-batches of all `shares`; None where this rank does not report."""
 
     @abstractmethod
-    def update(
-        self, role: str, micro_batches: Sequence[MicroBatch], loss_function: Any, position: ScorePosition
-    ) -> dict[str, float]:
-        """One optimizer step; metric sums of this rank."""
+    def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
+        """One optimizer step on the micro-batches of all `shares`; metric sums of this rank."""
 
     @abstractmethod
     def copy_role(self, source: str, target: str) -> None:

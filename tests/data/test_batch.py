@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
-
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.data.stream import pack
@@ -41,12 +42,18 @@ def test_rows_are_padded_on_the_right_and_groups_follow_the_ids_not_the_places()
     assert (len(batch), batch.response_tokens) == (5, 6)
 
 
+def answers_of(values: dict[int, Tensor]) -> Answers:
+    """`{row: [L, C]}` as a rank gives it."""
+    rows, lengths = np.array([*values], np.int64), np.array([len(own) for own in values.values()], np.int64)
+    return Answers(rows, lengths, torch.cat([*values.values(), torch.zeros(0, 2)]).T.numpy())
+
+
 @given(st.permutations(range(5)), st.lists(st.integers(0, 5), min_size=2, max_size=2).map(sorted))
 def test_gathered_columns_do_not_depend_on_which_rank_answered(order: list[int], cuts: list[int]) -> None:
     batch = _batch()
     answers = [
-        {row: torch.stack([100.0 * row + torch.arange(n), -torch.arange(n)], 1)
-         for row in part for n in [len(batch.samples[row].response_ids)]}
+        answers_of({row: torch.stack([100.0 * row + torch.arange(n), -torch.arange(n)], 1)
+                    for row in part for n in [len(batch.samples[row].response_ids)]})
         for part in (order[: cuts[0]], order[cuts[0] : cuts[1]], order[cuts[1] :])
     ]  # fmt: skip
     batch.gather(["values", "entropy"], answers)
@@ -58,11 +65,13 @@ def test_gathered_columns_do_not_depend_on_which_rank_answered(order: list[int],
 
 
 def test_a_row_answered_twice_or_not_at_all_is_an_error() -> None:
-    answers = [{row: torch.zeros(3, 1)} for row in range(4)]
+    batch = _batch()
+    answers = [answers_of({row: torch.zeros(int(batch.lengths[row]), 2)}) for row in range(5)]
     with pytest.raises(ValueError, match="1 of 5 rows were not answered"):
-        _batch().gather(["values"], answers)
+        batch.gather(["values", "entropy"], answers[:4])
     with pytest.raises(ValueError, match="row 0 was answered by two ranks"):
-        _batch().gather(["values"], [*answers, {4: torch.zeros(3, 1)}, {0: torch.zeros(3, 1)}])
+        batch.gather(["values", "entropy"], [*answers, answers[0]])
+    assert "values" not in batch.columns
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -85,14 +94,5 @@ def test_what_is_packed_comes_back_to_its_row_and_token(share: bool) -> None:
     assert stream.token_ids[stream.rows].tolist() == before
     assert stream.position_ids[stream.rows].tolist() == [len(s.prompt_ids) + place - 1 for s, place in scored]
     assert stream.targets.tolist() == [sample.response_ids[place] for sample, place in scored]
-    answer = {row: values[:, None] for row, values in stream.split(stream.columns["advantages"]).items()}
-    batch.gather(["back"], [answer])
+    batch.gather(["back"], [stream.answers(stream.columns["advantages"][:, None])])
     assert torch.equal(batch.columns["back"], torch.where(batch.mask, column, 0))
-
-
-def test_what_travels_to_a_rank_does_not_grow_with_the_batch() -> None:
-    def travelling(rows: int) -> int:
-        batch = Batch([_sample(row, "g", [1, 2], [10] * 50, [1] * 50) for row in range(rows)])
-        return len(pickle.dumps(batch.units(range(2), ["rollout_log_probs"], share_prefix=False)))
-
-    assert travelling(64) == travelling(2)

@@ -18,9 +18,8 @@ import transformers
 from megarl.algorithms import AGGREGATIONS, LossSettings, token_weights
 from megarl.config.layout import Layout
 from megarl.data.batch import Batch
-from megarl.data.micro_batches import UnitSize, plan_micro_batches
+from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
-from megarl.data.stream import Unit
 from megarl.models.flops import FlopsModel
 from megarl.trainers.rl.objectives import PolicyObjective
 from tests.world import World
@@ -83,13 +82,9 @@ def weights_after(rank: int, world_size: int, path: str, layout: Layout, cases: 
         batch.columns["reference_log_probs"] = batch.columns["rollout_log_probs"] * 0.9
         batch.columns["weights"] = token_weights(batch.mask, aggregation, norm_length=7)
         columns = ["advantages", "old_log_probs", "reference_log_probs", "rollout_log_probs", "weights"]
-        units = batch.units(range(len(batch)), columns, share_prefix=share_prefix)
-        sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
-        plan = plan_micro_batches(sizes, ranks=layout.dp, max_tokens=max_tokens, flops=FLOPS)
-        mine = [
-            [Unit(units[u].prompt_ids, [units[u].responses[p] for p in places]) for u, places in micro_batch]
-            for micro_batch in plan[layout.coords(rank).dp]
-        ]
+        units = batch.unit_rows(range(len(batch)), share_prefix=share_prefix)
+        plan = plan_micro_batches(units.sizes, ranks=layout.dp, max_tokens=max_tokens, flops=FLOPS)
+        mine = [*batch.shares(units, plan, columns)[layout.coords(rank).dp]]
         objective = PolicyObjective(loss, LossSettings(kl_coef=0.1), kl_coef=0.05, entropy_coef=0.01)
         role.update(mine, objective)
         answers.append({name: tensor.clone() for name, tensor in role.export()})

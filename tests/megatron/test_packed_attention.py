@@ -79,17 +79,18 @@ def test_scored_rows_predict_the_masked_tokens_and_results_return_to_their_place
     units = _units(torch.Generator().manual_seed(2))
     stream = pack(units)
     responses = {r.index: (u, r) for u in units for r in u.responses}
-    back = stream.split(stream.targets)
+    own = [stream.targets, stream.columns["advantages"], stream.position_ids[stream.rows], stream.token_ids[stream.rows]]
+    answers = stream.answers(torch.stack([values.double() for values in own], dim=1))
+    assert answers.keys() == responses.keys()
     for index, (unit, response) in responses.items():
-        assert torch.equal(back[index], response.token_ids * response.mask)
-        advantages = stream.split(stream.columns["advantages"])[index]
+        targets, advantages, positions, tokens = answers[index].T
+        assert torch.equal(targets, response.token_ids * response.mask)
         assert torch.equal(advantages, response.columns["advantages"] * response.mask)
         whole = torch.cat([unit.prompt_ids, response.token_ids])
-        positions = stream.split(stream.position_ids[stream.rows])[index]
         for place in response.mask.nonzero().flatten().tolist():
             position = len(unit.prompt_ids) + place - 1
             assert positions[place] == position
-            assert stream.split(stream.token_ids[stream.rows])[index][place] == whole[position]
+            assert tokens[place] == whole[position]
 
 
 def test_a_reward_model_scores_the_last_token_of_each_response() -> None:

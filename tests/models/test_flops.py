@@ -9,7 +9,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.data.stream import MicroBatch, Response, ScorePosition, Unit
+from megarl.data.batch import Batch
+from megarl.data.sample import Sample
+from megarl.data.shares import Share
+from megarl.data.stream import ScorePosition
 from megarl.models.flops import FlopsModel, update_flops
 from megarl.models.shape import shape_of
 from megarl.planning.gpus import gpu_called, gpu_named
@@ -39,13 +42,17 @@ def counted(config: Any, tokens: int) -> int:
     return counter.get_total_flops()
 
 
-def one_response(prompt: int, response: int, scored: int) -> MicroBatch:
-    mask = torch.arange(response) < scored
-    return [Unit(torch.zeros(prompt, dtype=torch.long), [Response(0, torch.zeros(response, dtype=torch.long), mask)])]
+def responses(count: int, prompt: int, response: int, scored: int) -> Share:
+    """A micro-batch of one prompt with `count` responses to it, all of these lengths."""
+    mask = [1] * scored + [0] * (response - scored)
+    batch = Batch([Sample("", "", "", [0] * prompt, [0] * response, mask, [], [], "stop")] * count)
+    units = batch.unit_rows(range(count), share_prefix=True)
+    (share,) = batch.shares(units, [[[(0, tuple(range(count)))]]], [])
+    return share
 
 
-def ours(flops: FlopsModel, micro_batch: MicroBatch, **how: bool) -> int:
-    return update_flops(flops, [micro_batch], **{"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True} | how)
+def ours(flops: FlopsModel, *shares: Share, **how: bool) -> int:
+    return update_flops(flops, shares, **{"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True} | how)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -54,7 +61,7 @@ def test_operations_are_those_of_the_hugging_face_model(name: str) -> None:
     flops = FlopsModel.of(shape_of(config.to_dict()))
     for tokens in (16, 40):
         # a row for every token that is fed: a prompt of 1, and a response of one token more, whose last is not fed
-        found = ours(flops, one_response(1, tokens, tokens))
+        found = ours(flops, responses(1, 1, tokens, tokens))
         hidden_by_the_mask = 3 * flops.per_pair * (tokens * tokens - tokens * (tokens + 1) // 2)
         assert found + hidden_by_the_mask == counted(config, tokens)
 
@@ -62,14 +69,14 @@ def test_operations_are_those_of_the_hugging_face_model(name: str) -> None:
 def test_only_what_is_fed_and_scored_counts() -> None:
     flops = FlopsModel(per_token=1000, per_logit_row=100, per_pair=1)
     pairs = 5 * 6 // 2 + 3 * 5 + 3 * 4 // 2
-    assert ours(flops, one_response(5, 4, 2)) == 3 * (1000 * 8 + 100 * 2 + pairs)
-    assert ours(flops, one_response(5, 4, 2), logits=False) == 3 * (1000 * 8 + pairs)
+    assert ours(flops, responses(1, 5, 4, 2)) == 3 * (1000 * 8 + 100 * 2 + pairs)
+    assert ours(flops, responses(1, 5, 4, 2), logits=False) == 3 * (1000 * 8 + pairs)
     with_last = 5 * 6 // 2 + 4 * 5 + 4 * 5 // 2
-    assert ours(flops, one_response(5, 4, 1), position=ScorePosition.AT, logits=False) == 3 * (1000 * 9 + with_last)
-    (unit,) = one_response(5, 4, 2)
-    pair = [Unit(unit.prompt_ids, [unit.responses[0], unit.responses[0]])]
-    assert ours(flops, pair, shared_prompts=False) == 2 * ours(flops, [unit])
-    assert 2 * ours(flops, [unit]) - ours(flops, pair) == 3 * (1000 * 5 + 5 * 6 // 2)
+    assert ours(flops, responses(1, 5, 4, 1), position=ScorePosition.AT, logits=False) == 3 * (1000 * 9 + with_last)
+    one, pair = responses(1, 5, 4, 2), responses(2, 5, 4, 2)
+    assert ours(flops, pair, shared_prompts=False) == 2 * ours(flops, one) == ours(flops, one, one)
+    assert 2 * ours(flops, one) - ours(flops, pair) == 3 * (1000 * 5 + 5 * 6 // 2)
+    assert ours(flops, responses(1, 5, 0, 0)) == ours(flops, responses(1, 5, 1, 0))  # nothing of it is fed
 
 
 def test_the_longest_rank_gives_the_time_and_a_known_gpu_the_share() -> None:

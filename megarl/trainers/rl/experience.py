@@ -138,9 +138,8 @@ class Experience:
     def _shape(self, scores: Tensor, batch: Batch) -> Tensor:
         """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping)."""
         shaping = self.config.algorithm.shaping
-        lengths = torch.tensor([len(sample.response_ids) for sample in batch.samples])
         if shaping.overlong_tokens:
-            scores = scores + overlong_penalty(lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
+            scores = scores + overlong_penalty(batch.lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
         if shaping.length_penalty:
             scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
         if shaping.normalise:

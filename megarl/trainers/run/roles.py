@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor
@@ -19,8 +21,9 @@ from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
 from megarl.config.sections import TrainedRole
 from megarl.data.batch import Batch
-from megarl.data.micro_batches import UnitSize, plan_micro_batches
-from megarl.data.stream import MicroBatch, ScorePosition, Unit
+from megarl.data.micro_batches import plan_micro_batches
+from megarl.data.shares import Share
+from megarl.data.stream import ScorePosition
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.models.flops import FlopsModel, update_flops
 from megarl.observe.trace import Span
@@ -86,6 +89,8 @@ class Roles:
         self.before_use: Callable[[], None] = lambda: None
         """Called before the roles compute, are saved or exported: whoever shares the device with them gives way."""
         self._connections = 0
+        # A step's passes over all rows ask for the same plan.
+        self._plan = lru_cache(maxsize=4)(plan_micro_batches)
         self._loaded: list[str] = []
         self._saving: list[str] = []
         self._update_flops = 0
@@ -146,9 +151,9 @@ class Roles:
         """
         self.before_use()
         group = self.group_of(role)
-        replicas = self._micro_batches(role, batch, range(len(batch)), [], at=at)
+        replicas = [[share] for share in self._shares(role, batch, range(len(batch)), [], at=at)]
         position = ScorePosition.of(at)
-        submitted = group.submit(RankCalls.forward, [(role, share, position) for share in group.per_rank(replicas)])
+        submitted = group.submit(RankCalls.forward, [(role, shares, position) for shares in group.per_rank(replicas)])
         batch.gather(names, group.wait(submitted, phase=f"{role} forward", deadline_s=self._deadlines.step_s))
 
     def start_update(
@@ -170,20 +175,20 @@ class Roles:
         """
         self.before_use()
         group = self.group_of(role)
-        replicas = self._micro_batches(role, batch, rows, columns, at=at, keep_groups=keep_groups)
+        of_batches = [self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups)]
         if mixed_in is not None:
-            more = self._micro_batches(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1])
-            replicas = [own + extra for own, extra in zip(replicas, more, strict=True)]
+            of_batches.append(self._shares(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1]))
+        replicas = [*zip(*of_batches, strict=True)]
         position = ScorePosition.of(at)
         if role == POLICY:
             self._update_flops += update_flops(
                 self.flops,
-                [micro_batch for share in replicas for micro_batch in share],
+                [*chain(*of_batches)],
                 shared_prompts=self.layer_spec == "reference",
                 position=position,
                 logits=self.specs[role].head == "log_probs",
             )
-        arguments = [(role, share, loss, position) for share in group.per_rank(replicas)]
+        arguments = [(role, shares, loss, position) for shares in group.per_rank(replicas)]
         return group, group.submit(RankCalls.update, arguments)
 
     def finish_updates(self, updates: Sequence[Any]) -> list[dict[str, Any]]:
@@ -302,7 +307,7 @@ class Roles:
         moving = {REFERENCE} if self.config.reference.reset_every else set()
         return [role for role in self._loaded if self.specs[role].trained is not None or role in moving]
 
-    def _micro_batches(
+    def _shares(
         self,
         role: str,
         batch: Batch,
@@ -311,17 +316,10 @@ class Roles:
         *,
         at: Tensor | None = None,
         keep_groups: bool = False,
-    ) -> list[list[MicroBatch]]:
+    ) -> list[Share]:
         """For every data-parallel replica of the role its micro-batches."""
         group = self.group_of(role)
-        units = batch.units(rows, columns, share_prefix=self.share_prefix or keep_groups, mask=at)
+        units = batch.unit_rows(rows, share_prefix=self.share_prefix or keep_groups)
         limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
-        sizes = [UnitSize(len(u.prompt_ids), tuple(len(r.token_ids) for r in u.responses)) for u in units]
-        plan = plan_micro_batches(sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops, whole_units=keep_groups)
-        return [[_part(units, micro_batch) for micro_batch in share] for share in plan]
-
-
-def _part(units: Sequence[Unit], micro_batch: Sequence[tuple[int, Sequence[int]]]) -> MicroBatch:
-    return [
-        Unit(units[unit].prompt_ids, [units[unit].responses[place] for place in responses]) for unit, responses in micro_batch
-    ]
+        plan = self._plan(units.sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops, whole_units=keep_groups)
+        return batch.shares(units, plan, columns, mask=at)

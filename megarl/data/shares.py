@@ -1,0 +1,81 @@
+"""What a data-parallel replica computes in a pass, as flat buffers that travel in one piece, however many responses it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megarl.data.stream import MicroBatch, Response, Unit
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """M micro-batches with U units in all, whose R responses have L tokens in all; prompts have P tokens in all.
+
+    `micro_batches` int64 `[M]`: units of each. `units` int64 `[U]`: responses of each. `prompt_lengths` int64 `[U]` and
+    `lengths` int64 `[R]`: tokens of each prompt and response. `rows` int64 `[R]`: each response's row in the batch.
+    `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
+    and `columns` float `[L]`: as in `Response`.
+    """
+
+    micro_batches: Integers
+    units: Integers
+    prompt_lengths: Integers
+    rows: Integers
+    lengths: Integers
+    prompt_ids: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+    columns: dict[str, npt.NDArray[Any]]
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """The micro-batches; their tensors are views of one copy, as what came through Ray's store cannot be written to."""
+        lengths = self.lengths.tolist()
+        tokens, masks = torch.tensor(self.token_ids).long().split(lengths), torch.tensor(self.mask).split(lengths)
+        columns = {name: torch.tensor(column).split(lengths) for name, column in self.columns.items()}
+        responses = (
+            Response(row, tokens[place], masks[place], {name: column[place] for name, column in columns.items()})
+            for place, row in enumerate(self.rows.tolist())
+        )
+        prompts = torch.tensor(self.prompt_ids).long().split(self.prompt_lengths.tolist())
+        units = (Unit(prompt, [*islice(responses, n)]) for prompt, n in zip(prompts, self.units.tolist(), strict=True))
+        return (list(islice(units, count)) for count in self.micro_batches.tolist())
+
+    def cut(self, counts: Sequence[int]) -> list[Share]:
+        """Shares of `counts` micro-batches each, in order; their arrays are views of this one's."""
+        micro_batches = starts_of(np.array(counts, dtype=np.int64))
+        units = starts_of(self.micro_batches)[micro_batches]
+        rows = starts_of(self.units)[units]
+        prompts, tokens = starts_of(self.prompt_lengths)[units], starts_of(self.lengths)[rows]
+        parts = zip(*map(_slices, (micro_batches, units, rows, prompts, tokens)), strict=True)
+        return [
+            Share(
+                self.micro_batches[m],
+                self.units[u],
+                self.prompt_lengths[u],
+                self.rows[r],
+                self.lengths[r],
+                self.prompt_ids[p],
+                self.token_ids[t],
+                self.mask[t],
+                {name: column[t] for name, column in self.columns.items()},
+            )
+            for m, u, r, p, t in parts
+        ]
+
+
+def starts_of(lengths: Integers) -> Integers:
+    """int64 `[n + 1]`: where each of n pieces that lie one after another starts, and where the last one ends."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _slices(starts: Integers) -> list[slice]:
+    return [slice(*ends) for ends in pairwise(starts.tolist())]
