@@ -176,7 +176,7 @@ def test_engines_that_share_gpus_start_and_sleep_before_anything_is_loaded(
         def finish_start(self, starting: list[Any], roles: Any) -> None:
             calls.append("engines")
 
-    for name in ("open_cluster", "open_roles", "Rollouts", "SamplesFile", "MetricsFile", "check_same_machine"):
+    for name in ("open_cluster", "open_roles", "Rollouts", "SamplesFile", "MetricsFile", "check_transport"):
         monkeypatch.setattr(run_module, name, lambda *_, **__: Recorded())
     run = MagicMock(config=config_of("colocated", "sync"), inputs=MagicMock(overlap=0))
     RlRun.start(run)

@@ -91,7 +91,8 @@ class SglangEngine(ServedEngine):
         server = SglangServer(options, nodes)
         await asyncio.to_thread(server.start)
         try:
-            engine = cls(server, layout, initial_version)
+            # the engine's ranks and its senders may be on other machines
+            engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))
             if initial_version is not None:
                 await engine._client.name_weights(initial_version)
         except BaseException:
@@ -99,11 +100,19 @@ class SglangEngine(ServedEngine):
             raise
         return engine
 
-    def __init__(self, server: SglangServer, layout: EngineLayout, initial_version: int | None = None) -> None:
+    def __init__(
+        self,
+        server: SglangServer,
+        layout: EngineLayout,
+        initial_version: int | None = None,
+        store: TCPStore | None = None,
+    ) -> None:
+        """`store` is where the server's ranks leave digests and meet their senders; None: no server takes part."""
         super().__init__(server, initial_version)
         self.server = server
-        self._store = TCPStore(host(), 0, is_master=True, wait_for_workers=False)  # its ranks may be on other machines
-        self._endpoint = ServerEndpoint(server.url, layout, server.token, (host(), self._store.port))
+        self._store = store
+        where = (host(), store.port if store is not None else 0)
+        self._endpoint = ServerEndpoint(server.url, layout, server.token, where)
         self._update_open = False
         self._sender = TensorSender(self.endpoint)
 
@@ -159,6 +168,7 @@ class SglangEngine(ServedEngine):
         payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(ranks, keys, strict=True)]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
         await self._client.control("update_weights_from_tensor", body)
+        assert self._store is not None, "a server that answers was started with one"
         for rank, (boxes, key) in enumerate(zip(ranks, keys, strict=True)):
             digests, uncovered = read_answer(self._store.get(key))
             if uncovered:
