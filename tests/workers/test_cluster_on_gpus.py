@@ -30,8 +30,12 @@ def reporter() -> type:
     """What stands for a rank and for an engine; a class inside a function, so that no other process imports this file."""
 
     class Reporter:
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments: Any, **_: Any) -> None:
             self.arguments = arguments
+
+        def others(self) -> Any:
+            """The actors of an engine's further nodes."""
+            return self.arguments[4]
 
         def report(self) -> dict[str, Any]:
             import os
@@ -121,6 +125,30 @@ def test_every_process_sees_its_nodes_gpus_and_has_its_own(
     trained = {(said["node"], said["gpu"]) for said in ranks}
     assert len(used) == 2 * engines
     assert used == trained if colocated else not used & trained
+
+
+@pytest.mark.slow
+def test_an_engine_over_nodes_has_a_process_on_each_with_the_gpus_of_its_own_node(
+    two_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    remote: Any = ray.remote(reporter())
+    for name in ("RankActor", "EngineActor", "EngineNodeActor"):
+        monkeypatch.setattr(cluster_module, name, remote)
+    requests = [GroupRequest("policy", Layout(tp=4, dp=2), None)]
+    sizes = {"engines": 1, "engine_tp": 2 * PER_NODE, "colocated": True}
+    with Cluster(requests, **sizes, ray_address=two_nodes, log_folder=str(tmp_path), start_deadline_s=60) as cluster:
+        at = cluster.placement
+        gpus, *others = [at.gpus(bundles) for bundles in at.engine_nodes(0)]
+        place = EnginePlace(0, 1, "cuda", tmp_path, gpus, 0, tuple(others))
+        [engine] = cluster.start_engines("x", "m", [server_options(place)], 1)
+        nodes = ray.get(engine.others.remote())
+        first, second = ray.get([actor.report.remote() for actor in (engine, *nodes)])
+    assert first["node"] != second["node"]
+    assert [said["gpu"] for said in (first, second)] == [0, 0]
+    assert {first["visible"], second["visible"]} == set(VISIBLE.values())
+    assert gpus == others[0] == (0, 1, 2, 3)
+    for bundles, said in zip(at.engine_nodes(0), (first, second), strict=True):
+        assert all(at.bundles[bundle].node.endswith(said["node"][:8]) for bundle in bundles)
 
 
 @pytest.mark.parametrize(("gpu", "visible", "number"), [(3, None, 3), ("6", "4,5,6,7", 2), ("GPU-b", "GPU-a, GPU-b", 1)])
