@@ -20,6 +20,7 @@ from rich.table import Table
 from megarl import __version__
 from megarl.cli.convert import add_convert
 from megarl.cli.plan import add_plan
+from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
 from megarl.cli.submit import add_doctor_cluster, add_submit, doctor_cluster
 from megarl.config.secrets import redacted
@@ -30,7 +31,7 @@ STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "config",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "rehearse", "config",
     "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
@@ -116,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     _serving_and_data_commands(commands)
     add_convert(commands, _Parser)
     add_plan(commands, _config_arguments, _console)
+    add_rehearse(commands, _config_arguments, _console)
     add_report(commands, _console)
     add_submit(commands, _Parser, _config_arguments, _console)
     config = commands.add_parser(

@@ -9,7 +9,10 @@ from typing import Literal
 
 from megarl.platform.base import Platform
 
-__all__ = ["Platform", "cuda_present", "current", "detect", "install", "named"]
+__all__ = ["REHEARSAL", "Platform", "cuda_present", "current", "detect", "install", "named", "of_cluster"]
+
+REHEARSAL = "MEGARL_REHEARSAL"
+"""Set in the environment of all processes of a rehearsal (`launch/rehearse.py`): they work on the CPU, whatever is there."""
 
 _installed: Platform | None = None
 
@@ -23,7 +26,12 @@ def cuda_present() -> bool:
 
 def detect() -> Platform:
     """Return this machine's platform without making this process ready for megatron."""
-    return named("cuda" if cuda_present() else "cpu")
+    return named("cuda" if REHEARSAL not in os.environ and cuda_present() else "cpu")
+
+
+def of_cluster(*, have_gpus: bool) -> Platform:
+    """The platform of the processes of a cluster whose nodes have GPUs, or none; in a rehearsal they only say so."""
+    return named("cuda" if have_gpus and REHEARSAL not in os.environ else "cpu")
 
 
 def named(name: Literal["cpu", "cuda"]) -> Platform:

@@ -123,11 +123,11 @@ class Placement:
         """One line for the start of a run."""
         sizes = Counter(bundle.node for bundle in self.bundles)
         kind = "GPUs" if any(bundle.gpu is not None for bundle in self.bundles) else "CPU places"
-        held = [f"{name} {_ranges(self._numbers_of_nodes(bundles))}" for name, bundles in self.ranks.items()]
+        held = [f"{name} {ranges(self._numbers_of_nodes(bundles))}" for name, bundles in self.ranks.items()]
         inside = [bundle for bundles in self.engines for bundle in bundles]
         if inside:
-            held.append(f"engines {_ranges(self._numbers_of_nodes(inside))}")
-        each = _ranges(sizes.values(), " to ")
+            held.append(f"engines {ranges(self._numbers_of_nodes(inside))}")
+        each = ranges(sizes.values(), " to ")
         nodes = f"1 node with {each} {kind}" if len(sizes) == 1 else f"{len(sizes)} nodes with {each} {kind} each"
         return f"{nodes}; by node: {', '.join(held)}"
 
@@ -137,11 +137,11 @@ class Placement:
         for node, bundles in _by_node(self.bundles).items():
             here, gpus = set(bundles), [self.bundles[bundle].gpu for bundle in bundles]
             held = {
-                name: _ranges(rank for rank, bundle in enumerate(places) if bundle in here)
+                name: ranges(rank for rank, bundle in enumerate(places) if bundle in here)
                 for name, places in self.ranks.items()
             }
-            held["engines"] = _ranges(number for number, places in enumerate(self.engines) if here.intersection(places))
-            found.append((node, _ranges(gpu for gpu in gpus if gpu is not None), held))
+            held["engines"] = ranges(number for number, places in enumerate(self.engines) if here.intersection(places))
+            found.append((node, ranges(gpu for gpu in gpus if gpu is not None), held))
         return found
 
     def _numbers_of_nodes(self, bundles: Iterable[int]) -> list[int]:
@@ -256,7 +256,7 @@ def _place_ranks(name: str, layout: Layout, size: int, free: list[list[int]]) ->
         field, value = ("tp", layout.tp) if size == layout.tp else ("cp", layout.cp)
         reason = (
             f"needs {size} GPUs of one node {layout.world_size // size} times (tp * cp = {layout.tp} * {layout.cp}), but the "
-            f"nodes have {_ranges(sizes, ' or ')} GPUs for {name}"
+            f"nodes have {ranges(sizes, ' or ')} GPUs for {name}"
         )
         allowed = "a size that divides the GPUs of every node"
         raise LayoutError.of(
@@ -366,7 +366,7 @@ def _natural(name: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _ranges(numbers: Iterable[int], between: str = "-") -> str:
+def ranges(numbers: Iterable[int], between: str = "-") -> str:
     """`0-3, 5` for 0, 1, 2, 3 and 5; with another word `between`, the least and the greatest."""
     ordered = sorted(set(numbers))
     if between != "-":

@@ -9,6 +9,7 @@ import faulthandler
 import logging
 import math
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ class Cluster:
         self.engines: list[Any] = []
         self.engine_nodes: list[Any] = []
         self._reserved: PlacementGroup | None = None
-        self._owns_ray = False
+        self._owns_ray = self._have_gpus = False
 
     def __enter__(self) -> Cluster:
         try:
@@ -114,13 +115,13 @@ class Cluster:
         reachable = len(self.placement.machines) > 1
         for number, option in enumerate(options):
             first, *others = self.placement.engine_nodes(number) or [()]
-            nodes = [
-                EngineNodeActor.options(**self._where(bundles[0], threads)).remote(path, self.architecture, reachable=reachable)
-                for bundles in others
-            ]
-            self.engine_nodes += nodes
+            names = [f"engine-{number}-node-{node}-{secrets.token_hex(8)}" for node in range(1, len(others) + 1)]
+            for name, bundles in zip(names, others, strict=True):
+                where = self._where(bundles[0], threads)
+                node_actor = EngineNodeActor.options(name=name, **where)
+                self.engine_nodes.append(node_actor.remote(path, self.architecture, reachable=reachable))
             actor = EngineActor.options(**self._where(first[0] if first else None, threads))
-            self.engines.append(actor.remote(path, model_path, option, self.architecture, nodes, reachable=reachable))
+            self.engines.append(actor.remote(path, model_path, option, self.architecture, names, reachable=reachable))
         return self.engines
 
     def shutdown(self) -> None:
@@ -188,7 +189,7 @@ class Cluster:
 
     def _place(self) -> None:
         have_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self.platform = megarl.platform.named("cuda" if have_gpus else "cpu")
+        self.platform, self._have_gpus = megarl.platform.of_cluster(have_gpus=have_gpus), have_gpus
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if have_gpus else {})
         self._reserved = placement_group([bundle] * self.wanted.bundles, strategy="PACK")
         if not self._reserved.wait(timeout_seconds=self.start_deadline_s):
@@ -204,12 +205,11 @@ class Cluster:
     def _where(self, bundle: int | None, threads: int) -> dict[str, Any]:
         """Ray's options for an actor in `bundle`; with None it works elsewhere, and takes no room in the first one."""
         share = math.floor(10_000 / self.wanted.processes_per_bundle) / 10_000 if bundle is not None else 0
-        on_gpus = self.platform.name == "cuda"
         return {
             "num_cpus": share,
-            "num_gpus": share if on_gpus else 0,
+            "num_gpus": share if self._have_gpus else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=bundle or 0),
-            "runtime_env": {"env_vars": self.platform.worker_env(threads) | (SEES_ALL_GPUS if on_gpus else {})},
+            "runtime_env": {"env_vars": self.platform.worker_env(threads) | (SEES_ALL_GPUS if self._have_gpus else {})},
         }
 
     @property

@@ -60,8 +60,8 @@ class EngineNodeActor:
 class RemoteNode:
     """An `EngineNodeActor` as an engine calls it (`rollout.engines.sglang.server.OtherNode`), from any thread."""
 
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+    def __init__(self, name: str) -> None:
+        self.actor = ray.get_actor(name)
 
     def start(self, options: Any) -> None:
         """See `EngineNodeActor.start`; raises EngineError if the node is gone."""
@@ -96,12 +96,12 @@ class EngineActor:
         model_path: str,
         options: dict[str, Any],
         architecture: str | None = None,
-        nodes: Sequence[Any] = (),
+        nodes: Sequence[str] = (),
         *,
         reachable: bool = False,
     ) -> None:
         """`path` is the import path of the engine's class, `options` what its method of that name gave,
-        `architecture` that of the user's own model family, `nodes` the `EngineNodeActor`s of its further nodes.
+        `architecture` that of the user's own model family, `nodes` the names of the `EngineNodeActor`s on its further nodes.
         `reachable`: other machines must reach what the engine listens on."""
         end_with_parent()
         use_architecture(architecture)
@@ -109,7 +109,7 @@ class EngineActor:
             _listen_on_node()
         self.path, self.model_path, self.options = path, model_path, options
         if nodes:
-            self.options = {**options, "nodes": [RemoteNode(actor) for actor in nodes]}
+            self.options = {**options, "nodes": [RemoteNode(name) for name in nodes]}
         self.engine: Engine | None = None
 
     async def start(self, initial_version: int | None) -> None:

@@ -34,7 +34,7 @@ def reporter() -> type:
             self.arguments = arguments
 
         def others(self) -> Any:
-            """The actors of an engine's further nodes."""
+            """The names of the actors of an engine's further nodes."""
             return self.arguments[4]
 
         def report(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_an_engine_over_nodes_has_a_process_on_each_with_the_gpus_of_its_own_nod
         gpus, *others = [at.gpus(bundles) for bundles in at.engine_nodes(0)]
         place = EnginePlace(0, 1, "cuda", tmp_path, gpus, 0, tuple(others))
         [engine] = cluster.start_engines("x", "m", [server_options(place)], 1)
-        nodes = ray.get(engine.others.remote())
+        nodes = [ray.get_actor(name) for name in ray.get(engine.others.remote())]
         first, second = ray.get([actor.report.remote() for actor in (engine, *nodes)])
     assert first["node"] != second["node"]
     assert [said["gpu"] for said in (first, second)] == [0, 0]

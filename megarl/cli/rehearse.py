@@ -1,0 +1,113 @@
+"""`megarl rehearse`: a run before its GPUs are there; `commands.py` adds the command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megarl.config import Config
+
+SHOWN = 24
+"""Processes that the table shows; --json has all."""
+NAMED = 8
+"""Members of a group that are named, at most; of larger groups the size is shown."""
+
+
+def add_rehearse(commands: Any, add_config: Callable[[argparse.ArgumentParser], None], console: Callable[[], Console]) -> None:
+    """Add the command `rehearse` to the subparsers `commands`; `add_config` adds CONFIG and its overrides."""
+    rehearse = commands.add_parser(
+        "rehearse",
+        help="show where every process of a run will be, and run two steps of it made small, without GPUs",
+        description="Place CONFIG on nodes as Ray would find them and show what every process will see: its node and GPUs, its "
+        "neighbours, how weights reach the engines. Runs of up to 32 ranks then make two real steps on this machine: same "
+        "layouts, engines, schedule and transports, CPU processes, a small model of the same architecture.",
+    )
+    add_config(rehearse)
+    rehearse.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="GPUs of a node (default: 8)")
+    rehearse.add_argument("--placement-only", action="store_true", help="make no steps")
+    rehearse.add_argument("--json", action="store_true", help="print what is found as JSON")
+    rehearse.set_defaults(run=lambda arguments: _rehearse(arguments, console()))
+
+
+def _rehearse(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.config import load_config
+
+    if arguments.gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node is {arguments.gpus_per_node}; it must be a whole number above 0")
+    config = load_config(arguments.config, arguments.overrides)
+    return show_rehearsal(config, arguments.gpus_per_node, console, steps=not arguments.placement_only, as_json=arguments.json)
+
+
+def show_rehearsal(config: Config, gpus_per_node: int, console: Console, *, steps: bool, as_json: bool = False) -> int:
+    """Rehearse a run on nodes of so many GPUs and print it; makes no steps if the run is too large, or without `steps`."""
+    import json
+
+    from megarl.launch.rehearse import is_small_enough, planned_placement, processes, rehearse, weights_way
+    from megarl.models.check_layouts import check_models
+
+    check_models(config)
+    placement = planned_placement(config, gpus_per_node)
+    found, way = processes(config, placement), weights_way(config, placement)
+    if not as_json:
+        _print(console, placement.summary(), found, way)
+    small = steps and is_small_enough(config)
+    done = rehearse(config, placement) if small else None
+    if as_json:
+        tree = {"placement": placement.as_json(), "processes": found, "weights": way, "steps": vars(done) if done else None}
+        console.print(json.dumps(tree, indent=1), markup=False, highlight=False, soft_wrap=True)
+    elif done is not None:
+        console.print(
+            f"two steps by {done.processes} ranks on {done.nodes} nodes: trainer and engines differ by at most "
+            f"{done.log_prob_difference:.1e} in log-probs; {done.folder}",
+            highlight=False,
+        )
+    elif steps:
+        console.print("no steps were made: the run has too many ranks for this machine", highlight=False)
+    return 0
+
+
+def _print(console: Console, summary: str, found: list[dict[str, Any]], way: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("process", "node", "GPUs", "neighbours", box=None, pad_edge=False)
+    for one in found[:SHOWN]:
+        gpus = one["gpus"] if "gpus" in one else [one["gpu"]]
+        near = "; ".join(f"{name} {_members(ranks)}" for name, ranks in one.get("groups", {}).items())
+        if one.get("nnodes", 1) > 1:
+            near = f"node {one['node_rank']} of {one['nnodes']}"
+        table.add_row(one["process"], one["node"], _ranges(gpus), near)
+    console.print(summary, highlight=False)
+    console.print()
+    console.print(table, highlight=False)
+    if len(found) > SHOWN:
+        console.print(f"and {len(found) - SHOWN:,} more: --json shows all", highlight=False)
+    if way:
+        console.print()
+        console.print(_weights(way), highlight=False)
+
+
+def _members(ranks: list[int]) -> str:
+    return _ranges(ranks) if len(ranks) <= NAMED else f"of {len(ranks)}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    from megarl.reshard.placement import ranges
+
+    return ranges(numbers)
+
+
+def _weights(way: dict[str, Any]) -> str:
+    least, most = (size / 1e9 for size in way["bytes_sent"])
+    said = f"weights: {way['transport']}, {least:,.2f} to {most:,.2f} GB out of a training rank"
+    if "communicators" in way:
+        groups = way["communicators"]
+        said += f", {groups['of_a_training_rank'][1]} communicators of at most {groups['members']} members on a training rank"
+    if "bytes_by_relays" in way:
+        said += f", {way['bytes_by_relays'] / 1e9:,.2f} GB by relays to engines on other nodes"
+    return said

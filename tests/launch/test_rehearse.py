@@ -1,0 +1,105 @@
+"""A rehearsal shows every process where the placement has it, among its neighbours; its small run has layouts that divide."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import cli
+from megarl.config import Config, load_config
+from megarl.launch import rehearse
+from megarl.models.check_layouts import check_models
+from megarl.reshard.run_plan import plan_of_run
+from megarl.reshard.verify import verify
+
+ROOT = Path(__file__).parents[2]
+PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))
+CONFIG = """
+model: {path: MODELS/llama-3.1-8b}
+policy: {layout: {tp: 2, pp: 2}}
+data: {train: {source: jsonl, path: rows.jsonl}}
+rollout: {engines: 1, tp: 4}
+rewards: [{name: exact_number}]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("examples").symlink_to(ROOT / "examples")
+    Path("c.yaml").write_text(CONFIG.replace("MODELS", str(ROOT / "examples" / "models")))
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What the command prints as JSON."""
+    assert cli.main(["rehearse", "c.yaml", "--placement-only", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_every_process_is_shown_with_its_gpus_and_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    found = said(capsys, "--gpus-per-node=2")
+    assert [
+        (one["process"], one["node"], one["gpu"], one["groups"]) for one in found["processes"] if "gpu" in one
+    ] == [
+        ("policy 0", "node 0", 0, {"tp": [0, 1], "pp": [0, 2]}),
+        ("policy 1", "node 0", 1, {"tp": [0, 1], "pp": [1, 3]}),
+        ("policy 2", "node 1", 0, {"tp": [2, 3], "pp": [0, 2]}),
+        ("policy 3", "node 1", 1, {"tp": [2, 3], "pp": [1, 3]}),
+    ]  # fmt: skip
+    engines = [one for one in found["processes"] if "gpus" in one]
+    assert [(one["process"], one["node"], one["gpus"], one["base_gpu_id"]) for one in engines] == [
+        ("engine 0, node 0", "node 0", [0, 1], 0), ("engine 0, node 1", "node 1", [0, 1], 0)
+    ]  # fmt: skip
+    assert [(one["nnodes"], one["node_rank"]) for one in engines] == [(2, 0), (2, 1)]
+    # each rank holds a quarter and sends it once; half of the engine's ranks are on the other node
+    whole = 2 * 8_030_261_248
+    assert found["weights"]["bytes_sent"] == pytest.approx([whole / 4] * 2, rel=1e-2)
+    assert found["weights"]["bytes_by_relays"] == pytest.approx(whole / 2, rel=1e-2)
+    assert found["steps"] is None
+
+
+def test_on_one_node_nothing_is_relayed_and_process_groups_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "bytes_by_relays" not in said(capsys, "--gpus-per-node=4")["weights"]
+    found = said(capsys, "rollout.weight_transport=process_group", "resources.placement=separate")["weights"]
+    assert found["communicators"] == {"of_a_training_rank": [1, 1], "of_an_engine_rank": 1, "members": 8}
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)
+def test_every_example_plan_is_placed_and_its_small_run_has_a_model_that_the_layouts_divide(
+    plan: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config: Config = load_config(plan)
+    placement = rehearse.planned_placement(config, 8)
+    found = rehearse.processes(config, placement)
+    ranks = sum(layout.world_size for layout in config.layouts.values())
+    engines = sum(len(placement.engine_nodes(engine)) for engine in range(config.rollout.engines))
+    assert len(found) == ranks + engines
+    for one in found:  # a tensor-parallel group is on one node
+        group, _, rank = one["process"].partition(" ")
+        nodes = {placement.bundles[placement.ranks[group][member]].node for member in one.get("groups", {}).get("tp", [])}
+        assert nodes <= {one["node"]}, rank
+
+    def written(folder: Path, config_of: Any) -> None:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config_of(15)))
+
+    monkeypatch.setattr(rehearse, "_write_model", written)
+    small = rehearse.small_run(config, tmp_path / "small", "here")
+    check_models(small)
+    assert verify(plan_of_run(small)).slices > 0
+    for name, layout in config.layouts.items():
+        assert small.layouts[name].world_size == layout.world_size
+    assert (small.rollout.engines, small.rollout.tp) == (config.rollout.engines, config.rollout.tp)
+
+
+def test_what_cannot_be_placed_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, sentence in (
+        (["--gpus-per-node=0"], "--gpus-per-node is 0; it must be a whole number above 0"),
+        (["--gpus-per-node=1"], "policy.layout.tp is 2, which is more than the 1 GPUs of a node"),
+        (["--gpus-per-node=2", "policy.layout={tp: 2}"], "'shared_memory', which cannot take weights from rank 1"),
+    ):
+        assert cli.main(["rehearse", "c.yaml", "--placement-only", *arguments]) == 2
+        assert sentence in " ".join(capsys.readouterr().err.split())

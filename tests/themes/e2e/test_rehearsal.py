@@ -1,0 +1,109 @@
+"""Rehearsals: runs made small on a Ray of several nodes that say they have GPUs, with real ranks and real SGLang engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import yaml
+
+from megarl.cli import main
+from megarl.launch import rehearse
+from megarl.observe import read_metrics
+
+ROOT = Path(__file__).parents[3]
+MODELS = ROOT / "examples" / "models"
+
+
+def rehearsed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, gpus_per_node: int, **sections: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What `megarl rehearse` prints of such a run, and its metrics."""
+    ray.shutdown()  # that of the session has no GPUs
+    tree = {
+        "run": {"name": "run", "folder": str(tmp_path)},
+        "model": {"path": str(MODELS / model)},
+        "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
+        "rewards": [{"name": "exact_number"}],
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree | sections))
+    assert main(["rehearse", str(tmp_path / "c.yaml"), f"--gpus-per-node={gpus_per_node}", "--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("{\n") :])
+    return found, list(read_metrics(Path(found["steps"]["folder"]) / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_is_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed engine is restarted on both nodes, given the weights again, and the run makes all of its steps."""
+    monkeypatch.setattr(rehearse, "STEPS", 3)
+    killer = tmp_path / "killer.py"
+    killer.write_text(
+        "import pathlib, psutil\n"
+        "DONE = pathlib.Path(__file__).with_suffix('.done')\n"
+        "def reward(prompt, response, **_):\n"
+        "    if not DONE.exists():\n"
+        "        for process in psutil.process_iter(['cmdline']):\n"
+        "            line = process.info['cmdline'] or []\n"
+        "            if 'megarl.rollout.engines.sglang.launch' in line and line[line.index('--node-rank') + 1] == '1':\n"
+        "                DONE.write_text(str(process.pid))\n"
+        "                process.kill()\n"
+        "    return float(len(response) % 3)\n"
+    )
+    small_run = rehearse.small_run
+
+    def with_killer(*arguments: Any) -> Any:
+        return small_run(*arguments).model_copy(update={"rewards": killing})
+
+    from megarl.config import parse_config
+
+    tree = {"model": {"path": "m"}, "data": {"train": {"source": "jsonl", "path": "x"}}}
+    killing = parse_config(tree | {"rewards": [{"name": f"{killer}:reward"}]}).rewards
+    monkeypatch.setattr(rehearse, "small_run", with_killer)
+    found, rows = rehearsed(
+        tmp_path, capsys, "llama-3.1-8b", 2, policy={"layout": {"tp": 2, "pp": 2}}, rollout={"engines": 1, "tp": 4}
+    )
+    assert not psutil.pid_exists(int(killer.with_suffix(".done").read_text()))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3]
+    assert found["steps"]["log_prob_difference"] < 1e-4
+    run = Path(found["steps"]["folder"])
+    placed = json.loads((run / "placement.json").read_text())
+    assert [[place["gpu"] for place in places] for places in placed["engines"]] == [[0, 1, 0, 1]]
+    assert len({place["node"] for place in placed["engines"][0]}) == 2
+    for group in ([0, 1], [2, 3]):  # tensor-parallel pairs
+        assert len({placed["ranks"]["policy"][rank]["node"] for rank in group}) == 1
+    assert (run / "logs" / "engine-0-node-1.log").exists()
+    assert (run / "checkpoints").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("model", "size", "sections"),
+    [
+        ("qwen3-235b-a22b", 2, {
+            "policy": {"layout": {"tp": 2, "dp": 2, "ep": 4}},
+            "rollout": {"engines": 1, "tp": 4, "engine_args": {"ep_size": 2}, "prompts_per_step": 4},
+        }),
+        ("llama-3.1-8b", 4, {
+            "policy": {"layout": {"tp": 2, "pp": 2}}, "rollout": {"engines": 2, "tp": 2, "weight_transport": "process_group"},
+            "resources": {"placement": "separate"},
+        }),
+        ("qwen3-32b", 4, {"policy": {"layout": {"dp": 4}}, "rollout": {"engines": 4, "prompts_per_step": 4}}),
+    ],
+    ids=["experts over two nodes", "separate, by process groups", "an engine for each rank"],
+)  # fmt: skip
+def test_other_runs_make_their_steps_and_engines_agree_with_the_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, size: int, sections: dict[str, Any]
+) -> None:
+    found, rows = rehearsed(tmp_path, capsys, model, size, **sections)
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert found["steps"]["log_prob_difference"] < 1e-4
