@@ -31,8 +31,8 @@ STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "rehearse", "config",
-    "submit", "node", "report", "compare", "samples", "chat", "doctor",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "rehearse",
+    "config", "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
     "sft": ("sft",),
