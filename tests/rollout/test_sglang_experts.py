@@ -105,7 +105,7 @@ def test_every_module_of_sglangs_that_holds_experts_says_in_which_order_they_lie
     ("family", "why"),
     [
         ("mixtral", "pads intermediate_size = 24, which must be a multiple of 32"),
-        ("deepseek_v3", "not known here"),
+        ("deepseek_v3", "must say moe_layer_freq = 1, topk_method = 'noaux_tc', scoring_func = 'sigmoid'"),
         ("qwen3_moe", "mlp_only_layers and decoder_sparse_step"),
     ],
 )
