@@ -57,33 +57,35 @@ async def update_by_group(engine: SglangEngine, weights: Weights, version: int) 
         await engine.end_update(version, sender.checksums())
 
 
+PLAIN = {"n_group": 1, "n_shared_experts": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+WITHOUT_QUERY_LATENTS = {"q_lora_rank": None}
 ALL = {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("q_lora_rank", "tp", "arguments"),
+    ("settings", "tp", "arguments"),
     [
-        (20, 2, {}),
+        ({}, 2, {}),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                (20, 1, {}),
-                (None, 1, {}),
-                (None, 2, {}),
-                (20, 2, {"ep_size": 2}),
-                (20, 2, {"dp_size": 2, "enable_dp_attention": True}),
-                (20, 2, ALL),
-                (None, 4, ALL),
+                (PLAIN, 1, {}),
+                (WITHOUT_QUERY_LATENTS, 1, {}),
+                (WITHOUT_QUERY_LATENTS, 2, {}),
+                ({}, 2, {"ep_size": 2}),
+                ({}, 2, {"dp_size": 2, "enable_dp_attention": True}),
+                (PLAIN, 2, ALL),
+                (WITHOUT_QUERY_LATENTS, 4, ALL),
             )
         ),
     ],
 )
 def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
-    q_lora_rank: int | None, tp: int, arguments: dict[str, Any], tmp_path: Path
+    settings: dict[str, Any], tp: int, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     """Attention computes with copies of kv_b_proj that SGLang derives, so log-probs tell whether these are the new weights."""
-    folder = build(tmp_path / "model", tp, q_lora_rank=q_lora_rank)
+    folder = build(tmp_path / "model", tp, **settings)
     first = other_values(folder)
     second = [(name, weight.flip(0).contiguous()) for name, weight in first]
     references = [with_weights(folder, weights, tmp_path / name) for name, weights in (("1", first), ("2", second))]

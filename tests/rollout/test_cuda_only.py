@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megarl.rollout.engines.sglang.on_cpu.parallelism import own_experts_only
+from megarl.rollout.engines.sglang.on_cpu.cuda_only import own_experts_only
 
 
 class Chosen(NamedTuple):

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 has for expert parallelism and DP attention on CUDA only, in torch, for servers on a CPU."""
+"""What SGLang 0.5.23 has on CUDA only, in torch for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 
 
 def install() -> None:
-    """Replace the two functions in SGLang; call it before a model is built."""
+    """Replace SGLang's functions; call it before a model is built."""
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.rotary_embedding import factory
 
+    of_cpu = factory.get_rope_cpu  # knows DeepSeek's yarn alone
+    factory.get_rope_cpu = lambda *sizes: factory.get_rope(*sizes[:8]) if sizes[5] is None else of_cpu(*sizes)
     fused_moe_native.moe_forward_native = own_experts_only(fused_moe_native.moe_forward_native)
     # the other way needs NCCL
     GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
