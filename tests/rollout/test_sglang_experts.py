@@ -105,6 +105,7 @@ def test_every_module_of_sglangs_that_holds_experts_says_in_which_order_they_lie
     layers = Path(package.submodule_search_locations[0], "srt", "layers")
     experts = (layers / "moe" / "fused_moe_triton" / "layer.py").read_text()
     for line in (
+        "self.num_fused_shared_experts = num_fused_shared_experts",
         "self.use_triton_kernels = get_moe_runner_backend().is_triton_kernels()",
         "self.use_flashinfer_trtllm_moe = (",
         'return getattr(layer, "weight_load_method", None) or layer.quant_method',
