@@ -64,33 +64,33 @@ ALL = {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "tp", "arguments"),
+    ("settings", "ranks", "arguments"),
     [
-        ({}, 2, {}),
+        pytest.param({}, 2, {}, id="tp2"),
         *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (
-                (PLAIN, 1, {}),
-                (WITHOUT_QUERY_LATENTS, 1, {}),
-                (WITHOUT_QUERY_LATENTS, 2, {}),
-                ({}, 2, {"ep_size": 2}),
-                ({}, 2, {"dp_size": 2, "enable_dp_attention": True}),
-                (PLAIN, 2, ALL),
-                (WITHOUT_QUERY_LATENTS, 4, ALL),
-            )
+            pytest.param(*case, id=name, marks=pytest.mark.exhaustive)
+            for name, case in {
+                "tp1, plain": (PLAIN, 1, {}),
+                "tp1, no query latents": (WITHOUT_QUERY_LATENTS, 1, {}),
+                "tp2, no query latents": (WITHOUT_QUERY_LATENTS, 2, {}),
+                "tp2, ep2": ({}, 2, {"ep_size": 2}),
+                "tp1, dp2": ({}, 2, {"dp_size": 2, "enable_dp_attention": True}),
+                "tp1, dp2, ep2, plain": (PLAIN, 2, ALL),
+                "tp2, dp2, ep2, no query latents": (WITHOUT_QUERY_LATENTS, 4, ALL),
+            }.items()
         ),
     ],
 )
 def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
-    settings: dict[str, Any], tp: int, arguments: dict[str, Any], tmp_path: Path
+    settings: dict[str, Any], ranks: int, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     """Attention computes with copies of kv_b_proj that SGLang derives, so log-probs tell whether these are the new weights."""
-    folder = build(tmp_path / "model", tp, **settings)
+    folder = build(tmp_path / "model", ranks, **settings)
     first = other_values(folder)
     second = [(name, weight.flip(0).contiguous()) for name, weight in first]
     references = [with_weights(folder, weights, tmp_path / name) for name, weights in (("1", first), ("2", second))]
     sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
-    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, extra=arguments, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
+    options = ServerOptions(str(folder), tmp_path / "log", tp=ranks, extra=arguments, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
 
     async def scenario() -> None:
         engine = await SglangEngine.open(options)
@@ -102,7 +102,7 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
                 differences = [largest_difference(reference, PROMPTS, groups) for reference in references]
                 assert differences[version - 1] < 1e-5
                 assert differences[2 - version] > 1e-2
-            with pytest.raises(EngineError, match=rf"0 differ, {tp} missing.*nobody sent {MISSING}@0"):
+            with pytest.raises(EngineError, match=rf"0 differ, {ranks} missing.*nobody sent {MISSING}@0"):
                 await update(engine, [pair for pair in first if pair[0] != MISSING], 3)
             assert engine.weight_version is None
         finally:
