@@ -23,7 +23,7 @@ from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint, Tenso
 from megarl.weight_sync.staging import StagedSlices
 from tests.families import DEEPSEEK
 from tests.models.test_transformers_names import other_values, update
-from tests.rollout.tiny import Weights, free_address, largest_difference
+from tests.rollout.tiny import Weights, largest_difference
 
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
 SIZES = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -52,7 +52,7 @@ def with_weights(folder: Path, weights: Weights, to: Path) -> Any:
 async def update_by_group(engine: SglangEngine, weights: Weights, version: int) -> None:
     """An update over process groups with the engine's ranks."""
     await engine.begin_update(version)
-    with GroupSender(engine.endpoint, free_address(), timeout_s=60) as sender:
+    with GroupSender(engine.endpoint, timeout_s=60) as sender:
         await asyncio.to_thread(sender.send, weights)
         await engine.end_update(version, sender.checksums())
 
