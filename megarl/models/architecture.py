@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class SglangFacts:
     """Whether an engine can hold several replicas of the attention (SGLang's DP attention)."""
     refusal: Callable[[HFConfig], str | None] = _serves
     """Why SGLang cannot serve a model of this config, or cannot be given its weights; None: it can."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What its servers are started with, so that they hold weights where they are sent; `rollout.engine_args` wins."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,15 @@ from megarl.errors import ModelError
 from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
-from megarl.models.packings import Copy
+from megarl.models.packings import FP8_BLOCK, Copy
 from megarl.models.rope import Rope
 from megarl.models.weight_map import Rule, WeightMap
 
 LATENT_NORM_EPS = 1e-6
 """transformers norms the latents with it, whatever `rms_norm_eps` says."""
+
+READ_BY_SGLANG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Fields that SGLang 0.5.23 reads and transformers does not have, with the only values that there are."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,15 @@ def _experts(hf_config: HFConfig) -> moe.MoeSizes:
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    return "how it holds the weights of a 'deepseek_v3' model is not known here, so an update could not be checked"
+    missing = [f"{field} = {value!r}" for field, value in READ_BY_SGLANG.items() if field not in hf_config]
+    if missing:
+        return f"its config.json must say {', '.join(missing)}, as published checkpoints do, because SGLang has no defaults"
+    if not hf_config.get("n_shared_experts"):
+        return "n_shared_experts is 0, but SGLang computes shared experts in any case"
+    q_rank = hf_config.get("q_lora_rank")
+    if hf_config.get("quantization_config") and q_rank is not None and q_rank % FP8_BLOCK:
+        return f"it fuses q_a_proj with kv_a_proj in FP8, so q_lora_rank = {q_rank} must be a multiple of {FP8_BLOCK}"
+    return None
 
 
 ARCHITECTURE = Architecture(
@@ -194,5 +205,5 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
-    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal),
+    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal, arguments={"disable_shared_experts_fusion": True}),
 )

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from megarl.reshard.placement import Placement
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
-NOT_PLANNED = (
-    "dp_size", "pp_size", "attn_cp_size", "moe_dp_size", "moe_dense_tp_size", "moe_a2a_backend", "enable_dp_lm_head",
-    "ep_num_redundant_experts", "enable_eplb", "quantization",
-)  # fmt: skip
-"""SGLang's arguments that put weights elsewhere than `targets.py` says."""
+NOT_PLANNED = {
+    "dp_size": 1, "pp_size": 1, "attn_cp_size": 1, "moe_dp_size": 1, "dcp_size": 1, "moe_dense_tp_size": None,
+    "moe_a2a_backend": "none", "enable_dp_lm_head": None, "ep_num_redundant_experts": None, "enable_eplb": None,
+    "quantization": None, "speculative_algorithm": "NGRAM",
+}  # fmt: skip
+"""SGLang's arguments that put weights elsewhere than `targets.py` says, or add others, and a value with which they do not."""
 
 
 def plan_of_run(config: Config) -> ReshardPlan:
@@ -86,8 +87,8 @@ def engine_target(ranks: int, engine_args: Mapping[str, Any]) -> EngineTarget:
     arguments = dict(engine_args)
     if arguments.pop("enable_dp_attention", False):
         arguments["attn_dp_size"] = arguments.pop("dp_size", 1)
-    for name in NOT_PLANNED:
-        if arguments.get(name) not in (None, False, 0, 1, "none"):
+    for name, harmless in NOT_PLANNED.items():
+        if arguments.get(name) not in (None, False, harmless):
             raise ConfigError(
                 f"rollout.engine_args.{name} is {describe_value(arguments[name])}, but where the engine's weights lie then is "
                 "not known to reshard plans; leave it out"

@@ -59,6 +59,18 @@ class EngineLayout:
         """What the engine computes in."""
         return getattr(torch, self.model.dtype)  # type: ignore[no-any-return]
 
+    @property
+    def server_arguments(self) -> Mapping[str, Any]:
+        """SGLang's arguments without which its servers would hold weights elsewhere."""
+        return architecture_for(dict(self.model.config)).sglang.arguments
+
+    @cached_property
+    def own_dtypes(self) -> dict[str, torch.dtype]:
+        """Of the tensors that keep their dtype whatever the engine computes in, by name."""
+        config = dict(self.model.config)
+        rules = architecture_for(config).weight_map(config).bound_rules()
+        return {name: getattr(torch, rule.dtype) for rule in rules if rule.dtype for name in rule.hf_names}
+
     @cached_property
     def slices(self) -> dict[str, list[SliceKey]]:
         """What the ranks hold of each tensor, by name."""

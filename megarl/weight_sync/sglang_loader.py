@@ -2,6 +2,7 @@
 
 SGLang calls `load` (given as `--custom-weight-loader`) in each tensor-parallel rank. SGLang fuses q, k, v and gate, up and
 the experts of a layer; where in these a tensor lies is said here. What is not cut goes through the model's own loader.
+What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as the parameter was written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,15 +24,28 @@ from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
 
-# HF suffix -> (engine suffix, position in the fused parameter)
+# HF suffix -> (engine suffix, position in the fused parameter), in models that have the fused parameter
 FUSED = {
     "self_attn.q_proj": ("self_attn.qkv_proj", 0),
     "self_attn.k_proj": ("self_attn.qkv_proj", 1),
     "self_attn.v_proj": ("self_attn.qkv_proj", 2),
     "mlp.gate_proj": ("mlp.gate_up_proj", 0),
     "mlp.up_proj": ("mlp.gate_up_proj", 1),
+    "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
+    "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
+    "self_attn.q_a_proj": ("self_attn.fused_qkv_a_proj_with_mqa", 0),
+    "self_attn.kv_a_proj_with_mqa": ("self_attn.fused_qkv_a_proj_with_mqa", 1),
 }
-PARTS = {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}
+PARTS = {
+    "self_attn.qkv_proj": 3,
+    "mlp.gate_up_proj": 2,
+    "mlp.shared_experts.gate_up_proj": 2,
+    "self_attn.fused_qkv_a_proj_with_mqa": 2,
+}
+OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.")
+"""Fused parameters of which the first tensor may be of another length than the others: q beside k and v."""
+DERIVED_FROM = ".self_attn.kv_b_proj."
+"""What multi-head latent attention computes with is not this parameter, but copies of its two halves (`w_kc`, `w_vc`)."""
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight(?P<scale>_scale_inv)?")
@@ -60,7 +75,8 @@ class ModelParameters:
         """Those of a model of SGLang's (0.5.23: layers/moe/fused_moe_triton/layer.py says how its experts lie).
 
         Raises:
-            ValueError: the kernels that were chosen for its experts hold them transposed or interleaved.
+            ValueError: its experts are transposed or interleaved for the kernels that were chosen, or the shared experts among
+                them.
         """
         up_first = []
         for name, module in model.named_modules():
@@ -71,6 +87,11 @@ class ModelParameters:
                 raise ValueError(
                     f"SGLang holds {name} transposed or interleaved; rollout.engine_args.moe_runner_backend must "
                     "not be 'triton_kernel', and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED must not be set"
+                )
+            if module.num_fused_shared_experts:
+                raise ValueError(
+                    f"SGLang holds the shared experts among {name}; rollout.engine_args.disable_shared_experts_fusion must be "
+                    "true, and enforce_shared_experts_fusion must not be set"
                 )
             if module.use_flashinfer_trtllm_moe or getattr(method, "load_up_proj_weight_first", False):
                 up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
@@ -93,14 +114,17 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             continue
         if name == RECEIVE:
             whole = _receive(parameters, *content)
+            pieces = chain.from_iterable(content[-1])
         elif name == OPEN:
             shared, pieces = content
             whole = _read(parameters, pieces, opened(shared))
         else:
-            _kept[name] = buffer
-            whole = _read(parameters, content, buffer)
+            _kept[name], pieces = buffer, content
+            whole = _read(parameters, pieces, buffer)
         if whole:
             model.load_weights(whole)
+        if changed := {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor}:
+            model.post_load_weights(weight_names=changed)
         if name == OPEN:
             torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
 
@@ -199,7 +223,7 @@ def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
     return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
 
 
-def engine_name(name: str) -> tuple[str, int, int]:
+def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
     """(the engine's parameter, position among the tensors that it is fused of, how many these are) of a tensor.
 
     Experts' parameters have one more axis, the first, of which the tensor is in one entry.
@@ -208,8 +232,8 @@ def engine_name(name: str) -> tuple[str, int, int]:
         suffix, position, count = EXPERT_FUSED[expert["projection"]]
         return f"{expert['experts']}.{suffix}{expert['scale'] or ''}", position, count
     for suffix, (fused, position) in FUSED.items():
-        if f".{suffix}." in name:
-            return name.replace(suffix, fused), position, PARTS[fused]
+        if f".{suffix}." in name and (found := name.replace(suffix, fused)) in parameters.tensors:
+            return found, position, PARTS[fused]
     return name, 0, 1
 
 
@@ -219,16 +243,15 @@ def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
     Raises:
         ValueError: the parameter has no place for a tensor of so many rows and columns.
     """
-    name, position, count = engine_name(held.tensor)
+    name, position, count = engine_name(parameters, held.tensor)
     parameter = parameters.tensors[name].data
     if expert := EXPERT.fullmatch(held.tensor):
         parameter = parameter[int(expert["expert"]) % len(parameter)]
         position = count - 1 - position if name in parameters.up_first else position
     matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter
-    # of the tensors that are fused only the first may be of another length than the others (q beside k and v)
     first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
     of_one_length = count * held.of_rows == len(matrix)
-    is_full = of_one_length or name.endswith(VOCABULARY) or (count > 1 and not expert)
+    is_full = of_one_length or name.endswith(VOCABULARY) or any(fused in name for fused in OF_TWO_LENGTHS)
     if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
         raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
     return matrix[first : first + held.of_rows]
@@ -261,6 +284,6 @@ def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], where
     for place in boxes:
         held = SliceKey(*place)
         digests.append(digest(box(parameters, held)))
-        elements[engine_name(held.tensor)[0]] += held.rows * held.cols
+        elements[engine_name(parameters, held.tensor)[0]] += held.rows * held.cols
     uncovered = [name for name, count in elements.items() if count != tensors[name].numel() and not name.endswith(VOCABULARY)]
     torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

@@ -94,7 +94,8 @@ class _ServerSender:
         """
         if not bucket:
             return
-        pieces = self.pieces([(name, weight.to(self.endpoint.layout.dtype)) for name, weight in bucket])
+        layout = self.endpoint.layout
+        pieces = self.pieces([(name, weight.to(layout.own_dtypes.get(name, layout.dtype))) for name, weight in bucket])
         self._staging = self._staging or (Staging(1) if self.stages else ZeroCopy())
         staged = self._staging.stage(pieces)
         self._checksums |= checksums_of(self.held(staged))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
 def sparse_everywhere(family: str, folder: Path) -> Path:
     """A random model of `family` in which, as SGLang has it, every layer has experts."""
     sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    widths = {"intermediate_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    widths = {"intermediate_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []}
     settings = sizes | FAMILIES[family].settings | (widths if family == "qwen3_moe" else {"intermediate_size": 64})
     config = getattr(transformers, f"{FAMILIES[family].class_prefix}Config")(**settings, initializer_range=0.2)
     torch.manual_seed(0)
@@ -41,19 +42,32 @@ def sparse_everywhere(family: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp"),
-    # an engine with tp 2 is in test_sglang.py, another family's experts in the cell before
-    [("qwen3_moe", 1), pytest.param("mixtral", 2, marks=pytest.mark.exhaustive)],
+    ("family", "tp", "arguments"),
+    [
+        ("qwen3_moe", 1, {}),
+        # an engine with tp 2 is in test_sglang.py, another family's experts in the cell before
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("mixtral", 2, {}),
+                ("mixtral", 2, {"ep_size": 2}),
+                ("qwen3_moe", 2, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}),
+            )
+        ),
+    ],
 )
-def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tp: int, tmp_path: Path) -> None:
+def test_after_an_update_every_expert_is_the_one_that_was_sent(
+    family: str, tp: int, arguments: dict[str, Any], tmp_path: Path
+) -> None:
     """The reference is transformers, which loads a folder that holds the weights which were sent."""
     folder = sparse_everywhere(family, tmp_path / "model")
     weights = other_values(folder)
     write_hf_folder(tmp_path / "sent", weights, HFFolder(folder).config)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", dtype=torch.float32)
     name = next(name for name, _ in weights if ".layers.1." in name and ".experts.3." in name)
+    missing = tp // arguments.get("ep_size", 1)
     sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
-    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
+    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, extra=arguments, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
 
     async def scenario() -> None:
         engine = await SglangEngine.open(options)
@@ -61,7 +75,7 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(family: str, tp: 
             await update(engine, weights)
             groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
             assert largest_difference(after, PROMPTS, groups) < 1e-5
-            with pytest.raises(EngineError, match=rf"0 differ, {tp} missing.*nobody sent {name}@0"):
+            with pytest.raises(EngineError, match=rf"0 differ, {missing} missing.*nobody sent {name}@"):
                 await update(engine, [pair for pair in weights if pair[0] != name], 2)
             assert engine.weight_version is None
         finally:
@@ -91,6 +105,7 @@ def test_every_module_of_sglangs_that_holds_experts_says_in_which_order_they_lie
     layers = Path(package.submodule_search_locations[0], "srt", "layers")
     experts = (layers / "moe" / "fused_moe_triton" / "layer.py").read_text()
     for line in (
+        "self.num_fused_shared_experts = num_fused_shared_experts",
         "self.use_triton_kernels = get_moe_runner_backend().is_triton_kernels()",
         "self.use_flashinfer_trtllm_moe = (",
         'return getattr(layer, "weight_load_method", None) or layer.quant_method',
@@ -105,7 +120,7 @@ def test_every_module_of_sglangs_that_holds_experts_says_in_which_order_they_lie
     ("family", "why"),
     [
         ("mixtral", "pads intermediate_size = 24, which must be a multiple of 32"),
-        ("deepseek_v3", "not known here"),
+        ("deepseek_v3", "must say moe_layer_freq = 1, topk_method = 'noaux_tc', scoring_func = 'sigmoid'"),
         ("qwen3_moe", "mlp_only_layers and decoder_sparse_step"),
     ],
 )

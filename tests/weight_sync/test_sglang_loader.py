@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Model:
             name.replace("__", "."): torch.nn.Parameter(torch.full(shape, -1.0)) for name, shape in shapes.items()
         }
         self.loaded: list[tuple[str, Tensor]] = []
+        self.derived: list[dict[str, Tensor]] = []
         self.experts: dict[str, Any] = {}
 
     def named_modules(self) -> Any:
@@ -38,6 +40,10 @@ class Model:
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         """What is not cut comes here."""
         self.loaded += [(name, weight.clone()) for name, weight in weights]
+
+    def post_load_weights(self, weight_names: Iterable[str]) -> None:
+        """As DeepSeek's: takes copies of the named parameters."""
+        self.derived.append({name: self.parameters[name].detach().clone() for name in weight_names})
 
 
 def send(model: Model, *pieces: WeightSlice, rank: int = 0) -> None:
@@ -71,6 +77,35 @@ def test_parts_of_a_fused_parameter_lie_one_after_the_other() -> None:
     assert torch.equal(model.parameters["x.self_attn.qkv_proj.bias"][4:6], bias)
 
 
+def test_the_down_projections_of_latent_attention_are_fused_where_the_model_fuses_them() -> None:
+    """Without `q_lora_rank` there is one less, and nothing is fused; the queries are then a parameter of their own."""
+    q_a, kv_a, scale = torch.randn(5, 3), torch.randn(2, 3), torch.randn(1, 3)
+    fused = Model(
+        x__self_attn__fused_qkv_a_proj_with_mqa__weight=(7, 3), x__self_attn__fused_qkv_a_proj_with_mqa__weight_scale_inv=(4, 3)
+    )
+    send(fused, slice_of("x.self_attn.kv_a_proj_with_mqa.weight", kv_a), slice_of("x.self_attn.q_a_proj.weight", q_a))
+    send(fused, slice_of("x.self_attn.kv_a_proj_with_mqa.weight_scale_inv", scale))
+    assert torch.equal(fused.parameters["x.self_attn.fused_qkv_a_proj_with_mqa.weight"], torch.cat([q_a, kv_a]))
+    assert torch.equal(fused.parameters["x.self_attn.fused_qkv_a_proj_with_mqa.weight_scale_inv"][3:], scale)
+    apart = Model(x__self_attn__q_proj__weight=(5, 3), x__self_attn__kv_a_proj_with_mqa__weight=(2, 3))
+    send(apart, slice_of("x.self_attn.kv_a_proj_with_mqa.weight", kv_a), slice_of("x.self_attn.q_proj.weight", q_a))
+    assert torch.equal(apart.parameters["x.self_attn.q_proj.weight"], q_a)
+    assert torch.equal(apart.parameters["x.self_attn.kv_a_proj_with_mqa.weight"], kv_a)
+
+
+def test_what_is_derived_from_a_parameter_is_derived_from_the_values_just_written() -> None:
+    model = Model(
+        x__self_attn__kv_b_proj__weight=(4, 3), y__self_attn__kv_b_proj__weight=(4, 3), x__self_attn__o_proj__weight=(3, 3)
+    )
+    kv_b = torch.randn(4, 3)
+    send(model, slice_of("x.self_attn.o_proj.weight", torch.randn(3, 3)))
+    assert model.derived == []
+    send(model, slice_of("x.self_attn.kv_b_proj.weight", kv_b))
+    ((name, derived),) = model.derived[0].items()
+    assert name == "x.self_attn.kv_b_proj.weight"
+    assert torch.equal(derived, kv_b)
+
+
 def test_boxes_of_a_slice_come_in_any_order_and_only_their_own_rank_takes_them() -> None:
     model = Model(x__self_attn__qkv_proj__weight=(8, 6), x__mlp__down_proj__weight=(4, 6))
     k, down = torch.randn(2, 6), torch.randn(4, 6)
@@ -98,7 +133,7 @@ def test_an_experts_boxes_lie_in_its_own_entry_of_the_layers_parameters() -> Non
 def experts(**chosen: Any) -> Any:
     """A layer's experts as SGLang's FusedMoE, with what it says of the kernels that were chosen."""
     method = SimpleNamespace(load_up_proj_weight_first=chosen.pop("up_first", False), w13_swiglu_interleaved=False)
-    flags = {"use_triton_kernels": False, "use_flashinfer_trtllm_moe": False}
+    flags = {"use_triton_kernels": False, "use_flashinfer_trtllm_moe": False, "num_fused_shared_experts": 0}
     return SimpleNamespace(w13_weight=None, quant_method=method, **flags | chosen)
 
 
@@ -134,6 +169,9 @@ def test_experts_that_lie_otherwise_are_refused() -> None:
     model.experts = {"x.experts": experts(use_triton_kernels=True)}
     with pytest.raises(ValueError, match=r"moe_runner_backend must not be 'triton_kernel'"):
         send(model, slice_of("x.experts.0.gate_proj.weight", torch.randn(4, 5)))
+    model.experts = {"x.experts": experts(num_fused_shared_experts=1)}
+    with pytest.raises(ValueError, match=r"shared experts among x\.experts; .*disable_shared_experts_fusion must be true"):
+        send(model, slice_of("x.experts.0.gate_proj.weight", torch.randn(4, 5)))
 
 
 def test_what_is_not_cut_goes_through_the_models_own_loader() -> None:
@@ -147,11 +185,15 @@ def test_what_is_not_cut_goes_through_the_models_own_loader() -> None:
 
 @pytest.mark.parametrize(("rows", "of_rows"), [(3, 3), (9, 9)])
 def test_rows_that_have_no_place_are_refused(rows: int, of_rows: int) -> None:
-    model = Model(x__norm__weight=(8,), x__self_attn__qkv_proj__weight=(8, 3))
+    model = Model(
+        x__norm__weight=(8,), x__self_attn__qkv_proj__weight=(8, 3), x__mlp__shared_experts__gate_up_proj__weight=(8, 3)
+    )
     with pytest.raises(ValueError, match=r"no place in x\.norm\.weight"):
         send(model, slice_of("x.norm.weight", torch.randn(rows)))
     with pytest.raises(ValueError, match=r"no place in x\.self_attn\.qkv_proj\.weight"):
         send(model, slice_of("x.self_attn.k_proj.weight", torch.randn(of_rows, 4)))
+    with pytest.raises(ValueError, match=r"no place in x\.mlp\.shared_experts\.gate_up_proj\.weight"):  # every rank has all
+        send(model, slice_of("x.mlp.shared_experts.up_proj.weight", torch.randn(rows, 3)))
 
 
 def asked(model: Model, *boxes: SliceKey) -> tuple[list[str], list[str]]:

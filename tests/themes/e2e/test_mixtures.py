@@ -13,6 +13,7 @@ import transformers
 
 from megarl.config import Config
 from megarl.errors import EngineError
+from megarl.models.deepseek_v3 import READ_BY_SGLANG
 from megarl.models.hf_folder import HFFolder
 from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
@@ -42,11 +43,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_folder(kind: str, tokenizer_from: Path, folder: Path) -> Path:
-    """A random model of `kind` that speaks the tiny model's characters."""
+def model_folder(kind: str, tokenizer_from: Path, folder: Path, **more: Any) -> Path:
+    """A random model of `kind` that speaks the tiny model's characters; `more` goes into its config."""
     prefix, settings = MODELS[kind]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer_from)
-    config = getattr(transformers, f"{prefix}Config")(vocab_size=len(tokenizer), **(SIZES | settings))
+    config = getattr(transformers, f"{prefix}Config")(vocab_size=len(tokenizer), **(SIZES | settings | more))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -88,6 +89,28 @@ def test_after_each_sync_the_engine_samples_from_the_experts_that_were_trained(
         assert moved < 1e-2
         assert moved > 0 or ".experts." not in name, name
     assert {version for s in samples if s["step"] == 3 for version in s["weight_versions"]} == {2}
+
+
+@pytest.mark.exhaustive  # tests/rollout/test_sglang_deepseek.py sends weights of this family to SGLang
+def test_sglang_samples_from_the_latent_attention_and_experts_that_ranks_trained(
+    tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path
+) -> None:
+    sizes = {"intermediate_size": 64, "moe_intermediate_size": 64, **READ_BY_SGLANG}
+    config = tiny_config(
+        **{
+            "model.path": str(model_folder("deepseek_v3", tiny_model, tmp_path / "model", **sizes)),
+            "policy.layout": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+            "rollout.engine": "sglang",
+            "rollout.tp": 2,
+            "rollout.engine_args": {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True},
+            "data.eval": None,
+            "run.steps": 3,
+        }
+    )
+    gates = train(config)["gates"]
+    assert gates["log_prob_max_difference_as_loaded"] < 1e-4
+    assert gates["log_prob_max_difference_after_sync"] < 1e-4
+    assert read_metrics(Path(config.run_folder) / "metrics.jsonl")[-1]["mismatch/log_prob_max"] < 1e-4
 
 
 def test_a_model_that_sglang_cannot_be_given_is_refused_before_anything_is_loaded(

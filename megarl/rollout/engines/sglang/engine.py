@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -88,7 +89,7 @@ class SglangEngine(ServedEngine):
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
         layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
-        server = SglangServer(options, nodes)
+        server = SglangServer(replace(options, extra={**layout.server_arguments, **options.extra}), nodes)
         await asyncio.to_thread(server.start)
         try:
             # the engine's ranks and its senders may be on other machines

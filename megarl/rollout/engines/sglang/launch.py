@@ -40,12 +40,13 @@ def _end_with_parent() -> None:
 
 def _prepare_for_cpu(model_path: str) -> None:
     """What SGLang needs on a CPU before it is imported, and what makes it start and decode faster there."""
-    from megarl.rollout.engines.sglang.on_cpu import quick_start, stand_ins
+    from megarl.rollout.engines.sglang.on_cpu import cuda_only, quick_start, stand_ins
 
     stand_ins.install(Path(sys.prefix) / "sglang-cpu")
     quick_start.import_models_of(model_path)
     quick_start.fork_children()
     importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+    cuda_only.install()
 
 
 def main(arguments: list[str]) -> None:

@@ -23,6 +23,10 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         self._gathers: list[Gather] | None = None
 
+    def get_cpu_graph_seq_len_fill_value(self) -> int:
+        """The length of a request that only fills up a batch: with DP attention, ranks fill up theirs to one length."""
+        return 1
+
     def _run_sdpa_forward_decode(
         self,
         query: torch.Tensor,
@@ -101,4 +105,16 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
 @register_attention_backend("torch_native")
 def create(runner: Any) -> BatchedTorchBackend:
     """Called by SGLang for `attention_backend="torch_native"` (its memory pools know the CPU path by this name)."""
+    if runner.use_mla_backend:
+        _attend_to_latents()
     return BatchedTorchBackend(runner)
+
+
+def _attend_to_latents() -> None:
+    """Have multi-head latent attention (DeepSeek-V3) compute prompts, too, with the latents that the cache holds.
+
+    SGLang would compute a prompt's keys and values for each head, but this backend reads them from the cache.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, batch: AttnForwardMethod.MLA)

@@ -1,0 +1,36 @@
+"""What SGLang 0.5.23 has on CUDA only, in torch for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Replace SGLang's functions; call it before a model is built."""
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers.moe import fused_moe_native
+    from sglang.srt.layers.rotary_embedding import factory
+
+    of_cpu = factory.get_rope_cpu  # knows DeepSeek's yarn alone
+    factory.get_rope_cpu = lambda *sizes: factory.get_rope(*sizes[:8]) if sizes[5] is None else of_cpu(*sizes)
+    fused_moe_native.moe_forward_native = own_experts_only(fused_moe_native.moe_forward_native)
+    # the other way needs NCCL
+    GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
+
+
+def own_experts_only(moe: Any) -> Any:
+    """`moe_forward_native` for ranks that have some of the experts: another rank's have the number -1 and add nothing."""
+
+    def forward(layer: Any, x: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
+        token, place = (chosen.topk_ids >= 0).nonzero(as_tuple=True)
+        if len(token) == chosen.topk_ids.numel():
+            return moe(layer, x, chosen, config)  # type: ignore[no-any-return]
+        output = torch.zeros_like(x)
+        if len(token):
+            ids, weights = chosen.topk_ids[token, place, None], chosen.topk_weights[token, place, None]
+            output.index_add_(0, token, moe(layer, x[token], chosen._replace(topk_ids=ids, topk_weights=weights), config))
+        return output
+
+    return forward
