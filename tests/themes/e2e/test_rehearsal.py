@@ -48,14 +48,14 @@ def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_
     killer.write_text(
         "import pathlib, psutil\n"
         "DONE = pathlib.Path(__file__).with_suffix('.done')\n"
-        "def reward(prompt, response, **_):\n"
+        "def reward(samples):\n"
         "    if not DONE.exists():\n"
         "        for process in psutil.process_iter(['cmdline']):\n"
         "            line = process.info['cmdline'] or []\n"
         "            if 'megarl.rollout.engines.sglang.launch' in line and line[line.index('--node-rank') + 1] == '1':\n"
         "                DONE.write_text(str(process.pid))\n"
         "                process.kill()\n"
-        "    return float(len(response) % 3)\n"
+        "    return [float(len(sample.response_ids) % 3) for sample in samples]\n"
     )
     small_run = rehearse.small_run
 
