@@ -56,6 +56,5 @@ def shrunk_config(
             unit = math.lcm(engine_ep, 2 * groups, *(layout.ep for layout in layouts))
             found[name] = min(int(found[name]), -(-2 * per_token // unit) * unit)
     if found.get("moe_intermediate_size"):
-        expert_tp = engine_ranks // engine_ep
-        found["moe_intermediate_size"] = FFN * math.lcm(expert_tp, *(layout.etp for layout in layouts))
+        found["moe_intermediate_size"] = FFN * math.lcm(engine_ranks, *(layout.etp for layout in layouts))
     return found

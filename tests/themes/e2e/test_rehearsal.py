@@ -90,7 +90,7 @@ def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_
     ("model", "size", "sections"),
     [
         ("qwen3-235b-a22b", 2, {
-            "policy": {"layout": {"tp": 2, "dp": 2, "ep": 4}},
+            "policy": {"layout": {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True}},
             "rollout": {"engines": 1, "tp": 4, "engine_args": {"ep_size": 2}, "prompts_per_step": 4},
         }),
         ("llama-3.1-8b", 4, {
