@@ -62,6 +62,11 @@ def _job_options(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--cluster-profile", metavar="FILE", help="YAML file with the options below, as fields")
     parser.add_argument("--dry-run", action="store_true", help="print the script; submit and write nothing")
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="rehearse the run on nodes as the job would get (`megarl rehearse`); submit nothing",
+    )
     parser.add_argument("--seeds", metavar="1,2,3", help="submit a job array: one run per seed, named after the seed")
     parser.add_argument(
         "--after", action="append", metavar="CONDITION", default=[],
@@ -111,6 +116,13 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
         seeds=_seeds(arguments.seeds), after=arguments.after, step_s=arguments.step_seconds,
     )  # fmt: skip
     script = render(arguments.system, job, profile, cwd=Path.cwd())
+    if arguments.rehearse:
+        from megarl.cli.rehearse import show_rehearsal
+        from megarl.config import load_config
+
+        return show_rehearsal(
+            load_config(arguments.config, arguments.overrides), profile.places, console, steps=True
+        )
     if arguments.preflight:
         return _preflight(job, profile, arguments.step_seconds, console)
     if arguments.dry_run:

@@ -115,7 +115,6 @@ def _ranks(config: AnyConfig) -> int:
 def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
     """Nodes of the job; every sentence about GPUs and layouts that do not fit is here."""
     kind = "GPUs" if profile.gpus_per_node else "places"
-    field = "gpus_per_node" if profile.gpus_per_node else "places_per_node"
     request = PlacementRequest.of(config)
     needed = request.bundles if launcher == "ray" else _ranks(config)
     fewest = math.ceil(needed / profile.places)
@@ -130,10 +129,10 @@ def _nodes(config: AnyConfig, profile: ClusterProfile, launcher: str) -> int:
             f"nodes is {nodes}, but the layouts need {needed} {kind}, which {fewest} hold; ask for --nodes {fewest}, "
             "or raise policy.layout.dp"
         )
-    if config.sampling is not None and config.sampling.tp > profile.places:
+    if config.sampling is not None and not profile.gpus_per_node and config.sampling.tp > profile.places:
         raise ConfigError(
-            f"rollout.tp is {config.sampling.tp}, but an engine lives on one node and {field} is {profile.places}; "
-            f"set rollout.tp to {profile.places} or less"
+            f"rollout.tp is {config.sampling.tp}, but without GPUs an engine is on one node and places_per_node is "
+            f"{profile.places}; set rollout.tp to {profile.places} or less"
         )
     if launcher == "torchrun" and (needed % nodes or needed // nodes > profile.places):
         fitting = [n for n in range(fewest, needed + 1) if needed % n == 0]

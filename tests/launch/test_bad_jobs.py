@@ -29,8 +29,8 @@ MISTAKES = {
         "nodes is 2, but the layouts need 8 GPUs, which 1 hold; ask for --nodes 1, or raise policy.layout.dp",
     ),
     "an engine larger than a node": (
-        ["policy.layout.dp=8", "rollout.tp=8", "--gpus-per-node", "4"],
-        "rollout.tp is 8, but an engine lives on one node and gpus_per_node is 4; set rollout.tp to 4 or less",
+        ["policy.layout.dp=8", "rollout.tp=8", "--gpus-per-node", "0", "--places-per-node", "4"],
+        "rollout.tp is 8, but without GPUs an engine is on one node and places_per_node is 4; set rollout.tp to 4 or less",
     ),
     "no time for a step": (
         ["--time", "00:10:00", "--step-seconds", "240"],

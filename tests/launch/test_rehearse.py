@@ -95,6 +95,17 @@ def test_every_example_plan_is_placed_and_its_small_run_has_a_model_that_the_lay
     assert (small.rollout.engines, small.rollout.tp) == (config.rollout.engines, config.rollout.tp)
 
 
+def test_a_batch_job_is_rehearsed_on_its_own_nodes_and_not_submitted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearse, "MOST_PROCESSES", 0)
+    assert cli.main(["submit", "slurm", "c.yaml", "--gpus-per-node=2", "--time=01:00:00", "--rehearse"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2 nodes with 2 GPUs each; by node: policy 0-1, engines 0-1" in out
+    assert "engine 0, node 1 node 1 0-1 node 1 of 2" in out
+    assert "no steps were made: the run has too many ranks for this machine" in out
+
+
 def test_what_cannot_be_placed_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, sentence in (
         (["--gpus-per-node=0"], "--gpus-per-node is 0; it must be a whole number above 0"),
