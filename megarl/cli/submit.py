@@ -120,9 +120,7 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
         from megarl.cli.rehearse import show_rehearsal
         from megarl.config import load_config
 
-        return show_rehearsal(
-            load_config(arguments.config, arguments.overrides), profile.places, console, steps=True
-        )
+        return show_rehearsal(load_config(arguments.config, arguments.overrides), profile.places, console, steps=True)
     if arguments.preflight:
         return _preflight(job, profile, arguments.step_seconds, console)
     if arguments.dry_run:

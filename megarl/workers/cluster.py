@@ -61,15 +61,17 @@ class Cluster:
         engines: int,
         engine_tp: int,
         colocated: bool,
+        over_nodes: bool = True,
         ray_address: str | None,
         log_folder: str,
         start_deadline_s: float,
         architecture: str | None = None,
     ) -> None:
-        """`architecture`: the import path of the user's own, which every process of the run must know."""
+        """`over_nodes`: whether an engine may be on several nodes. `architecture`: the import path of the user's own, which
+        every process of the run must know."""
         self.requests = list(requests)
         layouts = {request.name: request.layout for request in requests}
-        self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated)
+        self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes)
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s

@@ -101,7 +101,7 @@ def test_a_jobs_places_are_those_that_the_run_asks_for(rl_yaml: Path, placement:
     assert PlacementRequest.of(config) == PlacementRequest(layouts, 3, 2, placement == "colocated")
     urls = "rollout.servers={urls: [http://a:1, http://b:1, http://c:1]}"
     elsewhere = load_config(rl_yaml, [*words, "rollout.weight_transport=folder", urls])
-    assert PlacementRequest.of(elsewhere) == PlacementRequest(layouts, 3, 0, placement == "colocated")
+    assert PlacementRequest.of(elsewhere) == PlacementRequest(layouts, 3, 0, placement == "colocated", over_nodes=False)
 
 
 def test_a_group_that_the_nodes_would_cut_is_refused_before_the_job_is_queued(rl_yaml: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megarl.config import AnyConfig
+from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ModelError
 from megarl.megatron.options import choose_layer_spec
 from megarl.models.flops import FlopsModel
@@ -51,6 +52,7 @@ def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder
         engines=rollout.engines if rollout is not None else 0,
         engine_tp=rollout.places // rollout.engines if rollout is not None else 1,
         colocated=config.resources.placement == "colocated",
+        over_nodes=rollout is not None and capabilities_of(rollout).over_nodes,
         ray_address=config.resources.ray_address,
         log_folder=str(log_folder),
         start_deadline_s=config.resources.deadlines.start_s,
