@@ -45,8 +45,10 @@ def shrunk_config(
     if "kv_lora_rank" in found:  # multi-head latent attention
         found |= {"kv_lora_rank": 32, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
         found |= {"q_lora_rank": 32} if found.get("q_lora_rank") else {}
-    else:
+    elif found.get("head_dim"):
         found["head_dim"] = HEAD
+    else:  # the family may know no other head than its share of the residual stream
+        found["hidden_size"] = HEAD * int(found["num_attention_heads"])
     for name, least in (("first_k_dense_replace", 1), ("num_nextn_predict_layers", 0)):
         if name in found:
             found[name] = min(int(found[name]), least)
