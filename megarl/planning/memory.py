@@ -116,11 +116,17 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
+        host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
     parts["communication"] = _communication(role, precision, work)
     unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
     return RoleMemory(role.name, parts, weights, unpacked, host)
+
+
+def stored_bytes(itemsize: int) -> int:
+    """Of a parameter in a checkpoint, whose copy in main memory a rank keeps: the weight, its master copy, two moments."""
+    return itemsize + 8 + (4 if itemsize < 4 else 0)
 
 
 def _replicas(role: PlannedRole) -> int:
