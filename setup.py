@@ -67,7 +67,7 @@ SGLANG = [
 ]
 
 # Transformer Engine is not among these: it is compiled against the torch that SGLang pins, so that must be there first.
-# requirements/install-gpu.sh does both.
+# requirements/install-gpu.sh does both, under Python 3.12: megatron-core 0.16.1, that of Python 3.11, is not tested with it.
 GPU = [
     *SGLANG,
     "sglang==0.5.23",  # with its own pins: CUDA kernels and the torch they are built for

@@ -88,7 +88,7 @@ class SharedMemory:
     """All bytes from this process into another's memory, through one shared buffer; `once` is what is timed."""
 
     def __init__(self, flat: Tensor) -> None:
-        self._source = flat.split(LOAD_BYTES)
+        self._source = flat.split(LOAD_BYTES["cpu"])
         self._shared = torch.zeros(max(map(len, self._source)), dtype=torch.uint8)
         with sharing_by_file():
             self._shared.share_memory_()
@@ -131,7 +131,7 @@ class Gloo:
     """A plain broadcast of all bytes, bucket by bucket, from this process to another; `once` is what is timed."""
 
     def __init__(self, flat: Tensor) -> None:
-        self._source, port = flat.split(LOAD_BYTES), free_port()
+        self._source, port = flat.split(LOAD_BYTES["cpu"]), free_port()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         sizes = [len(chunk) for chunk in self._source]
@@ -172,7 +172,7 @@ def as_a_rank(
     pusher: Pusher, engine: SglangEngine, weights: Weights, transport: str
 ) -> tuple[list[Tensor], Callable[[bool], Any]]:
     """What a run's only training rank holds, and what sends that to the engine, with or without checksums."""
-    plan = plan_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1)
+    plan = plan_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1, LOAD_BYTES["cpu"])
     assert plan is not None
     mine, hf = RankPlan(plan, 0, single_batch=transport == "process_group"), dict(weights)
     shards = {rule.megatron_name: shard_from_hf(rule, hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
@@ -258,7 +258,7 @@ def main() -> None:
     record = {
         "command": shlex.join(["python", "benchmarks/reshard.py", *sys.argv[1:]]),
         "machine": machine(),
-        "setup": {"bucket_bytes": LOAD_BYTES, "repeats": arguments.repeats, "figures": "medians"},
+        "setup": {"bucket_bytes": LOAD_BYTES["cpu"], "repeats": arguments.repeats, "figures": "medians"},
         "versions": {"torch": torch.__version__, "sglang": version("sglang"), "python": platform.python_version()},
         "models": results,
     }

@@ -6,9 +6,8 @@ import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torch import Tensor
-
 from megarl.checkpoint.dist_writer import Written, write_shards
+from megarl.megatron.host_memory import HostMemory
 from megarl.megatron.shards import Shards, host_memory
 
 _NICENESS = 10
@@ -23,7 +22,7 @@ class BackgroundWriter:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_step_back)
         self._writing: dict[str, Future[Written]] = {}
-        self._memory: dict[str, Tensor] = {}
+        self._memory: dict[str, HostMemory] = {}
 
     def begin(self, role: str, shards: Shards, folder: str) -> None:
         """Copy `shards` and start to write the copy; on return, training may go on."""

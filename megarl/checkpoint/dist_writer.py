@@ -51,7 +51,8 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
             for box in shards.boxes:
                 around, start = frame(box.data.dtype, box.sizes), output.position
                 output.write(around.prefix)
-                output.write(box.data.view(torch.uint8).numpy())
+                for values in (box.data, *box.rest):
+                    output.write(values.view(torch.uint8).numpy())
                 output.write(around.suffix)
                 chunks.setdefault(box.key, []).append(StoredChunk(box.offsets, box.sizes, path.name, start, around.length))
                 kinds[box.key] = (box.data.dtype, box.global_shape)

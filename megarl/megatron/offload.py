@@ -14,8 +14,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-LARGEST_BLOCK, SMALLEST_BLOCK = 2**30, 2**20
-"""Bytes of pinned memory. torch rounds every block up to a power of two (ATen/core/CachingHostAllocator.h), so all are such."""
+from megarl.megatron.host_memory import HostMemory
 
 
 class Offload:
@@ -126,52 +125,3 @@ def _remembered(optimizer: Any) -> Iterator[Tensor]:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
-
-
-class HostMemory:
-    """Blocks of main memory that bytes are written to one after another, and read from in the same order.
-
-    Pinned where they are for a GPU. torch keeps the blocks for the next time, and they have the same few sizes every time.
-    """
-
-    def __init__(self, nbytes: int, device_type: str) -> None:
-        self._blocks = [allocate(size, device_type) for size in block_sizes(nbytes)]
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Begin at the first byte again."""
-        self._block = self._start = 0
-
-    def write(self, values: Tensor) -> None:
-        """Append bytes."""
-        for block, part in self._next(values):
-            block.copy_(part)
-
-    def read(self, values: Tensor) -> None:
-        """Fill `values` with the bytes that were written in its place."""
-        for block, part in self._next(values):
-            part.copy_(block)
-
-    def _next(self, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of the blocks from the present place on, each with the part of `values` whose place it is."""
-        done = 0
-        while done < len(values):
-            block = self._blocks[self._block]
-            count = min(len(block) - self._start, len(values) - done)
-            yield block[self._start : self._start + count], values[done : done + count]
-            done, self._start = done + count, self._start + count
-            if self._start == len(block):
-                self._block, self._start = self._block + 1, 0
-
-
-def block_sizes(nbytes: int) -> list[int]:
-    """Powers of two with room for `nbytes`, and for less than `SMALLEST_BLOCK` more."""
-    rest = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
-    sizes = [LARGEST_BLOCK] * (rest // LARGEST_BLOCK)
-    rest %= LARGEST_BLOCK
-    return sizes + [1 << bit for bit in reversed(range(rest.bit_length())) if rest >> bit & 1]
-
-
-def allocate(nbytes: int, device_type: str) -> Tensor:
-    """A block of main memory, which a GPU can read and write by itself if it is for one."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device_type == "cuda")

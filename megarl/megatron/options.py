@@ -82,6 +82,21 @@ def has_transformer_engine() -> bool:
     return True
 
 
+TESTED_WITH_TRANSFORMER_ENGINE = (0, 19)
+"""The first megatron-core whose layers have run with the Transformer Engine of `requirements/constraints-gpu.txt`."""
+
+
+def untested_pair(layer_spec: str, megatron_core: str) -> str | None:
+    """A warning if Transformer Engine's layers would run under a version of megatron-core that they were not tested with."""
+    major, minor = (int(part) for part in megatron_core.split(".")[:2])
+    if layer_spec != "transformer_engine" or (major, minor) >= TESTED_WITH_TRANSFORMER_ENGINE:
+        return None
+    return (
+        f"megatron-core {megatron_core} is not tested with Transformer Engine; the tested pair needs megatron-core >= 0.19, "
+        "which needs Python 3.12"
+    )
+
+
 def choose_layer_spec(name: str, platform_name: str, fp8: str = "none", dtype: str = "bfloat16") -> str:
     """Resolve `auto`: Transformer Engine where it imports, there is a GPU and `dtype` is BF16, else `reference`.
 

@@ -20,6 +20,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
 from megarl import platform
+from megarl.megatron.host_memory import HostMemory
 
 _ALIGNMENT = 64
 
@@ -28,6 +29,7 @@ _ALIGNMENT = 64
 class ShardBox:
     """Box `sizes` from `offsets` on of the tensor `key` of `global_shape`; its values are the flat `data`.
 
+    In a copy that lies in several blocks of memory `data` are the first values, and `rest` those that follow.
     `is_padded`: under another layout the tensor may have more or fewer rows of padding, as the vocabulary has.
     """
 
@@ -37,6 +39,7 @@ class ShardBox:
     sizes: tuple[int, ...]
     data: Tensor
     is_padded: bool = False
+    rest: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,21 +56,25 @@ class Shards:
         """Bytes that a copy needs."""
         return sum(map(_aligned, self.boxes))
 
-    def copied_into(self, memory: Tensor) -> Shards:
+    def copied_into(self, memory: HostMemory) -> Shards:
         """A copy in `memory` from `host_memory`, which training does not change."""
-        boxes, start = [], 0
+        memory.rewind()
+        boxes = []
         for box in self.boxes:
-            place = memory[start : start + box.data.nbytes].view(box.data.dtype)
-            boxes.append(replace(box, data=place.copy_(box.data, non_blocking=True)))
-            start += _aligned(box)
+            first, *rest = (part.view(box.data.dtype) for part in memory.take(box.data.nbytes))
+            parts = (first, *rest)
+            for part, values in zip(parts, box.data.split([len(part) for part in parts]), strict=True):
+                part.copy_(values, non_blocking=True)
+            boxes.append(replace(box, data=first, rest=tuple(rest)))
+            memory.take(_aligned(box) - box.data.nbytes)
         if platform.cuda_present():
             platform.current().synchronize()
         return replace(self, boxes=boxes)
 
 
-def host_memory(nbytes: int) -> Tensor:
+def host_memory(nbytes: int) -> HostMemory:
     """So much main memory, pinned where there is a device that copies into it."""
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=platform.cuda_present())
+    return HostMemory(nbytes, "cuda" if platform.cuda_present() else "cpu")
 
 
 def shards_of(state: dict[str, Any], owned: Sequence[ShardBox]) -> Shards:

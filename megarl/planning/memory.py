@@ -39,6 +39,8 @@ MOMENTARY = ("activations", "logits", "communication", "optimizer step")
 """Of a forward and backward pass, and of the optimizer's step that follows it."""
 PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
 """What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
+RELAYED_LOADS = 3
+"""On a training rank that hands weights of others on: one that it sends, one that it receives and the last that it received."""
 HOST_BYTES_OF_A_PARAMETER = 16
 """In main memory of what is offloaded: both moments, the float32 weight, and its gradient."""
 
@@ -114,11 +116,17 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
+        host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
     parts["communication"] = _communication(role, precision, work)
     unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
     return RoleMemory(role.name, parts, weights, unpacked, host)
+
+
+def stored_bytes(itemsize: int) -> int:
+    """Of a parameter in a checkpoint, whose copy in main memory a rank keeps: the weight, its master copy, two moments."""
+    return itemsize + 8 + (4 if itemsize < 4 else 0)
 
 
 def _replicas(role: PlannedRole) -> int:
@@ -320,7 +328,7 @@ def _gpu(
     staging = 0.0
     if run.engines is not None and has_policy:
         of_policy = sum(memory.unpacked for memory in memories if memory.role == "policy")
-        staging = staging_bytes(run.engines) if run.engines.stages_weights else of_policy
+        staging = _staged_bytes(run, run.engines, _platform(gpu)) if run.engines.stages_weights else of_policy
     trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
     if has_engine:
         assert run.engines is not None
@@ -382,6 +390,10 @@ def engine_working_bytes(engines: Engines) -> float:
     return PREFILL_TOKENS * engines.itemsize * width + logits
 
 
-def staging_bytes(engines: Engines) -> float:
-    """On a training rank that hands weights over in buffers: one that is filled while another is read."""
-    return float(STAGED_LOADS * min(LOAD_BYTES, engines.weight_bytes))
+def _staged_bytes(run: RunShape, engines: Engines, platform: str) -> float:
+    """On a training rank that hands weights over in buffers: one that is filled while another is read, and the relay's.
+
+    Relays are needed where an engine takes weights from ranks on other nodes. That is counted of every run on several.
+    """
+    loads = STAGED_LOADS + (RELAYED_LOADS if run.gpus > GPUS_PER_NODE else 0)
+    return float(loads * min(LOAD_BYTES[platform], engines.weight_bytes))

@@ -13,6 +13,8 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.models.shape import ModelShape
 from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
 from megarl.planning.parameters import stage_parameters
+from megarl.reshard.cost import STAGED_LOADS
+from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.run_plan import ITEMSIZE
 
 Parts = Mapping[tuple[str, str], float]
@@ -28,6 +30,8 @@ STATED = {
 """A turn as the end of a sentence."""
 ASLEEP_BYTES = 1.9e9
 """What a server that sleeps keeps of a GPU, its context included: measured on an H100 (docs/gpu.md)."""
+STAGING_BYTES = STAGED_LOADS * LOAD_BYTES["cuda"]
+"""Buffers that a training rank sends weights in."""
 RESERVE_BYTES = 10 * 2**30
 """What megarl leaves a server beside weights, KV cache and trainer (rollout/engines/sglang/server.py: `WORKING_BYTES`)."""
 
@@ -47,10 +51,13 @@ def takes_turns(config: AnyConfig, platform: str) -> bool:
 
 
 def bytes_beside_engines(config: AnyConfig) -> int:
-    """What the trainer keeps on a GPU while engines that take turns with it are given weights: these, and its processes."""
+    """What the trainer keeps on a GPU while engines that take turns with it are given weights.
+
+    These, its processes, and the buffers that weights are sent in.
+    """
     held = stage_parameters(ModelShape.read(config.model.path), config.policy.layout)
     weights = max((stage.dense + stage.expert) * ITEMSIZE[config.model.dtype] + 4 * stage.buffers for stage in held)
-    return int(weights + len(config.layouts) * PROCESS_BYTES)
+    return int(weights + len(config.layouts) * PROCESS_BYTES + STAGING_BYTES)
 
 
 def static_bytes(config: AnyConfig, gpu: GpuSpec) -> float:
@@ -61,9 +68,10 @@ def static_bytes(config: AnyConfig, gpu: GpuSpec) -> float:
 def reserve_bytes(gpu: GpuSpec, staging: float) -> float:
     """What is left of a server's reserve for its own work.
 
-    Its process, the buffers of a weight update and what allocators hold unused are in the plan already.
+    Its process and what allocators hold unused are in the plan already, as is what is staged beside `STAGING_BYTES`.
     """
-    return max(0.0, RESERVE_BYTES - PROCESS_BYTES - staging - (gpu.memory_gb * 1e9 - gpu.usable_bytes))
+    more = max(0.0, staging - STAGING_BYTES)
+    return max(0.0, RESERVE_BYTES - PROCESS_BYTES - more - (gpu.memory_gb * 1e9 - gpu.usable_bytes))
 
 
 def fullest(turns: Mapping[str, Parts]) -> str:

@@ -29,8 +29,8 @@ NOT_PLANNED = {
 """SGLang's arguments that put weights elsewhere than `targets.py` says, or add others, and a value with which they do not."""
 
 
-def plan_of_run(config: Config) -> ReshardPlan:
-    """The plan of a run's weight updates, from its config and the model's `config.json`.
+def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
+    """The plan of a run's weight updates, from its config and the model's `config.json`, where ranks run on `platform`.
 
     Raises:
         ConfigError: the engines take no weights, or have an argument that puts them where no plan knows.
@@ -45,12 +45,12 @@ def plan_of_run(config: Config) -> ReshardPlan:
         config.policy.layout,
         to,
         itemsize=ITEMSIZE[config.model.dtype],
-        bucket_bytes=bucket_of_load(LOAD_BYTES, to),
+        bucket_bytes=bucket_of_load(LOAD_BYTES[platform], to),
         fp8=fp8,
     )
 
 
-def check_transport(config: Config, placement: Placement) -> None:
+def check_transport(config: Config, placement: Placement, platform: str = "cuda") -> None:
     """Refuse a way of the weights to SGLang's servers that the placement does not have.
 
     Raises:
@@ -59,9 +59,9 @@ def check_transport(config: Config, placement: Placement) -> None:
     if config.rollout.engine != "sglang":
         return
     if config.rollout.weight_transport == "process_group":
-        check_communicators(config, plan_of_run(config))
+        check_communicators(config, plan_of_run(config, platform))
     elif config.rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
-        check_relays(plan_of_run(config), placement)
+        check_relays(plan_of_run(config, platform), placement)
 
 
 def target_of_run(rollout: RolloutConfig) -> EngineTarget:

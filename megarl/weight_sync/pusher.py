@@ -58,15 +58,16 @@ class Sender(Protocol):
 
 
 class BucketBuilder:
-    """Gathers named tensors, in order, into lists of at most `LOAD_BYTES`; a larger tensor is a bucket of its own."""
+    """Gathers named tensors, in order, into lists of at most `limit_bytes`; a larger tensor is a bucket of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
         self._tensors: list[tuple[str, Tensor]] = []
         self._bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
         """Take in a tensor; gives the bucket that it no longer fitted into, if there is one."""
-        if self._bytes + tensor.nbytes > LOAD_BYTES:
+        if self._bytes + tensor.nbytes > self._limit_bytes:
             yield from self.rest()
         self._tensors.append((name, tensor))
         self._bytes += tensor.nbytes
@@ -82,11 +83,14 @@ class Pusher:
     """One rank's connections to the engines, by the engine's number, and the two buffers that all of them read from.
 
     `name` tells its buffers from those of the other ranks. `choose_device` is called first in every thread that hashes or
-    sends: a thread begins on the first GPU that the process sees, whichever the rank's own is.
+    sends: a thread begins on the first GPU that the process sees, whichever the rank's own is. Whole tensors are gathered into
+    loads of at most `load_bytes`; other loads come as they are.
     """
 
-    def __init__(self, name: str = "0", choose_device: Callable[[], None] | None = None) -> None:
-        self.name, self.choose_device = name, choose_device
+    def __init__(
+        self, name: str = "0", choose_device: Callable[[], None] | None = None, load_bytes: int = LOAD_BYTES["cpu"]
+    ) -> None:
+        self.name, self.choose_device, self.load_bytes = name, choose_device, load_bytes
         self.senders: dict[int, Sender] = {}
         self.unreachable: dict[int, str] = {}
         self._sent = SentWeights()
@@ -127,7 +131,7 @@ class Pusher:
         pieces = self.senders[reached[0]].pieces if reached else None
 
         def loads() -> Iterator[SendBatch]:
-            bucket = BucketBuilder()
+            bucket = BucketBuilder(self.load_bytes)
             for name, tensor in tensors:
                 for full in bucket.add(name, tensor):
                     if pieces is not None:  # else the export is collective all the same

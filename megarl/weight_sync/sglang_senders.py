@@ -42,8 +42,13 @@ POLL_S = 0.001
 OTHERS_POLL_S = 0.02
 """How often senders that wait for an answer to another one look for it."""
 ALIVE_S = 30.0
-AHEAD_BYTES = 64 * 2**20
-"""Bytes given to process groups that engines need not have received yet, at most; beside one message."""
+AHEAD_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
+"""By device the bytes given to a process group that the engine need not have received yet, at most; beside one message.
+
+What has arrived is looked for every `POLL_S`, in which NVLink moves up to half a gigabyte. An estimate, not measured.
+"""
+COPIED_BYTES = 64 * 2**20
+"""How many of these bytes may be copies made on the way, which take memory: a rank may send to many engines at once."""
 SMALL_BYTES, TOGETHER_BYTES = 2**20, 8 * 2**20
 """Pieces smaller than the first travel together, in messages of about the second: each message takes time of its own."""
 
@@ -250,17 +255,20 @@ class GroupSender(_ServerSender):
     def _send(self, of_ranks: Mapping[int, Sequence[SliceMessage]], loading: _CallUnderWay) -> None:
         """Hand every rank its messages, in order, the ranks in turn; raises RuntimeError or what `loading` raises."""
         assert self._group is not None, "it has joined"
-        under_way: deque[Sending] = deque()
-        nbytes = 0
+        under_way: deque[tuple[Sending, int]] = deque()
+        nbytes = copied = 0
         for turn in zip_longest(*of_ranks.values()):
             for rank, message in zip(of_ranks, turn, strict=True):
                 if message is None:
                     continue
-                under_way.append(Sending(_values(message), self._group, self._wanted.senders + rank))
-                nbytes += under_way[-1].nbytes
-                while nbytes > AHEAD_BYTES:
-                    nbytes -= _wait(under_way.popleft(), loading)
-        for sending in under_way:
+                values = _values(message)
+                sending = Sending(values, self._group, self._wanted.senders + rank)
+                under_way.append((sending, 0 if _lies_alone(message) else values.nbytes))
+                nbytes, copied = nbytes + values.nbytes, copied + under_way[-1][1]
+                while nbytes > AHEAD_BYTES[values.device.type] or copied > COPIED_BYTES:
+                    sending, of_copy = under_way.popleft()
+                    nbytes, copied = nbytes - _wait(sending, loading), copied - of_copy
+        for sending, _ in under_way:
             _wait(sending, loading)
 
     def close(self) -> None:
@@ -296,11 +304,15 @@ def _messages(pieces: Sequence[WeightSlice]) -> Iterator[SliceMessage]:
 def _values(message: SliceMessage) -> torch.Tensor:
     """What travels: the only piece where it lies, if it lies in one block, or a copy of all."""
     first = message[0].tensor.detach()
-    if len(message) == 1 and first.is_contiguous():
+    if _lies_alone(message):
         return first
     buffer = torch.empty(packed_starts(message)[-1], dtype=torch.uint8, device=first.device)
     pack(message, buffer)
     return buffer
+
+
+def _lies_alone(message: SliceMessage) -> bool:
+    return len(message) == 1 and message[0].tensor.is_contiguous()
 
 
 def _wait(sending: Sending, loading: _CallUnderWay) -> int:

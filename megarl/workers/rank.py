@@ -63,6 +63,7 @@ class Rank(RankCalls):
         """`gpu`: the number of its GPU among those that this process sees."""
         self.name, self.rank, self.layout, self.platform, self.gpu = name, rank, layout, platform, gpu
         torch.set_num_threads(threads)
+        self.load_bytes = LOAD_BYTES[platform.name]
         self.roles: dict[str, RankModel] = {}
         self.pusher: Pusher | None = None
         self.plan: RankPlan | None = None
@@ -140,7 +141,8 @@ class Rank(RankCalls):
         self.engines |= mine.keys()
         if self.plan is None and self.layout.coords(self.rank).tp:
             return
-        self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", partial(self.platform.set_device, self.gpu))
+        choose_device = partial(self.platform.set_device, self.gpu)
+        self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", choose_device, self.load_bytes)
         for engine, target in mine.items():
             if (serves := senders.model_of(target)) is not None:
                 check_same_model(serves, trainer)
@@ -157,7 +159,7 @@ class Rank(RankCalls):
         """Make this rank's part of the reshard plan; none if the engines take whole tensors."""
         one = next(iter(targets.values()))
         self.quantiser = senders.quantiser_for(one)
-        plan = senders.plan_for(one, trainer, self.layout, engines)
+        plan = senders.plan_for(one, trainer, self.layout, engines, self.load_bytes)
         if plan is None:
             return
         if self.rank == 0:
@@ -165,7 +167,7 @@ class Rank(RankCalls):
         machines = None if self.sends_in_place else machines
         self.plan = RankPlan(plan, self.rank, single_batch=self.sends_in_place, machines=machines)
         if machines is not None:
-            messages = RelayPlan(plan, self.rank, machines, LOAD_BYTES)
+            messages = RelayPlan(plan, self.rank, machines, self.load_bytes)
             self.relay = Relay(self.plan, messages, self.platform.device(self.gpu))
 
     def push_weights(

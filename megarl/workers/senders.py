@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
-from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
+from megarl.reshard.plan import ReshardPlan, bucket_of_load, plan_reshard
 from megarl.reshard.quantise import Fp8Quantiser
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.rollout.engines.protocol import Engine
@@ -94,14 +94,17 @@ def open_sender(target: SendTarget, transport: str, member: Membership, timeout_
     return GroupSender(target, **vars(member), timeout_s=timeout_s)
 
 
-def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int) -> ReshardPlan | None:
-    """How ranks in `layout` send their slices to `engines` servers like `target`; None if these take whole tensors only."""
+def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int, load_bytes: int) -> ReshardPlan | None:
+    """How ranks in `layout` send their slices to `engines` servers like `target`, in loads of at most `load_bytes`.
+
+    None if these take whole tensors only.
+    """
     if not isinstance(target, ServerEndpoint):
         return None
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize
     fp8 = target.layout.model.fp8_scales is not None
-    bucket_bytes = bucket_of_load(LOAD_BYTES, to)
+    bucket_bytes = bucket_of_load(load_bytes, to)
     return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, fp8=fp8)
 
 

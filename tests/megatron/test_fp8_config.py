@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megarl.config.layout import Layout
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
 from megarl.megatron import options as megatron_options
-from megarl.megatron.options import ModelOptions, OptimizerOptions, choose_layer_spec
+from megarl.megatron.options import ModelOptions, OptimizerOptions, choose_layer_spec, untested_pair
 from megarl.models.check_layouts import check_models
 from tests.megatron.kernels import fused_kernels
 from tests.world import World
@@ -136,7 +137,7 @@ class RecordingGroup:
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("tensorwise", 16), ("mxfp8", 32), ("blockwise", 128)])
-def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: int) -> None:
+def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.trainers.run.roles import Roles, role_specs
 
     group: Any = RecordingGroup()
@@ -149,7 +150,19 @@ def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: in
     assert model.token_multiple == multiple
     assert (model.fp8, model.fp8_recipe, model.fp8_param, model.fp8_bf16_layers) == ("hybrid", recipe, False, (1, 1))
     assert optimizer.offload_fraction == 0.25
-    assert roles.describe() == f"layer spec transformer_engine in FP8 (hybrid, {recipe}), optimizer an Adam"
+    spec = f"layer spec transformer_engine in FP8 (hybrid, {recipe})"
+    for installed, warning in (("0.19.2", ""), ("0.16.1", f" (warning: {untested_pair('transformer_engine', '0.16.1')})")):
+        monkeypatch.setattr("megarl.trainers.run.roles.version", lambda name, installed=installed: installed)
+        assert roles.describe() == f"{spec}{warning}, optimizer an Adam"
+
+
+def test_only_transformer_engine_with_an_older_megatron_core_is_warned_of() -> None:
+    assert untested_pair("reference", "0.16.1") is None
+    assert untested_pair("transformer_engine", "0.19.0") is None
+    assert untested_pair("transformer_engine", "1.0.0") is None
+    assert "megatron-core 0.18.9 is not tested" in str(untested_pair("transformer_engine", "0.18.9"))
+    (pinned,) = re.findall(r"^megatron-core==(.+)$", Path("requirements/constraints-gpu.txt").read_text(), re.M)
+    assert untested_pair("transformer_engine", pinned) is None  # what install-gpu.sh installs
 
 
 def test_fp8_without_transformer_engine_is_refused_where_the_platform_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,7 @@ def rounded(nbytes: int) -> int:
 
 
 def test_storages_are_packed_into_blocks_that_pinning_does_not_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.megatron import host_memory
     from megarl.megatron import offload as module
 
     pinned: list[int] = []
@@ -108,10 +109,10 @@ def test_storages_are_packed_into_blocks_that_pinning_does_not_round(monkeypatch
         pinned.append(rounded(nbytes))
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    monkeypatch.setattr(module, "allocate", recorded)
+    monkeypatch.setattr(host_memory, "allocate", recorded)
     monkeypatch.setattr(module, "unwrap_model", lambda chunk: chunk)
-    monkeypatch.setattr(module, "LARGEST_BLOCK", 1024)
-    monkeypatch.setattr(module, "SMALLEST_BLOCK", 64)
+    monkeypatch.setattr(host_memory, "LARGEST_BLOCK", 1024)
+    monkeypatch.setattr(host_memory, "SMALLEST_BLOCK", 64)
     layer, generator = torch.nn.Module(), torch.Generator().manual_seed(0)
     values = [torch.randn(size, generator=generator) for size in (300, 1, 700, 5, 513, 80)]
     for number, value in enumerate(values):
@@ -127,7 +128,7 @@ def test_storages_are_packed_into_blocks_that_pinning_does_not_round(monkeypatch
 
 
 def test_an_8b_model_pins_less_than_a_thousandth_more_than_it_moves() -> None:
-    from megarl.megatron.offload import block_sizes
+    from megarl.megatron.host_memory import block_sizes
 
     shape = ModelShape.read("examples/models/llama-3.1-8b")
     rules = shape.weight_map.rules

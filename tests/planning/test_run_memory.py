@@ -54,7 +54,7 @@ def test_one_gpu_holds_every_role_whole_and_the_weights_twice() -> None:
 
 
 def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
-    parts = planned("policy.layout={dp: 8}").memory.worst.parts
+    parts = planned("policy.layout={dp: 8}").memory.worst.turns[TRAINING]
     assert parts["policy", "optimizer"] == 12 * OF_8B / 8
     assert parts["policy", "parameters"] == 2 * OF_8B
 
@@ -62,7 +62,7 @@ def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
 def test_an_offloaded_optimizer_is_in_main_memory() -> None:
     memory = planned("policy.layout={dp: 8}", "policy.optimizer.offload_fraction=1", AT_ONCE).memory
     assert ("policy", "optimizer") not in memory.worst.parts
-    assert memory.host_bytes_of_a_node == 16 * OF_8B
+    assert memory.host_bytes_of_a_node == (16 + 14) * OF_8B  # and the copy that checkpoints are written from
 
 
 def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() -> None:
@@ -70,11 +70,11 @@ def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() ->
     turns = plan.memory.worst.turns
     assert list(turns) == [TRAINING, UPDATING, GENERATING]
     training, updating, generating = (sum(turns[turn].values()) for turn in turns)
-    assert plan.memory.worst.total == training > updating > generating
+    assert plan.memory.worst.total == max(training, updating) > generating
     engine = {name: size for name, size in turns[GENERATING].items() if name[0] == "engine"}
     assert engine["engine", "parameters"] == pytest.approx(2 * OF_8B, rel=1e-3)
     assert turns[GENERATING] == engine | {("process", "contexts"): 2e9}
-    sent = {("policy", "parameters"): 2 * OF_8B, ("policy", "staging"): 2 * 128 * 2**20}
+    sent = {("policy", "parameters"): 2 * OF_8B, ("policy", "staging"): 2 * 2**30}
     assert turns[UPDATING] == sent | turns[GENERATING]
     kept = {("engine", "asleep"): ASLEEP_BYTES, ("process", "contexts"): 1e9}
     assert turns[TRAINING].items() >= kept.items()
@@ -86,7 +86,7 @@ def test_trainer_and_engines_that_take_turns_need_room_for_the_fullest_turn() ->
     }
     at_once = planned("policy.layout={dp: 8}", AT_ONCE).memory
     assert list(at_once.worst.turns) == [ALL_AT_ONCE]
-    assert at_once.worst.total > training
+    assert at_once.worst.total > max(training, updating)
     assert plan.memory.host_bytes_of_a_node - at_once.host_bytes_of_a_node == 8 * (2 + 2 + 12 / 8) * OF_8B
 
 
@@ -124,7 +124,10 @@ def test_separate_roles_and_engines_have_gpus_of_their_own() -> None:
 
 def test_buffers_are_for_weights_that_are_read_from_them() -> None:
     apart = ["policy.layout={dp: 8}", "resources.placement=separate"]
-    assert planned(*apart).memory.worst.parts["policy", "staging"] == 2 * 128 * 2**20
+    assert planned(*apart).memory.worst.parts["policy", "staging"] == 5 * 2**30  # relays send, receive, have the last received
+    apart = ["policy.layout={dp: 4}", "rollout.engines=4", "rollout.tp=1", *apart[1:]]
+    assert planned(*apart).memory.gpus[0].parts["policy", "staging"] == 2 * 2**30
+    assert planned(*apart, gpu="cpu").memory.gpus[0].parts["policy", "staging"] == 2 * 128 * 2**20
     assert ("policy", "staging") not in planned(*apart, "rollout.weight_transport=process_group").memory.worst.parts
 
 

@@ -17,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megarl.config import parse_config
 from megarl.config.layout import Layout
 from megarl.models.registry import load_hf_config
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.relays import Machines
+from megarl.reshard.run_plan import plan_of_run
 from megarl.reshard.targets import EngineTarget
 from megarl.weight_sync.checksums import digest
 from tests.families import build_folder
@@ -82,12 +84,12 @@ def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32") -> A
     initialize_layout(layout, seed=1)
     mine = start_rank("policy", rank, layout, threads=1)
     mine.roles["policy"] = RankModel(ModelOptions(folder, layout, dtype=dtype))
+    mine.load_bytes = 2**13  # so that the model is many loads
     return mine
 
 
 def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, None]], planned: bool) -> list[Any]:
     """What this rank, as a run drives it, gives to engines that take slices (`planned`) or whole tensors."""
-    from megarl.weight_sync import pusher
     from megarl.weight_sync.sglang_senders import ServerEndpoint
     from megarl.workers import senders
 
@@ -98,10 +100,7 @@ def given(mine: Any, engines: dict[int, Collecting], bases: Sequence[dict[int, N
         number: ServerEndpoint(str(number), engine.layout, "token") if planned else engine for number, engine in engines.items()
     }
     found = []
-    with (
-        mock.patch.multiple(senders, model_of=lambda target: None, open_sender=opened),
-        mock.patch.object(pusher, "LOAD_BYTES", 2**13),
-    ):
+    with mock.patch.multiple(senders, model_of=lambda target: None, open_sender=opened):
         mine.open_senders(targets, "shared_memory" if engines[0].stages else "process_group")
         for some in bases:
             pushed = mine.push_weights("policy", some)
@@ -120,6 +119,36 @@ def sent_in_turn(rank: int, world_size: int, folder: str, layout: Layout, target
         mine.plan, mine.pusher, mine.engines = None, None, set()
         found += given(mine, engines, [{0: None, 1: None}], planned=True)
     return found
+
+
+def load_sizes(rank: int, world_size: int, folder: str) -> list[tuple[int, int]]:
+    """What a rank on each platform sends at once: slices as its plan says, and whole tensors."""
+    from megarl import platform
+    from megarl.weight_sync.sglang_senders import ServerEndpoint
+    from megarl.workers import senders
+    from megarl.workers.rank import Rank
+
+    loaded, found = rank_of(rank, folder, Layout()), []
+    engine = Collecting(engine_layout(folder, 1))
+    for name in ("cpu", "cuda"):
+        mine = Rank("policy", rank, Layout(), 1, platform.named(name))
+        mine.roles = loaded.roles
+        with mock.patch.multiple(senders, model_of=lambda _: None, open_sender=lambda *_: engine):
+            mine.open_senders({0: ServerEndpoint("0", engine.layout, "token")}, "shared_memory")
+        assert mine.plan is not None
+        assert mine.pusher is not None
+        found.append((mine.plan._plan.load_bytes, mine.pusher.load_bytes))
+    return found
+
+
+def test_a_rank_stages_what_the_plan_of_its_platform_says(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    tree = {"data": {"train": {"source": "jsonl", "path": "x"}}, "rewards": [{"name": "exact_number"}]}
+    config = parse_config(tree | {"model": {"path": str(tmp_path / "model")}})
+    planned = [plan_of_run(config, name).load_bytes for name in ("cpu", "cuda")]
+    assert planned == [128 * 2**20, 2**30]
+    (of_rank,) = world.call(load_sizes, str(tmp_path / "model"), size=1)
+    assert of_rank == [(size, size) for size in planned]
 
 
 def together(answers: Sequence[Any], engine: int, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -171,19 +200,16 @@ def test_every_rank_of_an_engine_is_handed_the_bytes_of_its_boxes_once_by_the_ra
 def sent_over_machines(rank: int, world_size: int, folder: str, layout: Layout, machines: Any, tp: int) -> Any:
     """What this rank gives to engines on several machines, and the checksums that it reports, of all and of the last."""
     from megarl.weight_sync.sglang_senders import ServerEndpoint
-    from megarl.workers import rank as rank_module
     from megarl.workers import senders
 
     mine = rank_of(rank, folder, layout)
+    mine.load_bytes = 2**12  # so that there are many messages
     engines = {number: Collecting(engine_layout(folder, tp)) for number in range(len(machines.engines))}
     for engine in engines.values():
         engine.held = lambda staged: staged.pieces  # type: ignore[method-assign]
     targets = {number: ServerEndpoint(str(number), engine.layout, "token") for number, engine in engines.items()}
     found = []
-    with (
-        mock.patch.multiple(senders, model_of=lambda _: None, open_sender=lambda target, *_: engines[int(target.url)]),
-        mock.patch.object(rank_module, "LOAD_BYTES", 2**12),
-    ):
+    with mock.patch.multiple(senders, model_of=lambda _: None, open_sender=lambda target, *_: engines[int(target.url)]):
         mine.open_senders(targets, "shared_memory", machines=machines)
         for some in (list(engines), [len(engines) - 1]):
             pushed = mine.push_weights("policy", dict.fromkeys(some))

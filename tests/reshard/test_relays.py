@@ -125,7 +125,7 @@ def test_shared_memory_is_refused_where_no_training_rank_can_hand_weights_on(tmp
         bundles = planned_bundles(request.bundles, gpus_per_node)
         if nodes is not None:
             bundles = [replace(bundle, node=nodes[int(bundle.node.split()[-1])]) for bundle in bundles]
-        check_transport(config, place(request, bundles))
+        check_transport(config, place(request, bundles), "cuda")
 
     pipeline = config_of({"tp": 2, "pp": 2}, tmp_path, tp=2, engines=2)
     check(pipeline, 4)  # on one machine

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.rank_plan import WeightSlice
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
@@ -92,7 +93,7 @@ def test_on_a_gpu_every_rank_is_sent_its_own_part_of_experts_and_all_checksums_a
         checksums = checksums_of([WeightSlice(box, torch.zeros(box.rows, box.cols)) for box in held])
         assert UNCHECKED not in checksums.values()
     endpoint = ServerEndpoint("http://engine", layout, "token")
-    plan = plan_for(endpoint, layout.model, Layout(), engines=1)
+    plan = plan_for(endpoint, layout.model, Layout(), engines=1, load_bytes=LOAD_BYTES["cpu"])
     assert plan is not None
     assert plan.taken_whole == []
 

@@ -15,7 +15,6 @@ from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync import pusher
 from megarl.weight_sync.pusher import Pusher
 from megarl.weight_sync.staging import StagedSlices
 from megarl.workers.senders import Membership, open_sender
@@ -35,7 +34,6 @@ def connect(pusher: Pusher, number: int, engine: SglangEngine) -> None:
 def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_whole_one(
     sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pusher, "LOAD_BYTES", 2**15)
     options = ServerOptions(
         str(tiny_path), tmp_path / "server.log", threads=1, max_total_tokens=1024, max_running_requests=8, start_timeout_s=240
     )
@@ -52,7 +50,7 @@ def test_an_engine_killed_in_the_middle_of_an_update_answers_again_only_after_a_
 
     async def scenario() -> None:
         victim = await SglangEngine.open(options, initial_version=0)
-        engines, pusher = {0: sglang_engine, 1: victim}, Pusher()
+        engines, pusher = {0: sglang_engine, 1: victim}, Pusher(load_bytes=2**15)
         try:
             for number, engine in engines.items():
                 await asyncio.to_thread(connect, pusher, number, engine)

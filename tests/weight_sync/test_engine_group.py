@@ -141,6 +141,39 @@ def test_slices_of_two_senders_arrive_in_each_rank_over_one_group_and_over_new_c
             assert torch.equal(answer["x.experts.0.up_proj.weight"], factor * EXPERT)
 
 
+def copies_ahead(limits: dict[str, Any]) -> int:
+    """Most bytes of copies that a sender of four copies of 96 bytes holds at once, which the engine takes at its leisure."""
+    held, most = list[Any](), 0
+
+    class Kept:
+        def __init__(self, values: Tensor, *_: Any) -> None:
+            nonlocal most
+            self.nbytes = values.nbytes
+            held.append(self)
+            most = max(most, sum(one.nbytes for one in held))
+
+        def ended_within(self, wait_s: float) -> bool:
+            held.remove(self)
+            return True
+
+    with (
+        mock.patch.object(sglang_senders, "check_alive"),
+        mock.patch.multiple(sglang_senders, Sending=Kept, SMALL_BYTES=0, **limits),
+    ):
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        sender = GroupSender(endpoint(("127.0.0.1", store.port)), timeout_s=30)
+        sender._group = mock.Mock()
+        columns = [[WeightSlice(SliceKey.whole("x", OUT), OUT.t())] for _ in range(4)]
+        sender._send({0: columns}, Answered())  # type: ignore[arg-type]
+    return most
+
+
+@pytest.mark.parametrize("limits", [{"COPIED_BYTES": 192}, {"AHEAD_BYTES": {"cpu": 192}}])
+def test_few_bytes_that_had_to_be_copied_are_under_way_at_once(limits: dict[str, Any]) -> None:
+    assert copies_ahead(limits) == 3 * 96  # one message beside the limit
+    assert copies_ahead({}) == 4 * 96
+
+
 class Refused(Answered):
     """A request that the engine refused."""
 

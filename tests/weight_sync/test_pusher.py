@@ -19,7 +19,6 @@ from torch import Tensor
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SendBatch, SliceKey, WeightSlice
 from megarl.rollout.engines.embedded import EmbeddedEngine
-from megarl.weight_sync import pusher
 from megarl.weight_sync.delta import base_for
 from megarl.weight_sync.pusher import Pushed, Pusher, merge
 from megarl.weight_sync.staging import StagedSlices, Staging
@@ -33,10 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(tmp_path_factory.mktemp("tiny"), TINY)
 
 
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the tiny model is many of them."""
-    monkeypatch.setattr(pusher, "LOAD_BYTES", 2**14)
+SMALL = 2**14
+"""So that the tiny model is many loads."""
 
 
 class Direct:
@@ -83,7 +80,7 @@ def exported(weights: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
 
 def test_an_engine_that_dies_in_the_middle_does_not_touch_the_others(folder: Path) -> None:
     engines = [EmbeddedEngine(folder, initial_version=0) for _ in range(3)]
-    pusher = Pusher()
+    pusher = Pusher(load_bytes=SMALL)
     for number, engine in enumerate(engines):
         sender = Direct(engine, dies_at=3 if number == 1 else None, slow_s=0.01 * number)
         pusher.connect(number, lambda sender=sender: sender)
@@ -126,7 +123,7 @@ def test_an_engine_that_cannot_be_reached_is_an_error_of_the_push_and_the_export
     def refuse() -> Any:
         raise EngineError("http://127.0.0.1:1 does not answer")
 
-    pusher, left = Pusher(), exported(weights_of(load(folder)))
+    pusher, left = Pusher(load_bytes=SMALL), exported(weights_of(load(folder)))
     pusher.connect(0, refuse)
     assert pusher.push(left) == {0: Pushed(error="http://127.0.0.1:1 does not answer")}
     assert next(left, None) is None  # the export is collective: the other ranks of the stage wait in it
@@ -168,7 +165,7 @@ def test_a_delta_update_sends_what_changed_and_leaves_the_same_bytes_as_a_full_o
     async def scenario() -> None:
         model = load(folder)
         senders = [Counting(EmbeddedEngine(folder)) for _ in range(2)]
-        pusher = Pusher()
+        pusher = Pusher(load_bytes=SMALL)
         for number, sender in enumerate(senders):
             pusher.connect(number, lambda sender=sender: sender)
         names = [name for name, _ in weights_of(model)]
@@ -199,7 +196,7 @@ def test_changes_are_told_from_what_was_sent_last_and_nothing_else(folder: Path)
 
     async def scenario() -> None:
         model, sender = load(folder), Counting(EmbeddedEngine(folder))
-        pusher = Pusher()
+        pusher = Pusher(load_bytes=SMALL)
         pusher.connect(0, lambda: sender)
         await update([sender.engine], [None], 1, pusher, model)
         with torch.no_grad():
@@ -271,7 +268,7 @@ class Taking(Counting):
 
 def test_a_load_goes_to_its_own_engines_and_their_checksums_are_of_all_that_they_must_hold() -> None:
     """Engine 0 has version 1 and is sent changes; of what has not changed it is told the checksum all the same."""
-    pusher, senders = Pusher(), [Taking(), Taking()]
+    pusher, senders = Pusher(load_bytes=SMALL), [Taking(), Taking()]
     for number, sender in enumerate(senders):
         pusher.connect(number, lambda sender=sender: sender)
     first, second = ({f"{name}{i}": torch.full((100,), float(i)) for i in range(3)} for name in "ab")

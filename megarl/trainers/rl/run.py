@@ -80,7 +80,7 @@ class RlRun(Run):
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
         self.tell_placement(cluster.placement)
-        check_transport(config, cluster.placement)
+        check_transport(config, cluster.placement, cluster.platform.name)
         self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes)
         self._stack.callback(self.rollouts.close)
         starting = self.rollouts.begin_start()

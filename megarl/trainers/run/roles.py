@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from itertools import chain
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
-from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.megatron.options import ModelOptions, OptimizerOptions, untested_pair
 from megarl.models.flops import FlopsModel, update_flops
 from megarl.observe.trace import Span
 from megarl.planning.gpus import gpu_called
@@ -136,7 +137,9 @@ class Roles:
         """How the policy is computed and updated, for the start of a run."""
         model = self.config.model
         in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else ""
-        return f"layer spec {self.layer_spec}{in_fp8}, optimizer {self.optimizer}"
+        untested = untested_pair(self.layer_spec, version("megatron-core"))
+        warning = f" (warning: {untested})" if untested is not None else ""
+        return f"layer spec {self.layer_spec}{in_fp8}{warning}, optimizer {self.optimizer}"
 
     def drop(self, role: str) -> None:
         """Free a role's memory."""

@@ -73,7 +73,8 @@ def push(role: Any, endpoint: Any, version: int) -> Any:
     from megarl.weight_sync.sglang_senders import TensorSender
 
     to, hf_config = endpoint.layout.target, load_hf_config(role.options.path)
-    plan = RankPlan(plan_reshard(hf_config, Layout(), to, itemsize=2, bucket_bytes=bucket_of_load(LOAD_BYTES, to)), 0)
+    bucket_bytes = bucket_of_load(LOAD_BYTES["cuda"], to)
+    plan = RankPlan(plan_reshard(hf_config, Layout(), to, itemsize=2, bucket_bytes=bucket_bytes), 0)
     pusher = Pusher("test", lambda: torch.cuda.set_device(0))
     pusher.connect(0, lambda: TensorSender(endpoint))
     shards = local_shards(role.chunks, role.options, role.weight_map, None)

@@ -19,8 +19,9 @@ from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import check_engine_args
+from megarl.rollout.engines.sglang.fp8_layout import check_fp8_layout
 from megarl.rollout.engines.sglang.served import ServedEngine
-from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer
+from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
@@ -89,6 +90,8 @@ class SglangEngine(ServedEngine):
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
         layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
+        if options.device == "cuda" and layout.model.fp8_scales is not None:
+            check_fp8_layout(options.extra, compute_capability())
         server = SglangServer(replace(options, extra={**layout.server_arguments, **options.extra}), nodes)
         await asyncio.to_thread(server.start)
         try:

@@ -305,6 +305,13 @@ def gpu_bytes() -> int:
     return min(int(line) for line in answer.split()) * 2**20
 
 
+def compute_capability() -> tuple[int, int]:
+    """The highest one of this machine's GPUs, asked without taking any of them."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max((int(major), int(minor)) for major, minor in (line.strip().split(".") for line in answer.split()))
+
+
 def static_fraction(total: int, beside: int) -> float:
     """The share of a GPU of `total` bytes for weights and KV cache (SGLang's `mem_fraction_static`) that leaves `beside` bytes.
 

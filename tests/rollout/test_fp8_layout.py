@@ -1,0 +1,57 @@
+"""Engines of FP8 models are refused, before they start, on GPUs where SGLang changes the layout of what it loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.errors import EngineError
+from megarl.rollout.engines.sglang import engine
+from megarl.rollout.engines.sglang.fp8_layout import check_fp8_layout
+from megarl.rollout.engines.sglang.server import ServerOptions
+from tests.families import build_folder
+
+TRITON = {"fp8_gemm_runner_backend": "triton"}
+DEEP_GEMM = {"fp8_gemm_runner_backend": "deep_gemm"}
+EXPERTS = {**TRITON, "moe_runner_backend": "deep_gemm"}
+
+
+@pytest.mark.parametrize(
+    ("capability", "arguments", "named"),
+    [
+        ((10, 0), {}, "fp8_gemm_runner_backend is 'auto'"),
+        ((10, 3), DEEP_GEMM, "fp8_gemm_runner_backend is 'deep_gemm'"),
+        ((12, 1), DEEP_GEMM, "fp8_gemm_runner_backend is 'deep_gemm'"),
+        ((10, 0), EXPERTS, "moe_runner_backend is 'deep_gemm'"),
+        ((12, 0), EXPERTS, "moe_runner_backend is 'deep_gemm'"),
+        ((8, 0), TRITON, "remove rollout.servers.model_path"),
+    ],
+)
+def test_a_layout_that_changes_is_refused(capability: tuple[int, int], arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(named)):
+        check_fp8_layout(arguments, capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arguments"),
+    [((9, 0), {}), ((9, 0), {**DEEP_GEMM, **EXPERTS}), ((8, 9), {}), ((10, 0), TRITON), ((11, 0), {}), ((12, 0), DEEP_GEMM)],
+)
+def test_any_other_is_not(capability: tuple[int, int], arguments: dict[str, Any]) -> None:
+    check_fp8_layout(arguments, capability)
+
+
+def test_the_engine_asks_before_it_starts_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_folder("llama", tmp_path / "model")
+    config = tmp_path / "model" / "config.json"
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantisation}))
+    monkeypatch.setattr(engine, "compute_capability", lambda: (10, 0))
+    monkeypatch.setattr(engine.SglangServer, "start", lambda server: pytest.fail("a server was started"))
+    options = ServerOptions(str(tmp_path / "model"), tmp_path / "log", device="cuda", dtype="bfloat16")
+    with pytest.raises(EngineError, match="packs the scales anew"):
+        asyncio.run(engine.SglangEngine.open(options))
