@@ -261,12 +261,16 @@ def test_over_machines_every_rank_is_handed_its_boxes_once_by_ranks_beside_it_an
         for engine in wanted:
             reported = [one for answer in answers for one in answer[update][engine][2].items()]
             assert len(reported) == len(dict(reported))  # each box by one rank
-            sizes = Counter(box.engine_rank for box, _ in reported)
-            assert len(sizes) == tp
+            elements = Counter[int]()
+            for box, _ in reported:
+                elements[box.engine_rank] += box.rows * box.cols
+            for engine_rank in range(tp):  # what goes by relays, too
+                held = plan.slices(engine_rank).values()
+                assert elements[engine_rank] == sum(rows * cols for _, rows, _, cols in held)
             for box, checksum in reported:
                 row, rows, col, cols = plan.slices(box.engine_rank)[box.tensor]
-                held = whole[box.tensor].reshape(len(whole[box.tensor]), -1)[row : row + rows, col : col + cols]
-                sent = held[box.row : box.row + box.rows, box.col : box.col + box.cols]
+                part = whole[box.tensor].reshape(len(whole[box.tensor]), -1)[row : row + rows, col : col + cols]
+                sent = part[box.row : box.row + box.rows, box.col : box.col + box.cols]
                 assert checksum == digest(sent.contiguous())
 
 

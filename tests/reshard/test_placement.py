@@ -238,6 +238,8 @@ def test_engines_over_nodes_leave_no_gpu_that_another_could_have() -> None:
     wide = place(PlacementRequest({}, 3, 14, False), cluster([6] * 7, seed=1))  # two each of seven nodes
     assert [[len(bundles) for bundles in wide.engine_nodes(engine)] for engine in range(3)] == [[2] * 7] * 3
     assert len({bundle for places in wide.engines for bundle in places}) == 42
+    sizes = [6, 6, 6, 6, 4, 4, 4, 2, 2, 2]  # seven nodes with two each are found three times if fuller ones are taken first
+    assert len(place(PlacementRequest({}, 3, 14, False), cluster(sizes, seed=2)).engines) == 3
     uneven = place(PlacementRequest({}, 1, 16, False), cluster([8, 4, 4, 4], seed=1))  # 8 each are not to be had of two
     assert [len(bundles) for bundles in uneven.engine_nodes(0)] == [4, 4, 4, 4]
 
