@@ -112,7 +112,7 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     check_models(config)
     cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
     began = time.perf_counter()
-    plan = plan_of_run(config)
+    plan = plan_of_run(config, "cpu" if arguments.gpu == "cpu" else "cuda")
     check_communicators(config, plan)
     proof = verify(plan)
     seconds = time.perf_counter() - began

@@ -64,6 +64,11 @@ def test_a_671b_mixture_and_a_cluster_of_ones_own(capsys: pytest.CaptureFixture[
     assert " at 100 GB/s" in out
 
 
+def test_on_a_cpu_less_is_staged_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "peak staging 2.15 GB" in planned(capsys)
+    assert "peak staging 268.44 MB" in planned(capsys, "--gpu=cpu")
+
+
 def test_over_a_process_group_too_every_rank_is_sent_its_own_slices(capsys: pytest.CaptureFixture[str]) -> None:
     out = planned(capsys, "rollout.weight_transport=process_group")
     assert "redundancy 1.000 bytes" in out
