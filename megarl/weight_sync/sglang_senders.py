@@ -192,7 +192,7 @@ class GroupSender(_ServerSender):
             self._wait_for([group.joining(rank) for rank in ranks], asked)
         except EngineError as error:
             if asked is not None:
-                self._store.set(group.failed, str(error))
+                self._store.set(group.failed, f"{error}")
             raise
         try:
             self._group = group.join(self._store, self._number, self._device)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,6 +53,9 @@ class TwoRanks:
             writer.begin("policy", part(rank, self.weight), f"{folder}/policy")
 
     def saved(self, *, wait: bool) -> dict[str, list[Written]] | None:
+        for writer in self.writers if wait else ():  # one that still writes when the other has failed makes its folder anew
+            with suppress(CheckpointError, OSError):
+                writer.result("policy", wait=True)
         parts = [writer.result("policy", wait=wait) for writer in self.writers]
         return None if None in parts else {"policy": [written for written in parts if written is not None]}
 
