@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import qwen_sliding_layers
 from megarl.models.weight_map import WeightMap
 
@@ -27,10 +27,18 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     return dense.weight_map(sizes, dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes))
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    own, said = hf_config["hidden_size"] // hf_config["num_attention_heads"], hf_config.get("head_dim")
+    if said in (None, own):
+        return None
+    return f"it takes heads of hidden_size / num_attention_heads = {own} dimensions, whatever head_dim = {said} says"
+
+
 ARCHITECTURE = Architecture(
     name="qwen2",
     hf_classes=("Qwen2ForCausalLM", "Qwen2ForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(refusal=_sglang_refusal),
 )

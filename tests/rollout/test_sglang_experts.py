@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from megarl.reshard.rank_plan import WeightSlice
 from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
+from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model
 from megarl.weight_sync.sglang_senders import ServerEndpoint, checksums_of
 from megarl.workers.senders import plan_for
 from tests.families import FAMILIES, build_folder
@@ -115,6 +116,23 @@ def test_every_module_of_sglangs_that_holds_experts_says_in_which_order_they_lie
     ):
         assert line in experts
     assert "self.w13_swiglu_interleaved = False" in (layers / "quantization" / "unquant.py").read_text()
+
+
+@pytest.mark.parametrize(("head_dim", "is_served"), [(None, True), (8, True), (16, False)])
+def test_a_qwen2_whose_heads_are_no_share_of_the_residual_stream_is_refused(
+    head_dim: int | None, is_served: bool, tmp_path: Path
+) -> None:
+    build_folder("qwen2", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"intermediate_size": 64, "head_dim": head_dim}  # hidden size 32, 4 heads
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if is_served:
+        check_model(tmp_path)
+        return
+    with pytest.raises(
+        EngineError, match="heads of hidden_size .* = 8 dimensions, whatever head_dim = 16 says"
+    ):
+        check_model(tmp_path)
 
 
 @pytest.mark.parametrize(
