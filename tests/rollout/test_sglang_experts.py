@@ -129,9 +129,7 @@ def test_a_qwen2_whose_heads_are_no_share_of_the_residual_stream_is_refused(
     if is_served:
         check_model(tmp_path)
         return
-    with pytest.raises(
-        EngineError, match="heads of hidden_size .* = 8 dimensions, whatever head_dim = 16 says"
-    ):
+    with pytest.raises(EngineError, match=r"heads of hidden_size .* = 8 dimensions, whatever head_dim = 16 says"):
         check_model(tmp_path)
 
 
