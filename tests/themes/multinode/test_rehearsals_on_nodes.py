@@ -120,31 +120,3 @@ def test_a_pipeline_over_two_machines_gives_its_weights_to_engines_of_both(netwo
         assert all(len(set(nodes_of(places))) == 1 for places in placement["engines"])
         used = [(place["node"], place["gpu"]) for places in (ranks, *placement["engines"]) for place in places]
         assert len(set(used)) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_experts_over_four_machines_and_an_engine_over_two_others_of_them(tmp_path: Path) -> None:
-    """Eight training ranks that share experts, on two machines of four GPUs, and an engine of eight ranks on the two others."""
-    tree = config(
-        "qwen3-235b-a22b",
-        policy={"layout": {"tp": 2, "dp": 2, "pp": 2, "ep": 4, "sequence_parallel": True}},
-        rollout={
-            "engines": 1,
-            "tp": 8,
-            "weight_transport": "process_group",
-            "engine_args": {"ep_size": 4},
-            "prompts_per_step": 4,
-        },
-        resources={"placement": "separate"},
-    )
-    with Network(4) as network:
-        placement, rows = run(network, 4, tmp_path, tree)
-    assert [int(row["step"]) for row in rows] == [1, 2]
-    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows), rows
-    ranks, [engine] = placement["ranks"]["policy"], placement["engines"]
-    assert len(set(nodes_of(ranks))) == len(set(nodes_of(engine))) == 2
-    assert not set(nodes_of(ranks)) & set(nodes_of(engine))
-    assert [place["gpu"] for place in engine] == [0, 1, 2, 3, 0, 1, 2, 3]
-    for stage in (ranks[:4], ranks[4:]):  # an expert-parallel group, and in it the tensor-parallel ones
-        assert len(set(nodes_of(stage))) == 1
