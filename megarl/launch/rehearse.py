@@ -21,6 +21,7 @@ from megarl.models.registry import load_hf_config
 from megarl.models.shrunk import shrunk_config, shrunk_layout
 from megarl.platform import REHEARSAL
 from megarl.reshard.communicators import Communicators
+from megarl.reshard.cost import ClusterRates, cost_of
 from megarl.reshard.placement import Placement, PlacementRequest, place, planned_bundles
 from megarl.reshard.relays import Machines
 from megarl.reshard.run_plan import check_transport, engine_target, plan_of_run
@@ -106,13 +107,11 @@ def weights_way(config: Config, placement: Placement) -> dict[str, Any]:
     if capabilities_of(config.rollout).weights != "slices":
         return {}
     plan = plan_of_run(config)
-    sent: Counter[int] = Counter()
-    for rank in range(plan.layout.world_size):
-        sent[rank] = sum(bucket.nbytes * len(bucket.engines) for bucket in plan.sends(rank))
+    cost = cost_of(plan, ClusterRates(), colocated=config.resources.placement == "colocated")
     found: dict[str, Any] = {
         "transport": config.rollout.weight_transport,
-        "bytes_sent": [min(sent.values()), max(sent.values())],
-        "bytes_received": [int(plan.received_bytes.min()), int(plan.received_bytes.max())],
+        "bytes_sent": list(cost.sent),
+        "bytes_received": list(cost.received),
     }
     if config.rollout.weight_transport == "process_group":
         groups = Communicators.of(plan)
@@ -172,8 +171,7 @@ def small_run(config: Config, folder: Path, ray_address: str) -> Config:
     """The run made small, with its model and its prompts written into `folder`."""
     rollout = config.rollout
     sequences = config.algorithm.mini_batches * math.lcm(*(layout.dp for layout in config.layouts.values()))
-    prompts = math.lcm(sequences, rollout.engines) if sequences % rollout.engines else sequences
-    prompts = max(prompts, rollout.engines)
+    prompts = math.lcm(sequences, rollout.engines)
     engine_args = {name: value for name, value in rollout.engine_args.items() if name in ENGINE_ARGUMENTS}
     target = engine_target(rollout.tp, engine_args)
     layouts = config.layouts

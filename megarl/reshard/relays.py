@@ -51,10 +51,6 @@ class Machines:
         """Whether a training rank is on the machine of an engine's rank."""
         return self.ranks[rank] == self.engines[engine][engine_rank]
 
-    def names(self, placement: Placement) -> list[str]:
-        """Their names, by number."""
-        return sorted(placement.machines)
-
 
 class Message(NamedTuple):
     """Buckets of the plan that `sender` hands to `relay` at once, for one rank of one engine."""
@@ -147,7 +143,7 @@ def check_relays(plan: ReshardPlan, placement: Placement) -> None:
             if relay >= 0:
                 continue
             sender = next(bucket.rank for bucket in plan.receives(engine, engine_rank))
-            names = machines.names(placement)
+            names = sorted(placement.machines)  # by number
             own, other = names[machines.engines[engine][engine_rank]], names[machines.ranks[sender]]
             reason = (
                 f"cannot take weights from rank {sender} of the policy on {other} to engine {engine} on {own}, where the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,10 +100,3 @@ def largest_difference(
             expected = reference_log_probs(model, prompt, one.response_ids, temperature)
             worst = max(worst, (torch.tensor(one.log_probs) - expected).abs().max().item())
     return worst
-
-
-def free_address() -> tuple[str, int]:
-    """An address of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1", int(probe.getsockname()[1])
