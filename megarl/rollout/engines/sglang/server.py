@@ -138,6 +138,8 @@ class ServerOptions:
             "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not take cores from the trainer
             "TORCHDYNAMO_DISABLE": "1",
             "SGLANG_NCCL_SO_PATH": "none",  # a CUDA build of torch brings NCCL along, and ranks that find it want GPUs
+            # ranks ask for the machine's free memory one after another, which others use meanwhile
+            "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
             **KEEP_MEMORY,
         }
 
