@@ -1,0 +1,47 @@
+"""Pictures in prompts: what travels in their place.
+
+A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its bytes. Everything else says
+which one it is, how many patches it has and where it is in the prompt; only who needs the pixels reads the file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Media:
+    """One picture, or the frames of one video, of a prompt.
+
+    `grid` is its patches in time, height and width, `place` the number of its first placeholder among the prompt's ids, of which
+    it has `tokens`. Every frame of a video has a digest, in their order; a picture has one.
+    """
+
+    kind: Literal["image", "video"]
+    digests: tuple[str, ...]
+    grid: tuple[int, int, int]
+    place: int
+    tokens: int
+
+    def files(self, folder: Path) -> list[Path]:
+        """Where its pictures are in a run's media folder."""
+        return [folder / f"{digest}.png" for digest in self.digests]
+
+
+@dataclass(frozen=True)
+class PictureRules:
+    """How a model wants its pictures: sizes in pixels, and what its colours are normalised by.
+
+    A patch is a square of `patch` pixels in `temporal` frames, and `merge` by `merge` patches are one token. A picture is
+    resized to multiples of `patch * merge`, with `min_pixels` to `max_pixels` in all.
+    """
+
+    patch: int
+    temporal: int
+    merge: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
