@@ -15,7 +15,7 @@ from typing import Literal
 class Media:
     """One picture, or the frames of one video, of a prompt.
 
-    `grid` is its patches in time, height and width, `place` the number of its first placeholder among the prompt's ids, of which
+    `grid` is its patches in time, height and width, `place` the number of its first placeholder in the prompt's ids, of which
     it has `tokens`. Every frame of a video has a digest, in their order; a picture has one.
     """
 
