@@ -67,6 +67,9 @@ def show_rehearsal(config: Config, gpus_per_node: int, console: Console, *, step
             f"{done.log_prob_difference:.1e} in log-probs; {done.folder}",
             highlight=False,
         )
+        for log, told in done.servers.items():
+            met = f", ranks met at {told['dist-init-addr']}" if "dist-init-addr" in told else ""
+            console.print(f"{log} listened on {told['host']}:{told['port']}{met}", highlight=False)
     elif steps:
         console.print("no steps were made: the run has too many ranks for this machine", highlight=False)
     return 0

@@ -19,6 +19,7 @@ import psutil
 from rich.table import Table
 
 from megarl.config.fp8 import RECIPES, device_problem
+from megarl.megatron.options import untested_pair
 from megarl.observe.summary import machine, versions
 
 GIB = 1024**3
@@ -199,6 +200,9 @@ def _transformer_engine_finding() -> Finding:
         return Finding("transformer_engine", "not installed (used only with a GPU)")
     found = probe(_IMPORT_PROBE, "transformer_engine.pytorch")
     if "error" not in found:
+        untested = untested_pair("transformer_engine", versions()["megatron-core"] or "0.0")
+        if untested:
+            return Finding("transformer_engine", f"imports; {untested}", "note")
         return Finding("transformer_engine", "imports")
     return Finding(
         "transformer_engine",

@@ -32,17 +32,23 @@ STEPS = 2
 PARALLEL = ("tp", "cp", "pp", "dp", "ep")
 ENGINE_ARGUMENTS = ("ep_size", "attn_dp_size", "dp_size", "enable_dp_attention")
 """Of `rollout.engine_args`, those that say how an engine is laid out."""
+LISTENING = ("host", "port", "dist-init-addr", "nnodes", "node-rank")
+"""What a server is told about where it listens, and where it meets the engine's other processes."""
 SUMS = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What two real steps came to: processes, nodes, and the largest difference between trainer's and engines' log-probs."""
+    """What two real steps came to: processes, nodes, and the largest difference between trainer's and engines' log-probs.
+
+    `servers` has, by the name of its log, where each process of an engine listened, and where its ranks met those of others.
+    """
 
     processes: int
     nodes: int
     log_prob_difference: float
     folder: str
+    servers: dict[str, dict[str, str]]
 
 
 def planned_placement(config: Config, gpus_per_node: int) -> Placement:
@@ -164,7 +170,15 @@ def rehearse(config: Config, placement: Placement) -> Rehearsed:
     rows = [json.loads(line) for line in (Path(small.run_folder) / "metrics.jsonl").read_text().splitlines()]
     count = sum(len(ranks) for ranks in placement.ranks.values()) + sum(map(len, placement.engines))
     largest = max((float(row.get("mismatch/log_prob_max", 0.0)) for row in rows), default=0.0)
-    return Rehearsed(count, len(nodes), largest, str(small.run_folder))
+    return Rehearsed(count, len(nodes), largest, str(small.run_folder), listening(Path(small.run_folder)))
+
+
+def listening(run_folder: Path) -> dict[str, dict[str, str]]:
+    """Where every process of an engine listened, by the name of its log; empty for engines without processes of their own."""
+    from megarl.rollout.engines.sglang.server_process import started_with
+
+    found = {log.stem: started_with(log) for log in sorted((run_folder / "logs").glob("engine-*.log"))}
+    return {log: {name: options[name] for name in LISTENING if name in options} for log, options in found.items()}
 
 
 def small_run(config: Config, folder: Path, ray_address: str) -> Config:

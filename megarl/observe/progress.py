@@ -78,7 +78,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line above the view."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` (counted from 1) is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import sys
@@ -52,6 +53,18 @@ def test_a_library_that_raises_on_import_does_not_take_doctor_down(tmp_path: Pat
     assert finding.health == "note"
     assert "RuntimeError: no CUDA driver found" in finding.what
     assert "transformer_engine" not in sys.modules
+
+
+@pytest.mark.parametrize(("core", "said"), [("0.16.1", "megatron-core 0.16.1 is not tested with"), ("0.19.2", None)])
+def test_transformer_engine_beside_a_megatron_core_that_it_was_not_tested_with_is_said(
+    monkeypatch: pytest.MonkeyPatch, core: str, said: str | None
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "probe", lambda *words: {})
+    monkeypatch.setattr(doctor, "versions", lambda: {"megatron-core": core})
+    finding = doctor._transformer_engine_finding()
+    assert finding.health == ("note" if said else "ok")
+    assert (said or "imports") in finding.what
 
 
 def test_a_cluster_without_fused_kernels_is_told_so() -> None:

@@ -157,10 +157,13 @@ def test_the_least_loaded_engine_is_next(open_scheduler: Any) -> None:
 
 def test_an_engine_that_dies_loses_nothing_and_rejoins_with_weights(open_scheduler: Any) -> None:
     engines = [FakeEngine(0, lambda: 0.02), FakeEngine(1, lambda: 0.02)]
-    scheduler = open_scheduler(engines, StalenessManager(8, 0), groups_per_engine=4)
+    said: list[str] = []
+    scheduler = open_scheduler(engines, StalenessManager(8, 0), groups_per_engine=4, say=said.append)
     scheduler.open_step(0, Source())
     engines[0].is_dead = True
     batch = finish(scheduler, engines)
+    [line] = said  # once, however many of its requests noticed
+    assert line.startswith("engine 0 failed: ")
     assert [group[0].group_id for group in batch] == [f"g{i}" for i in range(8)]
     assert scheduler.manager.requeued == 4
     scheduler.open_step(0, Source())

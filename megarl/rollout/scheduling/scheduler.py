@@ -53,14 +53,16 @@ class Scheduler:
         groups_per_request: int = 1,
         groups_per_engine: int = 64,
         restart_deadline_s: float = 300.0,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         """`groups_per_request`: more than 1 for an engine that computes one request after the other.
 
-        `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first.
+        `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first. `say` is
+        told in a line, from another thread, when an engine fails.
         """
         self.manager, self.generate_groups = manager, generate_groups
         self.groups_per_request, self.groups_per_engine = groups_per_request, groups_per_engine
-        self.restart_deadline_s = restart_deadline_s
+        self.restart_deadline_s, self._say = restart_deadline_s, say
         self._prompts: dict[int, Prompt] = {}
         self._groups: dict[int, list[Sample]] = {}
         self._asked: deque[PromptRequest] = deque()
@@ -373,7 +375,10 @@ class Scheduler:
 
     def _take_down(self, engine: EngineState, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
-        engine.failures += not engine.fell_behind  # one death may be noticed by several requests and an update
+        if not engine.fell_behind:  # one death may be noticed by several requests and an update
+            engine.failures += 1
+            if self._say is not None:
+                self._say(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
         engine.version, engine.error, engine.fell_behind = None, error, True
         engine.is_open.clear()
         for task, request in list(engine.requests.items()):

@@ -37,8 +37,15 @@ class Rollouts:
     `version` is that of the policy whose weights the engines have, or are being given.
     """
 
-    def __init__(self, config: Config, cluster: Cluster, tokenizer: Any, episodes: Episodes | None = None) -> None:
-        """`episodes`: None where every response is a single turn."""
+    def __init__(
+        self,
+        config: Config,
+        cluster: Cluster,
+        tokenizer: Any,
+        episodes: Episodes | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        """`episodes`: None where every response is a single turn. `say` is told of engines that fail."""
         self.config, self.tokenizer, self.episodes = config, tokenizer, episodes
         rollout = config.rollout
         engine = check_engine(config, cluster.platform.name)
@@ -60,12 +67,12 @@ class Rollouts:
         options = [engine.options(config, place) for place in places]
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
-        self.scheduler = self._schedule()
+        self.scheduler = self._schedule(say)
         self._updates: WeightUpdates | None = None
         self._taken: list[RolloutBatch] = []
         self._counted = (0, 0)
 
-    def _schedule(self) -> Scheduler:
+    def _schedule(self, say: Callable[[str], None] | None) -> Scheduler:
         rollout, schedule = self.config.rollout, self.config.rollout.schedule
         staleness = {"sync": 0, "one_step_off_policy": 1, "async": schedule.max_staleness}[schedule.mode]
         able = capabilities_of(rollout)
@@ -82,6 +89,7 @@ class Rollouts:
             groups_per_request=at_once,
             groups_per_engine=at_most,
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
+            say=say,
         )
 
     def begin_start(self) -> list[Any]:

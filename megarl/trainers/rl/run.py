@@ -81,7 +81,7 @@ class RlRun(Run):
         self._stack.enter_context(cluster)
         self.tell_placement(cluster.placement)
         check_transport(config, cluster.placement, cluster.platform.name)
-        self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes)
+        self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes, self.progress.say)
         self._stack.callback(self.rollouts.close)
         starting = self.rollouts.begin_start()
         self.roles = open_roles(config, cluster.start_groups(config.run.seed))

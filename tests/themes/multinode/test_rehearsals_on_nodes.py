@@ -54,10 +54,14 @@ def ray_over(network: Network, gpus: int, folder: Path) -> Iterator[str]:
             role = ["--head", "--port", str(PORT), "--include-dashboard=false", "--temp-dir", f"/tmp/r{network.tag}"]
             words = ["ray", "start", f"--node-ip-address={node.address}", *common]
             words += role if number == 0 else [f"--address={head}"]
-            log = (folder / f"ray-{node.name}.txt").open("w")
-            started.append(node.start(*OWN_SHARED_MEMORY, *words, env=environment(), stdout=log, stderr=subprocess.STDOUT))
-            time.sleep(6 if number == 0 else 0)
-        time.sleep(6)
+            log = folder / f"ray-{node.name}.txt"
+            with log.open("w") as out:
+                process = node.start(*OWN_SHARED_MEMORY, *words, env=environment(), stdout=out, stderr=subprocess.STDOUT)
+            started.append(process)
+            deadline = time.monotonic() + 60  # one after the other: nodes that start together can miss the head's answer
+            while "Ray runtime started" not in log.read_text():
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.2)
         yield head
     finally:
         for process in reversed(started):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from megarl.errors import EngineError
@@ -28,15 +30,21 @@ def host() -> str:
 
 
 class ServerProcess:
-    """A process that runs SGLang with `arguments` and ends with this one. Its output goes to `log_file`."""
+    """A process that runs SGLang with `arguments` and ends with this one.
+
+    `log_file` has its command line, then what it says.
+    """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], log_file: Path, token: str) -> None:
         """`token` is what every request to it must bring. A process that ends at once is seen by `code`."""
         self.log_file = log_file
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        with log_file.open("wb") as log:
+        command = [sys.executable, "-m", "megarl.rollout.engines.sglang.launch", *arguments]
+        with log_file.open("w") as log:
+            log.write(f"{shlex.join(command)}\n")
+            log.flush()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.rollout.engines.sglang.launch", *arguments],
+                command,
                 stdin=subprocess.PIPE,  # closes when this process is gone, and the server ends with it
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -77,6 +85,13 @@ def log_tail(log_file: Path) -> str:
     except OSError:
         return f"its log {log_file} cannot be read"
     return "\n".join([f"{log_file} ends with:", *lines[-LOG_TAIL_LINES:]])
+
+
+def started_with(log_file: Path) -> dict[str, str]:
+    """The options, by name, that the process which writes this log was started with; those without a value are left out."""
+    with log_file.open(errors="replace") as log:
+        words = shlex.split(log.readline())
+    return {name[2:]: value for name, value in pairwise(words) if name.startswith("--") and not value.startswith("--")}
 
 
 def claim_port(wanted: int | None = None, count: int = 1) -> int:
