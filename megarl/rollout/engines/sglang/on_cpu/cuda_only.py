@@ -1,4 +1,5 @@
-"""What SGLang 0.5.23 has on CUDA only, in torch for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3."""
+"""What SGLang 0.5.23 has on CUDA only, for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3, and several
+ranks that hold the same KV head."""
 
 from __future__ import annotations
 
@@ -12,12 +13,31 @@ def install() -> None:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.model_executor import model_runner
 
+    model_runner.adjust_config_with_unaligned_cpu_tp = sharing_kv_heads(model_runner.adjust_config_with_unaligned_cpu_tp)
     of_cpu = factory.get_rope_cpu  # knows DeepSeek's yarn alone
     factory.get_rope_cpu = lambda *sizes: factory.get_rope(*sizes[:8]) if sizes[5] is None else of_cpu(*sizes)
     fused_moe_native.moe_forward_native = own_experts_only(fused_moe_native.moe_forward_native)
     # the other way needs NCCL
     GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
+
+
+def sharing_kv_heads(adjust: Any) -> Any:
+    """`adjust_config_with_unaligned_cpu_tp`, which gives each rank a KV head of its own, and the model more heads than it has.
+
+    Where each KV head can be that of a whole number of ranks the heads stay as they are, as on CUDA.
+    """
+
+    def adjusted(model_config: Any, load_config: Any, tp_size: int) -> Any:
+        heads, kv_heads = model_config.num_attention_heads, model_config.get_total_num_kv_heads()
+        adjust(model_config, load_config, tp_size)
+        if heads % tp_size == 0 and tp_size % kv_heads == 0:
+            for config in (model_config, model_config.hf_config, model_config.hf_text_config):
+                config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
+        return model_config
+
+    return adjusted
 
 
 def own_experts_only(moe: Any) -> Any:
