@@ -29,6 +29,8 @@ from megarl.reshard.run_plan import check_transport, engine_target, plan_of_run
 MOST_PROCESSES = 32
 """Ranks and engines' ranks that are started, at most; of larger runs only the placement is shown."""
 STEPS = 2
+STEP = 0.01
+"""Learning rate: what an engine that missed an update computes is then far from what the trainer does."""
 PARALLEL = ("tp", "cp", "pp", "dp", "ep")
 ENGINE_ARGUMENTS = ("ep_size", "attn_dp_size", "dp_size", "enable_dp_attention")
 """Of `rollout.engine_args`, those that say how an engine is laid out."""
@@ -211,7 +213,7 @@ def small_run(config: Config, folder: Path, ray_address: str) -> Config:
             "resume": "never",
         },
         "model": {"path": str(folder / "model"), "dtype": "float32", "recompute": config.model.recompute},
-        "policy": role | {"layout": shrunk_layout(config.policy.layout)},
+        "policy": role | {"layout": shrunk_layout(config.policy.layout), "optimizer": {"lr": STEP}},
         "algorithm": config.algorithm.model_dump(mode="json") | {"shaping": {}},
         "data": {"train": {"source": "jsonl", "path": str(folder / "sums.jsonl")}, "max_prompt_tokens": 32},
         "rollout": {
@@ -226,7 +228,7 @@ def small_run(config: Config, folder: Path, ray_address: str) -> Config:
             "max_new_tokens": 8,
             "threads": 1,
         },
-        "rewards": [{"name": "exact_number"}],
+        "rewards": [{"name": "fuzzy_text"}],  # which tells wrong answers apart: the weights must move
         "resources": {"placement": config.resources.placement, "ray_address": ray_address},
     }
     if config.uses_critic:

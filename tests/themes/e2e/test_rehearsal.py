@@ -14,6 +14,8 @@ import yaml
 from megarl.cli import main
 from megarl.launch import rehearse
 from megarl.observe import read_metrics
+from tests.themes.engine_killer import write_killer
+from tests.themes.multinode.rehearsal import changed
 
 ROOT = Path(__file__).parents[3]
 MODELS = ROOT / "examples" / "models"
@@ -43,34 +45,13 @@ def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The killed engine is restarted on both nodes, given the weights again, and the run makes all of its steps."""
-    monkeypatch.setattr(rehearse, "STEPS", 3)
-    killer = tmp_path / "killer.py"
-    killer.write_text(
-        "import pathlib, psutil\n"
-        "DONE = pathlib.Path(__file__).with_suffix('.done')\n"
-        "def reward(samples):\n"
-        "    if not DONE.exists():\n"
-        "        for process in psutil.process_iter(['cmdline']):\n"
-        "            line = ' '.join(process.info['cmdline'] or [])\n"
-        "            if 'megarl.rollout.engines.sglang.launch' in line and '--node-rank 1' in line:\n"
-        "                DONE.write_text(str(process.pid))\n"
-        "                process.kill()\n"
-        "    return [float(len(sample.response_ids) % 3) for sample in samples]\n"
-    )
+    reward, killed = write_killer(tmp_path, tmp_path / "run" / "rehearsal" / "model")
     small_run = rehearse.small_run
-
-    def with_killer(*arguments: Any) -> Any:
-        return small_run(*arguments).model_copy(update={"rewards": killing})
-
-    from megarl.config import parse_config
-
-    tree = {"model": {"path": "m"}, "data": {"train": {"source": "jsonl", "path": "x"}}}
-    killing = parse_config(tree | {"rewards": [{"name": f"{killer}:reward"}]}).rewards
-    monkeypatch.setattr(rehearse, "small_run", with_killer)
+    monkeypatch.setattr(rehearse, "small_run", lambda *given: changed(small_run(*given), 3, reward))
     found, rows = rehearsed(
         tmp_path, capsys, "llama-3.1-8b", 2, policy={"layout": {"tp": 2, "pp": 2}}, rollout={"engines": 1, "tp": 4}
     )
-    assert not psutil.pid_exists(int(killer.with_suffix(".done").read_text()))
+    assert not psutil.pid_exists(int(killed.read_text()))
     assert [int(row["step"]) for row in rows] == [1, 2, 3]
     assert found["steps"]["log_prob_difference"] < 1e-4
     run = Path(found["steps"]["folder"])
@@ -79,7 +60,10 @@ def test_a_pipeline_over_two_nodes_and_an_engine_over_both_whose_second_process_
     assert len({place["node"] for place in placed["engines"][0]}) == 2
     for group in ([0, 1], [2, 3]):  # tensor-parallel pairs
         assert len({placed["ranks"]["policy"][rank]["node"] for rank in group}) == 1
-    assert (run / "logs" / "engine-0-node-1.log").exists()
+    servers = found["steps"]["servers"]
+    assert servers.keys() == {"engine-0", "engine-0-node-1"}
+    assert [server["node-rank"] for server in servers.values()] == ["0", "1"]
+    assert len({server["dist-init-addr"] for server in servers.values()}) == 1
     assert (run / "checkpoints").exists()
 
 

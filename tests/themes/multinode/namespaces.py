@@ -51,11 +51,15 @@ class Node:
 
 
 class Network:
-    """`count` nodes n1, n2, … with the addresses 10.SUBNET.1.11, .12, …; this machine is 10.SUBNET.1.1 on their bridge."""
+    """`count` nodes n1, n2, … with the addresses SUBNET.11, .12, …; this machine is SUBNET.1 on their bridge."""
+
+    made = 0
+    """Networks of this process so far, which may exist at the same time."""
 
     def __init__(self, count: int) -> None:
-        self.tag = f"{os.getpid() % 100_000:05d}"
-        self.subnet = f"10.{100 + os.getpid() % 100}.1"
+        Network.made += 1
+        self.tag = f"{os.getpid() % 100_000:05d}{'abcdefgh'[Network.made % 8]}"
+        self.subnet = f"10.{100 + os.getpid() % 100}.{Network.made % 8}"
         self.host_address = f"{self.subnet}.1"
         self.bridge = f"mrlb{self.tag}"
         self.nodes = [Node(f"n{i}", f"mrl{self.tag}n{i}", f"{self.subnet}.{10 + i}") for i in range(1, count + 1)]

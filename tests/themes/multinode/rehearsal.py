@@ -1,14 +1,21 @@
-"""A small run on a Ray that is there, as `megarl rehearse` makes it: `python rehearsal.py CONFIG FOLDER RAY_ADDRESS`."""
+"""A small run on a Ray that is there, as `megarl rehearse` makes it: `rehearsal.py CONFIG FOLDER RAY_ADDRESS STEPS REWARD`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from megarl.config import load_config
+from megarl.config import Config, load_config
 from megarl.launch.rehearse import small_run
 from megarl.trainers.rl.loop import train
 
+
+def changed(small: Config, steps: int, reward: str) -> Config:
+    """The same run with so many steps and, if it is named, another reward."""
+    rewards = [small.rewards[0].model_copy(update={"name": reward})] if reward else small.rewards
+    return small.model_copy(update={"run": small.run.model_copy(update={"steps": steps}), "rewards": rewards})
+
+
 if __name__ == "__main__":
-    config, folder, address = sys.argv[1:]
-    train(small_run(load_config(config), Path(folder), address))
+    config, folder, address, steps, reward = sys.argv[1:]
+    train(changed(small_run(load_config(config), Path(folder), address), int(steps), reward))

@@ -15,17 +15,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from megarl.observe import read_metrics
 from megarl.platform import REHEARSAL
+from megarl.rollout.engines.sglang.server_process import started_with
+from tests.themes.engine_killer import write_killer
 from tests.themes.multinode.namespaces import Network
 
 ROOT = Path(__file__).parents[3]
 PORT = 6390
+RUN_S = 240
 TOKEN = secrets.token_hex(32)
 """What this Ray wants to see, and what others on this machine do not have."""
 
@@ -60,7 +66,8 @@ def ray_over(network: Network, gpus: int, folder: Path) -> Iterator[str]:
             started.append(process)
             deadline = time.monotonic() + 60  # one after the other: nodes that start together can miss the head's answer
             while "Ray runtime started" not in log.read_text():
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.2)
         yield head
     finally:
@@ -70,21 +77,68 @@ def ray_over(network: Network, gpus: int, folder: Path) -> Iterator[str]:
             process.wait(timeout=30)
 
 
-def run(network: Network, gpus: int, folder: Path, tree: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Two steps of a run over the nodes: its placement and its metrics."""
+class Ran(NamedTuple):
+    """What a run over the nodes left."""
+
+    placement: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    servers: dict[str, dict[str, str]]
+    """By the name of its log, what each process of an engine was told at its last start."""
+
+
+def run(network: Network, gpus: int, folder: Path, tree: dict[str, Any], *, steps: int = 2, reward: str = "") -> Ran:
+    """Some steps of a run over the nodes, of which Hugging Face's model confirms the first step's log-probs."""
     (folder / "c.yaml").write_text(yaml.safe_dump(tree))
     script = str(Path(__file__).with_name("rehearsal.py"))
     with ray_over(network, gpus, folder) as address:
-        words = [sys.executable, script, str(folder / "c.yaml"), str(folder / "small"), address]
+        words = [sys.executable, script, str(folder / "c.yaml"), str(folder / "small"), address, str(steps), reward]
         job = network.nodes[0].start(*words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
         try:
-            said, _ = job.communicate(timeout=150)
+            said, _ = job.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
             job.kill()
             said, _ = job.communicate(timeout=30)
     assert job.returncode == 0, said[-6000:]
     made = folder / "small" / "run"
-    return json.loads((made / "placement.json").read_text()), list(read_metrics(made / "metrics.jsonl"))
+    rows = list(read_metrics(made / "metrics.jsonl"))
+    assert [int(row["step"]) for row in rows] == list(range(1, steps + 1))
+    # what the engines computed with are the trainer's weights of each step, which move and are sent
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows), rows
+    assert all(row["policy/grad_norm"] > 0 for row in rows[:-1]), rows
+    agrees_with_hugging_face(folder / "small" / "model", made / "samples.jsonl")
+    servers = {log.stem: started_with(log) for log in (made / "logs").glob("engine-*.log")}
+    return Ran(json.loads((made / "placement.json").read_text()), rows, servers)
+
+
+def agrees_with_hugging_face(model: Path, samples: Path) -> None:
+    """The engines' log-probs of the first step's tokens are those of transformers' model."""
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    first = [sample for line in samples.read_text().splitlines() if (sample := json.loads(line))["step"] == 1]
+    assert first
+    for sample in first:
+        prompt, response = sample["prompt_ids"], sample["response_ids"]
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)[torch.arange(len(response)), torch.tensor(response)]
+        assert (expected - torch.tensor(sample["rollout_log_probs"])).abs().max() < 1e-4
+
+
+def meets_its_others(servers: dict[str, dict[str, str]], engine: int, nodes: Sequence[str]) -> None:
+    """Every process of an engine listens on its own node, and all meet on the first one, at a port that nobody else has."""
+    names = [f"engine-{engine}", *(f"engine-{engine}-node-{number}" for number in range(1, len(nodes)))]
+    told = [servers[name] for name in names]
+    assert [one["host"] for one in told] == list(nodes)
+    assert [one.get("node-rank") for one in told] == (
+        [str(number) for number in range(len(nodes))] if len(nodes) > 1 else [None]
+    )
+    assert {one.get("nnodes") for one in told} == {str(len(nodes)) if len(nodes) > 1 else None}
+    met = {one.get("dist-init-addr") for one in told}
+    assert len(met) == 1
+    if len(nodes) > 1:
+        host, port = str(met.pop()).split(":")
+        assert host == nodes[0]
+        assert port not in {one["port"] for one in told}
+    assert all(1024 < int(one["port"]) < 65536 for one in told)
 
 
 def config(model: str, **sections: Any) -> dict[str, Any]:
@@ -99,28 +153,63 @@ def nodes_of(places: Sequence[dict[str, Any]]) -> list[str]:
     return [place["node"] for place in places]
 
 
+def gpus_of(places: Sequence[dict[str, Any]]) -> list[int]:
+    return [place["gpu"] for place in places]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["colocated", "separate"])
-def test_a_pipeline_over_two_machines_gives_its_weights_to_engines_of_both(network: Network, tmp_path: Path, how: str) -> None:
-    """Colocated: one engine over both machines, weights by relays. Separate: two engines, one process group each."""
+def test_colocated_over_two_machines_with_an_engine_over_both_whose_second_process_is_killed(
+    network: Network, tmp_path: Path
+) -> None:
+    """Weights come by relays. The killed engine is restarted on both machines, given the weights again, and the run goes on."""
     first, second = (node.address for node in network.nodes)
-    if how == "colocated":
-        rollout: dict[str, Any] = {"engines": 1, "tp": 4}
-    else:
-        rollout = {"engines": 2, "tp": 2, "weight_transport": "process_group"}
-    tree = config("llama-3.1-8b", policy={"layout": {"tp": 2, "pp": 2}}, rollout=rollout, resources={"placement": how})
-    gpus = 2 if how == "colocated" else 4
-    placement, rows = run(network, gpus, tmp_path, tree)
-    assert [int(row["step"]) for row in rows] == [1, 2]
-    # what the engines computed with are the trainer's weights of each step, of which the second's were sent
-    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows), rows
-    ranks = placement["ranks"]["policy"]
-    assert all(len(set(nodes_of(pair))) == 1 for pair in (ranks[:2], ranks[2:]))
-    if how == "colocated":
-        assert sorted(nodes_of(ranks)) == [first, first, second, second]
-        assert nodes_of(placement["engines"][0]) == [first, first, second, second]
-        assert [place["gpu"] for place in placement["engines"][0]] == [0, 1, 0, 1]
-    else:
-        assert all(len(set(nodes_of(places))) == 1 for places in placement["engines"])
-        used = [(place["node"], place["gpu"]) for places in (ranks, *placement["engines"]) for place in places]
-        assert len(set(used)) == 8
+    tree = config("llama-3.1-8b", policy={"layout": {"tp": 2, "pp": 2, "dp": 2}}, rollout={"engines": 1, "tp": 8})
+    reward, killed = write_killer(tmp_path, tmp_path / "small" / "model")
+    placement, _, servers = run(network, 4, tmp_path, tree, steps=3, reward=reward)
+    assert not psutil.pid_exists(int(killed.read_text()))
+    ranks, [engine] = placement["ranks"]["policy"], placement["engines"]
+    for stage in (ranks[:4], ranks[4:]):  # two tensor-parallel pairs; the pipeline is what goes over the network
+        assert len(set(nodes_of(stage))) == 1
+        assert sorted(gpus_of(stage)) == [0, 1, 2, 3]
+    assert nodes_of(engine) == [first] * 4 + [second] * 4
+    assert gpus_of(engine) == [0, 1, 2, 3] * 2
+    meets_its_others(servers, 0, [first, second])
+
+
+@pytest.mark.slow
+def test_separate_with_engines_of_two_beside_each_other(network: Network, tmp_path: Path) -> None:
+    """The policy fills one machine, two engines the other; one process group each."""
+    rollout = {"engines": 2, "tp": 2, "weight_transport": "process_group"}
+    tree = config("llama-3.1-8b", policy={"layout": {"tp": 2, "pp": 2}}, rollout=rollout, resources={"placement": "separate"})
+    placement, _, servers = run(network, 4, tmp_path, tree)
+    ranks, engines = placement["ranks"]["policy"], placement["engines"]
+    [trains], [serves] = set(nodes_of(ranks)), {node for places in engines for node in nodes_of(places)}
+    assert {trains, serves} == {node.address for node in network.nodes}
+    assert sorted(gpus_of(ranks)) == [0, 1, 2, 3]
+    assert sorted(map(gpus_of, engines)) == [[0, 1], [2, 3]]
+    for engine in range(2):
+        meets_its_others(servers, engine, [serves])
+    assert len({told["port"] for told in servers.values()}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_experts_over_two_of_four_machines_and_an_engine_over_the_two_others(tmp_path: Path) -> None:
+    """Eight training ranks that share experts, and an engine of eight ranks with fewer KV heads than these."""
+    rollout = {
+        "engines": 1, "tp": 8, "weight_transport": "process_group", "engine_args": {"ep_size": 4}, "prompts_per_step": 4,
+    }  # fmt: skip
+    layout = {"tp": 2, "dp": 2, "pp": 2, "ep": 4, "sequence_parallel": True}
+    tree = config("qwen3-235b-a22b", policy={"layout": layout}, rollout=rollout, resources={"placement": "separate"})
+    with Network(4) as network:
+        placement, _, servers = run(network, 4, tmp_path, tree)
+        addresses = {node.address for node in network.nodes}
+    ranks, [engine] = placement["ranks"]["policy"], placement["engines"]
+    assert set(nodes_of(ranks)) | set(nodes_of(engine)) == addresses
+    assert not set(nodes_of(ranks)) & set(nodes_of(engine))
+    for stage in (ranks[:4], ranks[4:]):  # an expert-parallel group, and in it the tensor-parallel ones
+        assert len(set(nodes_of(stage))) == 1
+        assert sorted(gpus_of(stage)) == [0, 1, 2, 3]
+    assert gpus_of(engine) == [0, 1, 2, 3] * 2
+    assert all(len(set(nodes_of(half))) == 1 for half in (engine[:4], engine[4:]))
+    meets_its_others(servers, 0, [engine[0]["node"], engine[4]["node"]])
