@@ -11,7 +11,7 @@ from megarl.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megarl.config import Config
+    from megarl.config import AnyConfig
 
 SHOWN = 24
 """Processes that the table shows; --json has all."""
@@ -36,15 +36,15 @@ def add_rehearse(commands: Any, add_config: Callable[[argparse.ArgumentParser], 
 
 
 def _rehearse(arguments: argparse.Namespace, console: Console) -> int:
-    from megarl.config import load_config
+    from megarl.config import load_any
 
     if arguments.gpus_per_node < 1:
         raise ConfigError(f"--gpus-per-node is {arguments.gpus_per_node}; it must be a whole number above 0")
-    config = load_config(arguments.config, arguments.overrides)
+    config = load_any(arguments.config, arguments.overrides)
     return show_rehearsal(config, arguments.gpus_per_node, console, steps=not arguments.placement_only, as_json=arguments.json)
 
 
-def show_rehearsal(config: Config, gpus_per_node: int, console: Console, *, steps: bool, as_json: bool = False) -> int:
+def show_rehearsal(config: AnyConfig, gpus_per_node: int, console: Console, *, steps: bool, as_json: bool = False) -> int:
     """Rehearse a run on nodes of so many GPUs and print it; makes no steps if the run is too large, or without `steps`."""
     import json
 
@@ -62,11 +62,9 @@ def show_rehearsal(config: Config, gpus_per_node: int, console: Console, *, step
         tree = {"placement": placement.as_json(), "processes": found, "weights": way, "steps": vars(done) if done else None}
         console.print(json.dumps(tree, indent=1), markup=False, highlight=False, soft_wrap=True)
     elif done is not None:
-        console.print(
-            f"two steps by {done.processes} ranks on {done.nodes} nodes: trainer and engines differ by at most "
-            f"{done.log_prob_difference:.1e} in log-probs; {done.folder}",
-            highlight=False,
-        )
+        apart = done.log_prob_difference
+        differ = f"trainer and engines differ by at most {apart:.1e} in log-probs; " if apart is not None else ""
+        console.print(f"two steps by {done.processes} ranks on {done.nodes} nodes: {differ}{done.folder}", highlight=False)
         for log, told in done.servers.items():
             met = f", ranks met at {told['dist-init-addr']}" if "dist-init-addr" in told else ""
             console.print(f"{log} listened on {told['host']}:{told['port']}{met}", highlight=False)

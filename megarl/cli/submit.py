@@ -118,9 +118,9 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
     script = render(arguments.system, job, profile, cwd=Path.cwd())
     if arguments.rehearse:
         from megarl.cli.rehearse import show_rehearsal
-        from megarl.config import load_config
+        from megarl.config import load_any
 
-        return show_rehearsal(load_config(arguments.config, arguments.overrides), profile.places, console, steps=True)
+        return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, console, steps=True)
     if arguments.preflight:
         return _preflight(job, profile, arguments.step_seconds, console)
     if arguments.dry_run:

@@ -1,42 +1,34 @@
 """A rehearsal: where every process of a run will be and what it will see, and two real steps of the run made small.
 
-The small run has the layouts, placement, engines, schedule and transports of the run, on a Ray that says it has the GPUs. Each
-rank is a CPU process, the model is one of the same architecture with random weights (`models/shrunk.py`), the prompts are sums.
+The small run (`small_run.py`) is made on a Ray that says it has the GPUs; each rank is a CPU process.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
 import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, parse_config
+from megarl.config import AnyConfig, Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError
-from megarl.models.registry import load_hf_config
-from megarl.models.shrunk import shrunk_config, shrunk_layout
+from megarl.launch.small_run import small_run
 from megarl.platform import REHEARSAL
 from megarl.reshard.communicators import Communicators
 from megarl.reshard.cost import ClusterRates, cost_of
 from megarl.reshard.placement import Placement, PlacementRequest, place, planned_bundles
 from megarl.reshard.relays import Machines
-from megarl.reshard.run_plan import check_transport, engine_target, plan_of_run
+from megarl.reshard.run_plan import check_transport, plan_of_run
 
 MOST_PROCESSES = 32
 """Ranks and engines' ranks that are started, at most; of larger runs only the placement is shown."""
-STEPS = 2
-STEP = 0.01
-"""Learning rate: what an engine that missed an update computes is then far from what the trainer does."""
 PARALLEL = ("tp", "cp", "pp", "dp", "ep")
-ENGINE_ARGUMENTS = ("ep_size", "attn_dp_size", "dp_size", "enable_dp_attention")
-"""Of `rollout.engine_args`, those that say how an engine is laid out."""
 LISTENING = ("host", "port", "dist-init-addr", "nnodes", "node-rank")
 """What a server is told about where it listens, and where it meets the engine's other processes."""
-SUMS = [{"question": f"{a} + {b} =", "answer": str(a + b)} for a in range(10) for b in range(10)]
 
 
 @dataclass(frozen=True)
@@ -44,16 +36,17 @@ class Rehearsed:
     """What two real steps came to: processes, nodes, and the largest difference between trainer's and engines' log-probs.
 
     `servers` has, by the name of its log, where each process of an engine listened, and where its ranks met those of others.
+    A run without engines has neither.
     """
 
     processes: int
     nodes: int
-    log_prob_difference: float
+    log_prob_difference: float | None
     folder: str
     servers: dict[str, dict[str, str]]
 
 
-def planned_placement(config: Config, gpus_per_node: int) -> Placement:
+def planned_placement(config: AnyConfig, gpus_per_node: int) -> Placement:
     """Where the run would be on nodes of so many GPUs, all free.
 
     Raises:
@@ -61,11 +54,12 @@ def planned_placement(config: Config, gpus_per_node: int) -> Placement:
     """
     request = PlacementRequest.of(config)
     placement = place(request, planned_bundles(request.bundles, gpus_per_node))
-    check_transport(config, placement)
+    if isinstance(config, Config):
+        check_transport(config, placement)
     return placement
 
 
-def processes(config: Config, placement: Placement) -> list[dict[str, Any]]:
+def processes(config: AnyConfig, placement: Placement) -> list[dict[str, Any]]:
     """Every process of a run as it would find itself: its node and GPUs, and who its neighbours are.
 
     A rank sees all GPUs of its node and works on `gpu`. An engine's process has a rank on each of its `gpus`, the first of
@@ -110,9 +104,9 @@ def _members(at: list[Any], mine: Any, name: str) -> list[int]:
     return [rank for rank, one in enumerate(at) if all(getattr(one, field) == getattr(mine, field) for field in fixed)]
 
 
-def weights_way(config: Config, placement: Placement) -> dict[str, Any]:
+def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
     """How weights travel: bytes that each training rank sends, process groups, and what goes by relays; none without a plan."""
-    if capabilities_of(config.rollout).weights != "slices":
+    if not isinstance(config, Config) or capabilities_of(config.rollout).weights != "slices":
         return {}
     plan = plan_of_run(config)
     cost = cost_of(plan, ClusterRates(), colocated=config.resources.placement == "colocated")
@@ -141,14 +135,14 @@ def weights_way(config: Config, placement: Placement) -> dict[str, Any]:
     return found
 
 
-def is_small_enough(config: Config) -> bool:
+def is_small_enough(config: AnyConfig) -> bool:
     """Whether the run's processes can be started on this machine."""
     request = PlacementRequest.of(config)
     ranks = sum(layout.world_size for layout in request.groups.values())
     return ranks + request.engines * request.engine_tp <= MOST_PROCESSES
 
 
-def rehearse(config: Config, placement: Placement) -> Rehearsed:
+def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:
     """Run two steps of the run made small, in `<run folder>/rehearsal`.
 
     Raises:
@@ -161,17 +155,17 @@ def rehearse(config: Config, placement: Placement) -> Rehearsed:
     nodes = Counter(bundle.node for bundle in placement.bundles)
     os.environ[REHEARSAL] = "1"
     try:
-        from megarl.trainers.rl.loop import train
         from megarl.workers.advertised_cluster import advertised_cluster
 
         with advertised_cluster(list(nodes.values())) as address:
             small = small_run(config, folder, address)
-            train(small)
+            importlib.import_module(f"megarl.trainers.{config.trainer}.loop").train(small)
     finally:
         del os.environ[REHEARSAL]
     rows = [json.loads(line) for line in (Path(small.run_folder) / "metrics.jsonl").read_text().splitlines()]
     count = sum(len(ranks) for ranks in placement.ranks.values()) + sum(map(len, placement.engines))
-    largest = max((float(row.get("mismatch/log_prob_max", 0.0)) for row in rows), default=0.0)
+    differences = [float(row["mismatch/log_prob_max"]) for row in rows if "mismatch/log_prob_max" in row]
+    largest = max(differences, default=None)
     return Rehearsed(count, len(nodes), largest, str(small.run_folder), listening(Path(small.run_folder)))
 
 
@@ -179,79 +173,5 @@ def listening(run_folder: Path) -> dict[str, dict[str, str]]:
     """Where every process of an engine listened, by the name of its log; empty for engines without processes of their own."""
     from megarl.rollout.engines.sglang.server_process import started_with
 
-    found = {log.stem: started_with(log) for log in sorted((run_folder / "logs").glob("engine-*.log"))}
-    return {log: {name: options[name] for name in LISTENING if name in options} for log, options in found.items()}
-
-
-def small_run(config: Config, folder: Path, ray_address: str) -> Config:
-    """The run made small, with its model and its prompts written into `folder`."""
-    rollout = config.rollout
-    sequences = config.algorithm.mini_batches * math.lcm(*(layout.dp for layout in config.layouts.values()))
-    prompts = math.lcm(sequences, rollout.engines)
-    engine_args = {name: value for name, value in rollout.engine_args.items() if name in ENGINE_ARGUMENTS}
-    target = engine_target(rollout.tp, engine_args)
-    layouts = config.layouts
-    _write_model(
-        folder / "model",
-        lambda vocab: shrunk_config(
-            load_hf_config(config.model.path),
-            layouts.values(),
-            engine_ranks=target.ranks,
-            engine_ep=target.ep,
-            vocab_size=vocab,
-        ),
-    )
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
-    role = {"max_tokens_per_micro_batch": 256, "threads_per_rank": 1}
-    tree: dict[str, Any] = {
-        "run": {
-            "name": "run",
-            "folder": str(folder),
-            "steps": STEPS,
-            "save_every": STEPS,
-            "max_restarts": 0,
-            "resume": "never",
-        },
-        "model": {"path": str(folder / "model"), "dtype": "float32", "recompute": config.model.recompute},
-        "policy": role | {"layout": shrunk_layout(config.policy.layout), "optimizer": {"lr": STEP}},
-        "algorithm": config.algorithm.model_dump(mode="json") | {"shaping": {}},
-        "data": {"train": {"source": "jsonl", "path": str(folder / "sums.jsonl")}, "max_prompt_tokens": 32},
-        "rollout": {
-            "engine": rollout.engine,
-            "engines": rollout.engines,
-            "tp": rollout.tp,
-            "weight_transport": rollout.weight_transport,
-            "schedule": rollout.schedule.model_dump(mode="json"),
-            "engine_args": engine_args,
-            "prompts_per_step": prompts,
-            "samples_per_prompt": 2,
-            "max_new_tokens": 8,
-            "threads": 1,
-        },
-        "rewards": [{"name": "fuzzy_text"}],  # which tells wrong answers apart: the weights must move
-        "resources": {"placement": config.resources.placement, "ray_address": ray_address},
-    }
-    if config.uses_critic:
-        tree["critic"] = role | {"layout": shrunk_layout(config.critic.layout)}
-    if config.reference.layout is not None:
-        tree["reference"] = {"layout": shrunk_layout(config.reference.layout)}
-    return parse_config(tree)
-
-
-def _write_model(folder: Path, config_of: Any) -> None:
-    """A model with random weights and a tokenizer of words and digits."""
-    import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-    words = ["<pad>", "<eos>", "<unk>", "+", "=", *"0123456789"]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
-    small = config_of(len(words)) | {"eos_token_id": 1, "pad_token_id": 0}
-    torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small), dtype=torch.float32)
-    made.save_pretrained(folder)
-    fast.save_pretrained(folder)
+    found = {log.stem: started_with(log) for log in (run_folder / "logs").glob("engine-*.log")}
+    return {log: {name: told[name] for name in LISTENING if name in told} for log, told in sorted(found.items())}

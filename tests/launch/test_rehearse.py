@@ -10,7 +10,7 @@ import pytest
 
 from megarl import cli
 from megarl.config import Config, load_config
-from megarl.launch import rehearse
+from megarl.launch import rehearse, small_run
 from megarl.models.check_layouts import check_models
 from megarl.reshard.run_plan import plan_of_run
 from megarl.reshard.verify import verify
@@ -82,12 +82,12 @@ def test_every_example_plan_is_placed_and_its_small_run_has_a_model_that_the_lay
         nodes = {placement.bundles[placement.ranks[group][member]].node for member in one.get("groups", {}).get("tp", [])}
         assert nodes <= {one["node"]}, rank
 
-    def written(folder: Path, config_of: Any) -> None:
+    def written(folder: Path, hf_config: dict[str, Any]) -> None:
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config_of(15)))
+        (folder / "config.json").write_text(json.dumps(hf_config))
 
-    monkeypatch.setattr(rehearse, "_write_model", written)
-    small = rehearse.small_run(config, tmp_path / "small", "here")
+    monkeypatch.setattr(small_run, "_write_model", written)
+    small = small_run.small_run(config, tmp_path / "small", "here")
     check_models(small)
     assert verify(plan_of_run(small)).slices > 0
     for name, layout in config.layouts.items():

@@ -91,3 +91,37 @@ def test_other_runs_make_their_steps_and_engines_agree_with_the_trainer(
     found, rows = rehearsed(tmp_path, capsys, model, size, **sections)
     assert [int(row["step"]) for row in rows] == [1, 2]
     assert found["steps"]["log_prob_difference"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("objective", "layout", "reference"),
+    [
+        ("dpo", {"dp": 2}, None),
+        pytest.param("dpo", {"tp": 2, "pp": 2}, {"tp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("process_reward_model", {"tp": 2, "pp": 2}, None, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_runs_on_given_responses_make_their_steps(
+    tmp_path: Path, objective: str, layout: dict[str, int], reference: dict[str, int] | None
+) -> None:
+    """On a Ray of nodes with one GPU for each tensor-parallel rank; the reference is with the policy, or has its own ranks."""
+    ray.shutdown()
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "folder": str(tmp_path)},
+        "model": {"path": str(MODELS / "llama-3.1-8b")},
+        "policy": {"layout": layout},
+        "reference": {"layout": reference},
+        "objective": {"name": objective},
+        "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["rehearse", str(tmp_path / "c.yaml"), f"--gpus-per-node={layout.get('tp', 1)}"]) == 0
+    made = tmp_path / "run" / "rehearsal" / "run"
+    rows = list(read_metrics(made / "metrics.jsonl"))
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    placed = json.loads((made / "placement.json").read_text())
+    assert len(placed["nodes"]) == 2
+    assert placed["ranks"].keys() == ({"policy", "reference"} if reference else {"policy"})

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megarl.config import Config, load_config
-from megarl.launch.rehearse import small_run
+from megarl.config import AnyConfig, Config, load_config
+from megarl.launch.small_run import small_run
 from megarl.trainers.rl.loop import train
 
 
-def changed(small: Config, steps: int, reward: str) -> Config:
+def changed(small: AnyConfig, steps: int, reward: str) -> Config:
     """The same run with so many steps and, if it is named, another reward."""
-    rewards = [small.rewards[0].model_copy(update={"name": reward})] if reward else small.rewards
+    assert isinstance(small, Config)
+    rewards = (small.rewards[0].model_copy(update={"name": reward}),) if reward else small.rewards
     return small.model_copy(update={"run": small.run.model_copy(update={"steps": steps}), "rewards": rewards})
 
 
