@@ -1,7 +1,7 @@
 """Memory of one process, read by another without its help: by NIXL, over RDMA, or shared memory or TCP where there is none.
 
 A training rank registers the buffers that it stages weights in (`RegisteredMemory`), and a rank of an engine reads what it is
-owed (`Reader`). Only these two import NIXL, when one is made. Memory may be on a GPU; that has not been run yet.
+owed (`RemoteReader`). Only these two import NIXL, when one is made. Memory may be on a GPU; that has not been run yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.errors import EngineError
 
 POLL_S = 0.0002
-"""How often a reader asks whether a transfer is done. Over TCP the two sides then share a core better than if it never slept."""
+"""How often a reader asks whether a transfer is done. Without a pause it would take a core that a sender over TCP may need."""
 WINDOWS = 2
 """Buffers of a reader: one is filled while the other's content is copied to its places."""
 
@@ -63,9 +63,9 @@ def _nixl() -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What NIXL raises: classes that have no base of their own."""
+    """What NIXL raises (classes that have no base of their own), and ConnectionError."""
     found = vars(import_module("nixl._bindings")).values()
-    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+    return (ConnectionError, *(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)))
 
 
 def _agent(name: str) -> Any:
@@ -113,7 +113,7 @@ class RegisteredMemory:
             self._agent.get_new_notifs()
 
 
-class Reader:
+class RemoteReader:
     """One process's reads from others, into windows that are kept from read to read. For one thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -150,7 +150,7 @@ class Reader:
                 if number + WINDOWS < len(parts):
                     under_way.append(self._begin(source, parts[number + WINDOWS], number % WINDOWS))
             is_whole = True
-        except (*_errors(), ConnectionError) as error:
+        except _errors() as error:
             reason = f"reading weights from {source.agent} failed ({error})"
             raise EngineError(f"{reason}: its process has ended or cannot be reached") from error
         except TimeoutError as error:
@@ -175,18 +175,17 @@ class Reader:
         size = max(one.at + one.stop - one.start for one in ranges)
         window = self._window(number, size)
         memory, device = _place(window)
-        theirs, mine = (
-            np.array([(base + start, one.stop - one.start, where) for one, start in zip(ranges, starts, strict=True)], np.uint64)
-            for base, starts, where in (
-                (source.address, [one.start for one in ranges], source.device),
-                (window.data_ptr(), [one.at for one in ranges], device),
-            )
-        )
-        agent = self._agent
-        local, remote = agent.get_xfer_descs(mine, memory), agent.get_xfer_descs(theirs, source.memory)
-        handle = agent.initialize_xfer("READ", local, remote, source.agent)
-        agent.transfer(handle)
+        sizes = [one.stop - one.start for one in ranges]
+        local = self._descriptors(memory, window.data_ptr(), [one.at for one in ranges], sizes, device)
+        remote = self._descriptors(source.memory, source.address, [one.start for one in ranges], sizes, source.device)
+        handle = self._agent.initialize_xfer("READ", local, remote, source.agent)
+        self._agent.transfer(handle)
         return handle, window[:size]
+
+    def _descriptors(self, memory: str, address: int, starts: Sequence[int], sizes: Sequence[int], device: int) -> Any:
+        """NIXL's list of the bytes of a buffer at `address`."""
+        rows = [(address + start, size, device) for start, size in zip(starts, sizes, strict=True)]
+        return self._agent.get_xfer_descs(np.array(rows, np.uint64), memory)
 
     def _window(self, number: int, size: int) -> Tensor:
         kept = self._windows[number]

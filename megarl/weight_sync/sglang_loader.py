@@ -24,7 +24,7 @@ from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
-from megarl.weight_sync.rdma import ByteRange, Readable, Reader
+from megarl.weight_sync.rdma import ByteRange, Readable, RemoteReader
 
 # HF suffix -> (engine suffix, position in the fused parameter), in models that have the fused parameter
 FUSED = {
@@ -115,10 +115,10 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             _join(parameters, *content)
             continue
         if name == READ:
-            whole, pieces = [], _read_from_afar(model, parameters, *content)
+            whole, pieces = [], _read_by_rdma(model, parameters, *content)
         elif name == RECEIVE:
             whole = _receive(parameters, *content)
-            pieces = chain.from_iterable(content[-1])
+            pieces = list(chain.from_iterable(content[-1]))
         elif name == OPEN:
             shared, pieces = content
             whole = _read(parameters, pieces, opened(shared))
@@ -168,12 +168,17 @@ def receiving(group: EngineGroup, sender: int, call: int, rank: int, content: It
     return [((RECEIVE, (group.name, sender, call, rank, list(content))), _NoTensor())]
 
 
-def reading(source: Readable, where: tuple[str, int], key: str, timeout_s: float, parts: Iterable[Any]) -> list[tuple[Any, Any]]:
+Store = tuple[str, int]
+"""Host and port of an engine's store."""
+
+
+def reading(source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any]) -> list[tuple[Any, Any]]:
     """The payload by which a rank reads parts (`staging.parts_to_read`) of a registered buffer, in at most `timeout_s` seconds.
 
-    It then sets `key` in the store at `where`, to why it could not if it could not: SGLang answers for its first rank alone.
+    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone.
     """
-    return [((READ, (tuple(source), where, key, timeout_s, list(parts))), _NoTensor())]
+    plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
+    return [((READ, (tuple(source), store, key, timeout_s, plain)), _NoTensor())]
 
 
 class _NoTensor:
@@ -225,23 +230,20 @@ def _receive(parameters: ModelParameters, name: str, sender: int, call: int, ran
     return whole
 
 
-_readers: dict[torch.device, Reader] = {}
-"""This process's reader, by the device that the weights are on; NIXL is imported with the first."""
-_stores: dict[tuple[str, int], torch.distributed.TCPStore] = {}
+_readers: dict[Store, tuple[RemoteReader, torch.distributed.TCPStore]] = {}
+"""What this process reads with and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
 
 
-def _read_from_afar(
-    model: Any, parameters: ModelParameters, source: tuple[Any, ...], where: tuple[str, int], key: str, timeout_s: float, parts: Any
-) -> list[tuple[Any, ...]]:
+def _read_by_rdma(
+    model: Any, parameters: ModelParameters, source: tuple[Any, ...], where: Store, key: str, timeout_s: float, parts: Any
+) -> list[Any]:
     """Read what is this rank's of a sender's buffer to where it belongs; gives the pieces that came."""
-    if (store := _stores.get(where)) is None:
-        store = _stores[where] = torch.distributed.TCPStore(*where, is_master=False)
-    device = next(iter(parameters.tensors.values())).device
-    if (reader := _readers.get(device)) is None:
-        reader = _readers[device] = Reader(device)
-    came: list[tuple[Any, ...]] = []
+    if where not in _readers:
+        device = next(iter(parameters.tensors.values())).device
+        _readers[where] = RemoteReader(device), torch.distributed.TCPStore(*where, is_master=False)
+    reader, store = _readers[where]
     ranges = [[ByteRange(*one) for one in of_part] for of_part, _ in parts]
-    why = ""
+    came, why = [], ""
     try:
         for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, timeout_s), parts, strict=True):
             if whole := _read(parameters, pieces, window):

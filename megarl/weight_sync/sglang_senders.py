@@ -54,8 +54,7 @@ AHEAD_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 What has arrived is looked for every `POLL_S`, in which NVLink moves up to half a gigabyte. An estimate, not measured.
 """
 READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""By device what a rank of an engine reads by RDMA before it copies it to its places, at most, beside one piece; it has two such
-windows. On a CPU what fits into its caches; on CUDA an estimate, not measured."""
+"""By device what an engine's rank reads by RDMA into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
 COPIED_BYTES = 64 * 2**20
 """How many of these bytes may be copies made on the way, which take memory: a rank may send to many engines at once."""
 SMALL_BYTES, TOGETHER_BYTES = 2**20, 8 * 2**20

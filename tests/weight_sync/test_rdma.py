@@ -1,4 +1,4 @@
-"""Buffers of one process read by another, by the real NIXL: every byte, memory that is replaced, and processes that are gone."""
+"""Buffers of one process read by another, by the real NIXL: every byte, memory that is replaced, processes that are gone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import torch
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.weight_sync import rdma
-from megarl.weight_sync.rdma import ByteRange, Readable, Reader
+from megarl.weight_sync.rdma import ByteRange, Readable, RemoteReader
 from megarl.weight_sync.staging import StagedSlices, Staging, parts_to_read
 
 needs_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")
@@ -83,7 +84,7 @@ def expected(seed: int, rows: Sequence[int]) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (count, 37), dtype=torch.uint8) for count in rows]
 
 
-def read(reader: Reader, source: Readable, parts: Any, timeout_s: float = 60.0) -> dict[str, torch.Tensor]:
+def read(reader: RemoteReader, source: Readable, parts: Any, timeout_s: float = 60.0) -> dict[str, torch.Tensor]:
     """The pieces that a rank reads, by name."""
     ranges, found = [[ByteRange(*one) for one in some] for some, _ in parts], {}
     for window, (_, pieces) in zip(reader.read(source, ranges, timeout_s), parts, strict=True):
@@ -96,7 +97,7 @@ def read(reader: Reader, source: Readable, parts: Any, timeout_s: float = 60.0) 
 
 @needs_nixl
 def test_every_byte_is_read_in_parts_and_whole_and_when_the_memory_was_replaced(owner: Owner) -> None:
-    reader = Reader(torch.device("cpu"))
+    reader = RemoteReader(torch.device("cpu"))
     # the second grows all buffers, the third fits into them, and the last is one part
     for seed, most, rows in (
         (1, 2**12, [3, 50, 7, 200, 1, 90, 400]),
@@ -115,14 +116,15 @@ def test_every_byte_is_read_in_parts_and_whole_and_when_the_memory_was_replaced(
 
 @needs_nixl
 def test_a_process_that_ended_is_named_at_once_and_another_is_read_afterwards(owner: Owner) -> None:
-    reader = Reader(torch.device("cpu"))
+    reader = RemoteReader(torch.device("cpu"))
     source, parts = owner.stage(1, 2**14, [5000, 1])
     read(reader, source, parts[0])
     owner.process.kill()
     owner.process.wait()
     began = time.monotonic()
     for _ in range(2):  # when it was connected, and when it cannot be
-        with pytest.raises(EngineError, match=r"reading weights from rank-0-\S+ failed \(.+\): its process has ended") as raised:
+        sentence = r"reading weights from rank-0-\S+ failed \(.+\): its process has ended"
+        with pytest.raises(EngineError, match=sentence) as raised:
             read(reader, source, parts[0])
         assert "\n" not in str(raised.value)
     assert time.monotonic() - began < 30
@@ -138,7 +140,7 @@ def test_a_process_that_ended_is_named_at_once_and_another_is_read_afterwards(ow
 @needs_nixl
 def test_a_process_that_does_not_answer_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory and RDMA it need not answer
-    owner, reader = Owner({}), Reader(torch.device("cpu"))
+    owner, reader = Owner({}), RemoteReader(torch.device("cpu"))
     try:
         source, parts = owner.stage(1, 2**20, [500_000, 1])
         owner.process.send_signal(signal.SIGSTOP)
@@ -155,7 +157,7 @@ def test_a_process_that_does_not_answer_is_waited_for_no_longer_than_said(monkey
 
 @needs_nixl
 def test_whoever_asks_for_memory_that_is_no_longer_registered_is_refused(owner: Owner) -> None:
-    reader = Reader(torch.device("cpu"))
+    reader = RemoteReader(torch.device("cpu"))
     old, parts = owner.stage(1, 2**14, [600, 1])
     new, _ = owner.stage(2, 2**14, [90_000, 1])
     read(reader, new, parts[0])
@@ -182,7 +184,7 @@ def test_a_rank_reads_each_byte_of_its_pieces_once_and_finds_it_where_it_is_told
             size = max(one.at + one.stop - one.start for one in ranges)
             assert size <= most_bytes or len(moved) == 1
             window = torch.full((size,), 77, dtype=torch.uint8)
-            assert all(before.stop <= after.start for before, after in zip(ranges, ranges[1:], strict=False))
+            assert all(before.stop <= after.start for before, after in pairwise(ranges))
             for start, stop, at in ranges:
                 window[at : at + stop - start] = staged.buffer[start:stop]
             for name, *_, start, stop in moved:
@@ -203,4 +205,4 @@ def test_where_nixl_is_not_installed_the_sentence_says_how_to_install_it(monkeyp
     with pytest.raises(EngineError, match=r"needs NIXL, and it cannot be imported .*: pip install 'megarl\[rdma\]'"):
         rdma.check_installed()
     with pytest.raises(EngineError, match="needs NIXL"):
-        list(Reader(torch.device("cpu")).read(Readable("a", b"", 0, "DRAM", 0), [[ByteRange(0, 1, 0)]], 1.0))
+        list(RemoteReader(torch.device("cpu")).read(Readable("a", b"", 0, "DRAM", 0), [[ByteRange(0, 1, 0)]], 1.0))
