@@ -73,8 +73,8 @@ GPU = [
     "sglang==0.5.23",  # with its own pins: CUDA kernels and the torch they are built for
 ]
 
-# One version on all machines of a run: what NIXL of a training rank says of itself, NIXL of the engines reads, in its own format. It
-# brings builds for CUDA 12 and 13, of which that for torch's CUDA is used, and no CUDA package.
+# One version on all machines of a run: NIXL of an engine reads what NIXL of a training rank wrote, in its own format. It brings
+# builds for CUDA 12 and 13, of which that for torch's CUDA is used, and no CUDA package.
 RDMA = ["nixl==1.5.1"]
 
 WANDB = ["wandb>=0.18"]

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,23 @@ def nodes_of(places: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["colocated", "separate"])
-def test_a_pipeline_over_two_machines_gives_its_weights_to_engines_of_both(network: Network, tmp_path: Path, how: str) -> None:
-    """Colocated: one engine over both machines, weights by relays. Separate: two engines, one process group each."""
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "shared_memory",
+        "process_group",
+        pytest.param("rdma", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")),
+    ],
+)
+def test_a_pipeline_over_two_machines_gives_its_weights_to_engines_of_both(
+    network: Network, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Colocated: one engine over both machines, weights by relays. Separate: two engines, by a process group each or by RDMA."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # NIXL, unlike the others, could see that the machines are one
     first, second = (node.address for node in network.nodes)
-    if how == "colocated":
-        rollout: dict[str, Any] = {"engines": 1, "tp": 4}
-    else:
-        rollout = {"engines": 2, "tp": 2, "weight_transport": "process_group"}
+    how = "colocated" if transport == "shared_memory" else "separate"
+    engines = {"engines": 1, "tp": 4} if how == "colocated" else {"engines": 2, "tp": 2}
+    rollout = {**engines, "weight_transport": transport}
     tree = config("llama-3.1-8b", policy={"layout": {"tp": 2, "pp": 2}}, rollout=rollout, resources={"placement": how})
     gpus = 2 if how == "colocated" else 4
     placement, rows = run(network, gpus, tmp_path, tree)
