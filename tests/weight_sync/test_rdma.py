@@ -98,12 +98,13 @@ def read(reader: RemoteReader, source: Readable, parts: Any, timeout_s: float = 
 @needs_nixl
 def test_every_byte_is_read_in_parts_and_whole_and_when_the_memory_was_replaced(owner: Owner) -> None:
     reader = RemoteReader(torch.device("cpu"))
-    # the second grows all buffers, the third fits into them, and the last is one part
+    # the second grows all buffers, the third fits into them, the fourth fills each window five times, and the last is one part
     for seed, most, rows in (
         (1, 2**12, [3, 50, 7, 200, 1, 90, 400]),
         (2, 2**16, [5000, 1, 9000, 4000, 2, 2, 8000]),
         (3, 2**14, [100, 30, 500]),
-        (4, 2**24, [5000, 1, 9000]),
+        (4, 2**12, [100] * 20),
+        (5, 2**24, [5000, 1, 9000]),
     ):
         source, parts = owner.stage(seed, most, rows)
         wanted = expected(seed, rows)
@@ -140,19 +141,22 @@ def test_a_process_that_ended_is_named_at_once_and_another_is_read_afterwards(ow
 @needs_nixl
 def test_a_process_that_does_not_answer_is_waited_for_no_longer_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # over shared memory and RDMA it need not answer
-    owner, reader = Owner({}), RemoteReader(torch.device("cpu"))
+    owner, other, reader = Owner({}), Owner({}), RemoteReader(torch.device("cpu"))
     try:
-        source, parts = owner.stage(1, 2**20, [500_000, 1])
+        source, parts = owner.stage(1, 2**25, [500_000, 1])
         owner.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"from rank-0-\S+ took more than 2 s \(rollout.deadlines.update_s\)$"):
             read(reader, source, parts[0], timeout_s=2.0)
         assert 2 <= time.monotonic() - began < 10
         owner.process.send_signal(signal.SIGCONT)
-        assert torch.equal(read(reader, source, parts[0])["0"], expected(1, [500_000, 1])[0])
+        for process, seed in ((other, 2), (owner, 3)):  # nothing of what was given up gets into what is read next
+            source, parts = process.stage(seed, 2**25, [500_000, 1])
+            assert torch.equal(read(reader, source, parts[0])["0"], expected(seed, [500_000, 1])[0])
     finally:
-        owner.process.kill()
-        owner.process.wait()
+        for one in (owner, other):
+            one.process.kill()
+            one.process.wait()
 
 
 @needs_nixl

@@ -96,19 +96,22 @@ def nodes_of(places: Sequence[dict[str, Any]]) -> list[str]:
     return [place["node"] for place in places]
 
 
+without_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "transport",
     [
-        "shared_memory",
-        "process_group",
-        pytest.param("rdma", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")),
+        pytest.param("shared_memory", id="colocated"),
+        pytest.param("process_group", id="separate"),
+        pytest.param("rdma", marks=without_nixl),
     ],
 )
 def test_a_pipeline_over_two_machines_gives_its_weights_to_engines_of_both(
     network: Network, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Colocated: one engine over both machines, weights by relays. Separate: two engines, by a process group each or by RDMA."""
+    """Colocated: one engine over both machines, weights by relays. Separate: two engines, a process group for each, or RDMA."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # NIXL, unlike the others, could see that the machines are one
     first, second = (node.address for node in network.nodes)
     how = "colocated" if transport == "shared_memory" else "separate"
