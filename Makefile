@@ -65,9 +65,10 @@ $(VENV)/.trainer: setup.py requirements/constraints.txt | $(VENV)/.torch
 
 # torchvision is kept out of the environment proper: on CPU its compiled operators do not match, and its mere presence
 # breaks `import transformers`. Only SGLang's server process sees it.
-$(VENV)/.installed: setup.py requirements/sglang-cpu.txt requirements/constraints.txt | $(VENV)/.torch
+$(VENV)/.installed: setup.py requirements/sglang-cpu.txt requirements/rdma-cpu.txt requirements/constraints.txt | $(VENV)/.torch
 	$(INSTALL) $(TESTED) -e ".[sglang,wandb,mlflow,docs,test]"
 	grep -v '^torchvision' requirements/sglang-cpu.txt | $(INSTALL) --no-deps -r /dev/stdin
+	$(INSTALL) --no-deps -r requirements/rdma-cpu.txt
 	grep '^torchvision' requirements/sglang-cpu.txt | $(INSTALL) --no-deps --upgrade --target $(VENV)/sglang-cpu -r /dev/stdin
 	@touch $@
 

@@ -73,6 +73,10 @@ GPU = [
     "sglang==0.5.23",  # with its own pins: CUDA kernels and the torch they are built for
 ]
 
+# One version on all machines of a run: NIXL of an engine reads what NIXL of a training rank wrote, in its own format. It brings
+# builds for CUDA 12 and 13, of which that for torch's CUDA is used, and no CUDA package.
+RDMA = ["nixl==1.5.1"]
+
 WANDB = ["wandb>=0.18"]
 # the site built from docs/: 60 MB, nearly all of it the icons of mkdocs-material
 DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
@@ -104,6 +108,6 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl": ["observe/page/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"]},
     install_requires=REQUIRES,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "wandb": WANDB, "mlflow": MLFLOW, "docs": DOCS, "test": TEST},
+    extras_require={"sglang": SGLANG, "gpu": GPU, "rdma": RDMA, "wandb": WANDB, "mlflow": MLFLOW, "docs": DOCS, "test": TEST},
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

@@ -3,10 +3,12 @@
     python benchmarks/reshard.py --out benchmarks/results/reshard.json
 
 Colocated updates (shared memory) are compared with two processes that hand the same bytes through shared memory, bucket by
-bucket: one copies them in, the other copies them out, neither while the other does. Disaggregated updates (a process group)
-are compared with a plain Gloo broadcast of the same bytes. An update is what a run with one training rank does: begin, all
-that the reshard plan says, cut from Megatron's parameters, end; with the comparison of every checksum, and without it. Plain
-transfers and updates take turns. The plain readers have one thread each, engine and sender all cores, as in a run.
+bucket: one copies them in, the other copies them out, neither while the other does. Disaggregated updates (a process group,
+RDMA) are compared with a plain Gloo broadcast of the same bytes. RDMA is NIXL's here: within a machine it reads the other
+process's memory by the kernel's help, so it is measured over TCP too, as between two machines without RDMA. An update is what
+a run with one training rank does: begin, all that the reshard plan says, cut from Megatron's parameters, end; with the
+comparison of every checksum, and without it. Plain transfers and updates take turns. The plain readers have one thread each,
+engine and sender all cores, as in a run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import platform
 import shlex
 import socket
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -179,6 +183,23 @@ def as_a_rank(
     return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify=verify)
 
 
+@contextmanager
+def over_tcp() -> Any:
+    """Agents of NIXL that are made inside know TCP alone, and whoever reads from them must take it."""
+    os.environ["UCX_TLS"] = "tcp"
+    yield
+    del os.environ["UCX_TLS"]
+
+
+WAYS = (
+    ("shared_memory", "shared_memory", SharedMemory, nullcontext),
+    ("process_group", "process_group", Gloo, nullcontext),
+    ("rdma", "rdma", Gloo, nullcontext),
+    ("rdma_over_tcp", "rdma", Gloo, over_tcp),
+)
+"""What is measured: its name, the transport, the plain transfer beside it, and the setting."""
+
+
 async def updates(engine: SglangEngine, weights: Weights, transport: str, plain: Any, repeats: int) -> dict[str, Any]:
     """The plain transfer and whole updates, each of new values, in turn; seconds, with every checksum compared and without."""
     pusher = Pusher()
@@ -226,10 +247,11 @@ def measure(folder: Path, dtype: str, repeats: int) -> dict[str, Any]:
             )
             engine = await SglangEngine.open(options)
             try:
-                for transport, plain_transfer in (("shared_memory", SharedMemory), ("process_group", Gloo)):
+                for name, transport, plain_transfer, setting in WAYS:
                     plain = plain_transfer(flat)
                     try:
-                        figures[transport] = await updates(engine, weights, transport, plain, repeats)
+                        with setting():
+                            figures[name] = await updates(engine, weights, transport, plain, repeats)
                     finally:
                         plain.close()
             finally:

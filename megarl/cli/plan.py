@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megarl.reshard.plan import ReshardPlan
     from megarl.reshard.verify import Proof
 
+NO_COMMUNICATORS = {"shared_memory": "none: engines open what is staged", "rdma": "none: engines read what is staged"}
+"""By transport, what is said where no process group is made."""
 NAMED = 2
 """Names shown of a list of tensors."""
 
@@ -157,7 +159,8 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
 
     layout, target, bound = plan.layout, plan.target, cost.bound
     placed = "on the trainer's GPUs" if config.resources.placement == "colocated" else "on nodes of their own"
-    is_staged = config.rollout.weight_transport == "shared_memory"
+    transport = config.rollout.weight_transport
+    is_staged = transport != "process_group"
     staging = f"{_size(cost.peak_staging_bytes)} on a sending rank" if is_staged else "none: sent from where the weights lie"
     buckets = f"{len(plan.bucket_starts) - 1:,} buckets of at most {_size(plan.bucket_bytes)}"
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -175,7 +178,7 @@ def _facts(config: Config, plan: ReshardPlan, proof: Proof, cost: Cost, seconds:
         ("a rank sends", _range(cost.sent)),
         ("a rank receives", _range(cost.received)),
         ("peak staging", staging),
-        ("communicators", _communicators(plan) if not is_staged else "none: engines open what is staged"),
+        ("communicators", NO_COMMUNICATORS.get(transport) or _communicators(plan)),
         ("predicted", f"{cost.seconds:.3g} s, bound by {bound.name} {bound.where} at {bound.gb_per_s:g} GB/s"),
     ):
         table.add_row(label, value)

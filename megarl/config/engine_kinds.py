@@ -71,7 +71,7 @@ RUNNING_SGLANG = EngineCapabilities(
     concurrent=True, weights="folder", in_process=False, reads_arguments=True, set_elsewhere=_SGLANG_SET_ELSEWHERE
 )
 """Of SGLang servers that somebody else started."""
-NOT_YET_KNOWN = EngineCapabilities(in_process=False, reads_arguments=True)
+NOT_YET_KNOWN = EngineCapabilities(weights="slices", in_process=False, reads_arguments=True)
 """Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""
 
 

@@ -26,6 +26,7 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
         raise ConfigError.of("rollout.tp", rollout.tp, reason, allowed="1")
     _check_engine_args(config, engine)
     _check_servers(config)
+    _check_transport(config, engine)
     _check_schedule(config, engine)
     _check_episode(config, engine)
 
@@ -84,6 +85,17 @@ def _check_servers(config: Config) -> None:
     if rollout.delta_every:
         reason = "rollout.weight_transport = 'folder' cannot do: it sends whole folders"
         raise ConfigError.of("rollout.delta_every", rollout.delta_every, reason, allowed="0")
+
+
+def _check_transport(config: Config, engine: EngineCapabilities) -> None:
+    if config.rollout.weight_transport != "rdma":
+        return
+    if engine.weights != "slices":
+        remedy = "set rollout.engine, or choose another rollout.weight_transport"
+        raise ConfigError.needs("rollout.weight_transport = 'rdma'", "rollout.engine = 'sglang'", remedy)
+    if config.resources.placement == "colocated":
+        reason = "is for engines with GPUs of their own, but resources.placement is 'colocated'"
+        raise ConfigError.of("rollout.weight_transport", "rdma", reason, allowed="'shared_memory'")
 
 
 def _check_schedule(config: Config, engine: EngineCapabilities) -> None:

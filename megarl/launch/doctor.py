@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from rich.markup import escape
 from rich.table import Table
 
 from megarl.config.fp8 import RECIPES, device_problem
@@ -82,9 +83,9 @@ def render(findings: list[Finding]) -> Table:
     marks = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "problem": "[red]problem[/]"}
     table = Table("", "subject", "finding", box=None, pad_edge=False)
     for finding in findings:
-        table.add_row(marks[finding.health], finding.subject, finding.what)
+        table.add_row(marks[finding.health], finding.subject, escape(finding.what))
         if finding.fix:
-            table.add_row("", "", f"[bold]fix:[/] {finding.fix}")
+            table.add_row("", "", f"[bold]fix:[/] {escape(finding.fix)}")  # an extra's brackets are no markup
     return table
 
 
@@ -126,7 +127,11 @@ def _version_findings(found: dict[str, str | None]) -> list[Finding]:
     missing = [name for name, number in found.items() if number is None and name in NEEDED]
     if missing:
         findings.append(Finding("packages", f"missing: {', '.join(missing)}", "problem", "make venv, or pip install megarl"))
-    optional = {"wandb": "pip install 'megarl[wandb]' for trackers.backends=[wandb]", "tensorboard": "pip install tensorboard"}
+    optional = {
+        "wandb": "pip install 'megarl[wandb]' for trackers.backends=[wandb]",
+        "tensorboard": "pip install tensorboard",
+        "nixl": "pip install 'megarl[rdma]' for rollout.weight_transport=rdma",
+    }
     findings += [
         Finding("packages", f"{name} is not installed (optional)", "note", fix)
         for name, fix in optional.items()

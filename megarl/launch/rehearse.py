@@ -122,7 +122,7 @@ def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
             "of_an_engine_rank": 1,
             "members": groups.members,
         }
-    elif len(placement.machines) > 1:
+    elif config.rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
         machines = Machines.of(placement)
         relayed = sum(
             bucket.nbytes

@@ -36,6 +36,7 @@ PACKAGES = (
     "math-verify",
     "tensorboard",
     "wandb",
+    "nixl",
 )
 
 

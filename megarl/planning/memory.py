@@ -393,7 +393,8 @@ def engine_working_bytes(engines: Engines) -> float:
 def _staged_bytes(run: RunShape, engines: Engines, platform: str) -> float:
     """On a training rank that hands weights over in buffers: one that is filled while another is read, and the relay's.
 
-    Relays are needed where an engine takes weights from ranks on other nodes. That is counted of every run on several.
+    Relays are needed where an engine takes weights from ranks on other nodes and cannot read there. That is counted of every
+    run on several.
     """
-    loads = STAGED_LOADS + (RELAYED_LOADS if run.gpus > GPUS_PER_NODE else 0)
+    loads = STAGED_LOADS + (RELAYED_LOADS if engines.relays_weights and run.gpus > GPUS_PER_NODE else 0)
     return float(loads * min(LOAD_BYTES[platform], engines.weight_bytes))

@@ -46,7 +46,7 @@ class Engines:
     """The engines of a run, which take the weights of `trainer`'s ranks and serve them in FP8 if `fp8`.
 
     `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `stages_weights`: training
-    ranks hand weights over in buffers.
+    ranks hand weights over in buffers. `relays_weights`: to an engine on another machine by way of a rank there.
     """
 
     target: EngineTarget
@@ -57,6 +57,7 @@ class Engines:
     max_total_tokens: int | None
     memory_fraction: float | None
     stages_weights: bool
+    relays_weights: bool
 
     @property
     def plan(self) -> ReshardPlan:
@@ -176,5 +177,6 @@ def _engines(config: AnyConfig) -> Engines:
         fp8=served is not None and fp8_scales(load_hf_config(str(served))) is not None,
         max_total_tokens=arguments.get("max_total_tokens"),
         memory_fraction=None if fraction is None else float(fraction),
-        stages_weights=config.sampling.weight_transport == "shared_memory",
+        stages_weights=config.sampling.weight_transport in ("shared_memory", "rdma"),
+        relays_weights=config.sampling.weight_transport == "shared_memory",
     )

@@ -149,4 +149,4 @@ def check_relays(plan: ReshardPlan, placement: Placement) -> None:
                 f"cannot take weights from rank {sender} of the policy on {other} to engine {engine} on {own}, where the "
                 "policy has no rank"
             )
-            raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed="'process_group'")
+            raise ConfigError.of("rollout.weight_transport", "shared_memory", reason, allowed="'process_group' or 'rdma'")

@@ -36,10 +36,14 @@ class Pushed:
 class Sender(Protocol):
     """What pushes one rank's tensors into one engine."""
 
-    stages: bool
-    """Whether it sends from a buffer that pieces are copied into; else from where they lie."""
     in_flight: int
     """How many loads it may be given at a time, each in a thread of its own."""
+
+    def staging(self, name: str) -> Staging | ZeroCopy:
+        """What pieces are copied into so that the engine can read them, or what leaves them where they are.
+
+        One serves all engines of a run. `name` tells it from those of other ranks.
+        """
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
         """What it must be given of whole tensors for this engine; the same for all engines of a run."""
@@ -162,7 +166,7 @@ class Pusher:
             return failed
         deltas = {engine for engine in lanes if bases[engine] is not None and bases[engine] == self._sent.version}
         one = next(iter(lanes.values())).sender
-        self._staging = self._staging or (Staging(name=self.name) if one.stages else ZeroCopy())
+        self._staging = self._staging or one.staging(self.name)
         for _, lane in sorted(lanes.items()):  # the same order in all ranks, or two could wait for each other
             lane.join()
         hashing = ThreadPoolExecutor(1, thread_name_prefix="hash", initializer=self.choose_device)

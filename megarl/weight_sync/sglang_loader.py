@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed
 
+from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
+from megarl.weight_sync.rdma import ByteRange, Readable, RemoteReader
 
 # HF suffix -> (engine suffix, position in the fused parameter), in models that have the fused parameter
 FUSED = {
@@ -112,9 +114,11 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
         if name == JOIN:
             _join(parameters, *content)
             continue
-        if name == RECEIVE:
+        if name == READ:
+            whole, pieces = [], _read_by_rdma(model, parameters, *content)
+        elif name == RECEIVE:
             whole = _receive(parameters, *content)
-            pieces = chain.from_iterable(content[-1])
+            pieces = list(chain.from_iterable(content[-1]))
         elif name == OPEN:
             shared, pieces = content
             whole = _read(parameters, pieces, opened(shared))
@@ -142,7 +146,7 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
     return whole
 
 
-OPEN, JOIN, RECEIVE = "open", "join", "receive"
+OPEN, JOIN, RECEIVE, READ = "open", "join", "receive", "read"
 AHEAD_BYTES = 64 * 2**20  # what may be under way, so that neither side waits for the other's small messages
 
 
@@ -162,6 +166,19 @@ def receiving(group: EngineGroup, sender: int, call: int, rank: int, content: It
     A message is a list of pieces, `(*held, dtype, start, stop)`, of which the last ends where the message does.
     """
     return [((RECEIVE, (group.name, sender, call, rank, list(content))), _NoTensor())]
+
+
+Store = tuple[str, int]
+"""Host and port of an engine's store."""
+
+
+def reading(source: Readable, store: Store, key: str, timeout_s: float, parts: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The payload by which a rank reads parts (`staging.parts_to_read`) of a registered buffer, in at most `timeout_s` seconds.
+
+    It then sets `key` in the store, to why it could not if it could not: SGLang answers for its first rank alone.
+    """
+    plain = [([tuple(one) for one in ranges], list(pieces)) for ranges, pieces in parts]  # SGLang takes no other classes
+    return [((READ, (tuple(source), store, key, timeout_s, plain)), _NoTensor())]
 
 
 class _NoTensor:
@@ -211,6 +228,31 @@ def _receive(parameters: ModelParameters, name: str, sender: int, call: int, ran
     while under_way:
         finish_one()
     return whole
+
+
+_readers: dict[Store, tuple[RemoteReader, torch.distributed.TCPStore]] = {}
+"""What this process reads with and where it says how that went, by the engine's store; NIXL is imported when it first reads."""
+
+
+def _read_by_rdma(
+    model: Any, parameters: ModelParameters, source: tuple[Any, ...], where: Store, key: str, timeout_s: float, parts: Any
+) -> list[Any]:
+    """Read what is this rank's of a sender's buffer to where it belongs; gives the pieces that came."""
+    if where not in _readers:
+        device = next(iter(parameters.tensors.values())).device
+        _readers[where] = RemoteReader(device), torch.distributed.TCPStore(*where, is_master=False)
+    reader, store = _readers[where]
+    ranges = [[ByteRange(*one) for one in of_part] for of_part, _ in parts]
+    came, why = [], ""
+    try:
+        for window, (_, pieces) in zip(reader.read(Readable(*source), ranges, timeout_s), parts, strict=True):
+            if whole := _read(parameters, pieces, window):
+                model.load_weights(whole)
+            came += pieces
+    except EngineError as error:
+        why = str(error)
+    store.set(key, why)
+    return came
 
 
 def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:

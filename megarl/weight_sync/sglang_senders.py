@@ -14,10 +14,12 @@ import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from datetime import timedelta
+from itertools import count, zip_longest
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
@@ -25,16 +27,20 @@ from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, digest
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
-from megarl.weight_sync.sglang_loader import joining, receiving
+from megarl.weight_sync.rdma import check_installed
+from megarl.weight_sync.sglang_loader import joining, reading, receiving
 from megarl.weight_sync.staging import (
+    BUFFERS,
     SLICED,
     NamedTensors,
+    RegisteredStaging,
     StagedSlices,
     Staging,
     ZeroCopy,
     dtype_name,
     pack,
     packed_starts,
+    parts_to_read,
     serialize,
 )
 
@@ -47,6 +53,8 @@ AHEAD_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 
 What has arrived is looked for every `POLL_S`, in which NVLink moves up to half a gigabyte. An estimate, not measured.
 """
+READ_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""By device what an engine's rank reads by RDMA into one of its windows, at most, beside larger pieces. On CUDA an estimate."""
 COPIED_BYTES = 64 * 2**20
 """How many of these bytes may be copies made on the way, which take memory: a rank may send to many engines at once."""
 SMALL_BYTES, TOGETHER_BYTES = 2**20, 8 * 2**20
@@ -68,16 +76,18 @@ class ServerEndpoint:
 
 
 class _ServerSender:
-    """What both transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
+    """What all transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
 
-    stages = True
-    """Whether the engine reads from a buffer; else from where the weights lie."""
     in_flight = 1
 
     def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
         self._staging: Staging | ZeroCopy | None = None
         self._checksums: dict[SliceKey, str] = {}
+
+    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
+        """Where the engine reads pieces: in buffers that it can open."""
+        return Staging(buffers, name)
 
     def pieces(self, bucket: NamedTensors) -> list[WeightSlice]:
         """The slices of every rank, of whole weights."""
@@ -101,7 +111,7 @@ class _ServerSender:
             return
         layout = self.endpoint.layout
         pieces = self.pieces([(name, weight.to(layout.own_dtypes.get(name, layout.dtype))) for name, weight in bucket])
-        self._staging = self._staging or (Staging(1) if self.stages else ZeroCopy())
+        self._staging = self._staging or self.staging("", 1)
         staged = self._staging.stage(pieces)
         self._checksums |= checksums_of(self.held(staged))
         self.deliver(staged)
@@ -142,14 +152,73 @@ class TensorSender(_ServerSender):
         call(self.endpoint, *_update(staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
 
 
+class ReadSender(_ServerSender):
+    """Has each rank of an engine, on whatever machine, read its own slices from this process's registered buffers (NIXL)."""
+
+    in_flight = 2  # as TensorSender
+    _calls = count()
+    """Of all senders of this process: an engine that was lost may have left keys of its calls."""
+
+    def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
+        """Raises EngineError where NIXL cannot be imported."""
+        super().__init__(endpoint, timeout_s)
+        check_installed()
+        self._store: TCPStore | None = None
+
+    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
+        """Registered buffers."""
+        return RegisteredStaging(buffers, name)
+
+    def join(self) -> None:
+        """Connect with the store in which the engine's ranks say how their reads went."""
+        if self._store is not None:
+            return
+        try:
+            self._store = TCPStore(*self.endpoint.store, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            raise EngineError(f"the store of {self.endpoint.url} does not answer: {error}") from error
+
+    def deliver(self, staged: StagedSlices) -> None:
+        """Tell every rank where its weights are; returns when all have read them, or raises EngineError."""
+        self.join()
+        assert self._store is not None, "it has joined"
+        assert staged.buffer is not None, "these pieces are in no buffer"
+        assert staged.memory is not None, "the buffer is registered"
+        source, call = staged.memory.readable(staged.buffer), next(self._calls)
+        payloads, keys = [], []
+        for rank, specs in enumerate(staged.specs(self.endpoint.layout.target.ranks)):
+            if not specs:
+                payloads.append(serialize([]))
+                continue
+            keys.append(f"{source.agent}/read/{call}/{rank}")
+            parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
+            payloads.append(serialize(reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts)))
+        loading = _CallUnderWay(self.endpoint, *_update(payloads), self.timeout_s)
+        while not loading.ended_within(POLL_S):
+            staged.memory.progress()
+        loading.raise_if_failed()
+        self._raise_if_a_rank_failed(self._store, keys)
+
+    def _raise_if_a_rank_failed(self, store: TCPStore, keys: Sequence[str]) -> None:
+        """Each rank says how it went before SGLang, which waits for all of them, answers."""
+        try:
+            if not store.check(list(keys)):
+                raise EngineError(f"{self.endpoint.url} answered an update before all its ranks had read their weights")
+            reasons = [store.get(key).decode() for key in keys]
+            for key in keys:
+                store.delete_key(key)
+        except RuntimeError as error:
+            raise EngineError(f"the store of {self.endpoint.url} does not answer: {error}") from error
+        for why in filter(None, reasons):
+            raise EngineError(f"{self.endpoint.url} could not take the weights: {why}")
+
+
 class GroupSender(_ServerSender):
     """Sends each rank of an engine its own slices over the engine's process group, which all of its senders are in.
 
     The values go from where they lie to where the rank holds them; small ones and columns cut from a matrix are copied.
     As a context manager it closes when left.
     """
-
-    stages = False
 
     def __init__(
         self,
@@ -174,6 +243,10 @@ class GroupSender(_ServerSender):
         self._store = self._wanted.store()
         self._group: torch.distributed.ProcessGroup | None = None
         self._calls = 0
+
+    def staging(self, name: str, buffers: int = BUFFERS) -> Staging | ZeroCopy:
+        """Pieces stay where they are."""
+        return ZeroCopy()
 
     def join(self) -> None:
         """Join the engine's group with its other senders, of whom the first has the engine do so.

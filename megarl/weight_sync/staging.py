@@ -1,7 +1,8 @@
 """Weights as bytes that an SGLang server can read, made without importing SGLang.
 
-A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC or come over a process group,
-in the format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a parameter it belongs.
+A request carries only a handle; the values lie in shared memory (CPU), are reached over CUDA IPC, come over a process group or
+are read by RDMA, in the format that `sglang_loader.load` reads inside the server: where each piece lies, and where in a
+parameter it belongs.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ import torch.multiprocessing
 
 from megarl.reshard.rank_plan import WeightSlice
 from megarl.weight_sync.cuda_ipc import shared
+from megarl.weight_sync.rdma import ByteRange, RegisteredMemory
 from megarl.weight_sync.sglang_loader import opening
 
+Spec = tuple[Any, ...]
+"""A piece in a buffer: `(*held, dtype, start, stop)`."""
 NamedTensors = Sequence[tuple[str, torch.Tensor]]
 """Weights under their Hugging Face names, unsharded; a tied `lm_head.weight` is not sent."""
 SLICED = "megarl.weight_sync.sglang_loader.load"
@@ -35,16 +39,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtyp
 class StagedSlices:
     """Pieces where engines can read them: in a buffer that other processes open, or just where the sender holds them.
 
-    `name` is the buffer's: another under this name has replaced it.
+    `name` is the buffer's: another under this name has replaced it. `memory` is what it is registered with, if it is.
     """
 
-    def __init__(self, pieces: Sequence[WeightSlice], buffer: torch.Tensor | None = None, name: str = "") -> None:
-        self.pieces, self.buffer, self.name = pieces, buffer, name
+    def __init__(
+        self,
+        pieces: Sequence[WeightSlice],
+        buffer: torch.Tensor | None = None,
+        name: str = "",
+        memory: RegisteredMemory | None = None,
+    ) -> None:
+        self.pieces, self.buffer, self.name, self.memory = pieces, buffer, name, memory
         self.readers: list[Future[Any]] = []
 
     def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
         """As this, but only these pieces are to be read."""
-        return StagedSlices(pieces, self.buffer, self.name)
+        return StagedSlices(pieces, self.buffer, self.name, self.memory)
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and values, as views of where they lie."""
@@ -57,16 +67,22 @@ class StagedSlices:
         back, and with the last of them the memory is gone.
         """
         assert self.buffer is not None, "these pieces are in no buffer"
-        of_ranks: list[list[tuple[Any, ...]]] = [[] for _ in range(ranks)]
+        of_ranks = self.specs(ranks)
+        # a rank that is sent nothing may be on another machine, where it could not open the buffer
+        if self.buffer.is_cuda:
+            return [serialize(opening(shared(self.buffer), specs) if specs else []) for specs in of_ranks]
+        return [serialize([((self.name, specs), self.buffer)] if specs else []) for specs in of_ranks]
+
+    def specs(self, ranks: int) -> list[list[Spec]]:
+        """By rank of the engine, what it takes of the buffer."""
+        assert self.buffer is not None, "these pieces are in no buffer"
+        of_ranks: list[list[Spec]] = [[] for _ in range(ranks)]
         for held, tensor in self.pieces:
             start = tensor.data_ptr() - self.buffer.data_ptr()
             spec = (*held, dtype_name(tensor), start, start + tensor.nbytes)
             for rank in held.ranks(ranks):
                 of_ranks[rank].append(spec)
-        # a rank that is sent nothing may be on another machine, where it could not open the buffer
-        if self.buffer.is_cuda:
-            return [serialize(opening(shared(self.buffer), specs) if specs else []) for specs in of_ranks]
-        return [serialize([((self.name, specs), self.buffer)] if specs else []) for specs in of_ranks]
+        return of_ranks
 
 
 class ZeroCopy:
@@ -122,11 +138,40 @@ class Staging:
     def _at_least(self, number: int, size: int, device: torch.device) -> torch.Tensor:
         buffer = self._buffers[number]
         if buffer is None or buffer.numel() < size or buffer.device != device:
-            buffer = self._buffers[number] = torch.empty(size, dtype=torch.uint8, device=device)
-            if device.type == "cpu":
-                with sharing_by_file():
-                    buffer.share_memory_()
+            old, buffer = buffer, torch.empty(size, dtype=torch.uint8, device=device)
+            self._share(buffer, old)
+            self._buffers[number] = buffer
         return buffer
+
+    def _share(self, buffer: torch.Tensor, old: torch.Tensor | None) -> None:
+        """Make a buffer, perhaps in place of an `old` one, one that engines can read."""
+        if buffer.device.type == "cpu":
+            with sharing_by_file():
+                buffer.share_memory_()
+
+
+class RegisteredStaging(Staging):
+    """Buffers that processes on any machine read from, kept and registered from update to update, on a GPU too."""
+
+    def __init__(self, buffers: int = BUFFERS, name: str = "") -> None:
+        """Raises EngineError where NIXL cannot be imported."""
+        super().__init__(buffers, name)
+        self._memory = RegisteredMemory(name)
+
+    def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
+        staged = super().stage(pieces)
+        staged.memory = self._memory
+        if staged.buffer is not None and staged.buffer.is_cuda:  # who reads it does not know of the stream that fills it
+            torch.cuda.current_stream(staged.buffer.device).synchronize()
+        return staged
+
+    def free_on_gpu(self) -> None:
+        """Keep them: to register memory takes longer than to fill it."""
+
+    def _share(self, buffer: torch.Tensor, old: torch.Tensor | None) -> None:
+        if old is not None:
+            self._memory.forget(old)
+        self._memory.register(buffer)
 
 
 def _wait_for_readers(staged: StagedSlices | None) -> None:
@@ -141,6 +186,29 @@ def packed_starts(pieces: Sequence[WeightSlice]) -> list[int]:
         starts.append(-(-end // ALIGN_BYTES) * ALIGN_BYTES)
         end = starts[-1] + tensor.nbytes
     return [*starts, end]
+
+
+def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[ByteRange], list[Spec]]]:
+    """What a rank takes of a buffer, in parts of at most `most_bytes`, or one larger piece.
+
+    Of each part: the bytes to read, ranges that follow each other in the buffer as one, and the pieces where they are in the
+    window then.
+    """
+    parts: list[tuple[list[ByteRange], list[Spec]]] = []
+    end = 0
+    for *what, start, stop in specs:
+        at = -(-end // ALIGN_BYTES) * ALIGN_BYTES
+        if not parts or at + stop - start > most_bytes:
+            parts.append(([], []))
+            at = 0
+        ranges, pieces = parts[-1]
+        if ranges and start - ranges[-1].start == at - ranges[-1].at:  # as far apart in the buffer as in the window
+            ranges[-1] = ranges[-1]._replace(stop=stop)
+        else:
+            ranges.append(ByteRange(start, stop, at))
+        end = at + stop - start
+        pieces.append((*what, at, end))
+    return parts
 
 
 def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor) -> list[WeightSlice]:

@@ -131,7 +131,8 @@ class Rank(RankCalls):
         trainer = ServedModel(load_hf_config(policy.path), policy.dtype)
         self.sends_in_place = transport == "process_group"
         if self.plan is None:
-            self._make_plan(trainer, targets, engines or len(targets), machines)
+            relayed = machines if transport == "shared_memory" else None  # the others reach any machine
+            self._make_plan(trainer, targets, engines or len(targets), relayed)
         if self.plan is not None:
             served = self.plan.engines | (self.relay.engines if self.relay is not None else set())
             mine = {engine: target for engine, target in targets.items() if engine in served}
@@ -164,7 +165,6 @@ class Rank(RankCalls):
             return
         if self.rank == 0:
             verify_plan(plan)  # once is enough: all ranks make the same plan, this one first
-        machines = None if self.sends_in_place else machines
         self.plan = RankPlan(plan, self.rank, single_batch=self.sends_in_place, machines=machines)
         if machines is not None:
             messages = RelayPlan(plan, self.rank, machines, self.load_bytes)

@@ -18,8 +18,8 @@ from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.rollout.engines.protocol import Engine
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.pusher import Sender
-from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint, TensorSender
-from megarl.weight_sync.staging import StagedSlices
+from megarl.weight_sync.sglang_senders import GroupSender, ReadSender, ServerEndpoint, TensorSender
+from megarl.weight_sync.staging import StagedSlices, Staging
 from megarl.workers.engine_calls import submit
 
 SendTarget = Any
@@ -29,11 +29,14 @@ SendTarget = Any
 class ActorSender:
     """Sends through the engine's actor; the engine itself takes the checksums."""
 
-    stages = True
     in_flight = 1
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
+
+    def staging(self, name: str) -> Staging:
+        """Buffers of this process."""
+        return Staging(name=name)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
         """Whole tensors."""
@@ -83,7 +86,7 @@ class Membership:
 
 
 def open_sender(target: SendTarget, transport: str, member: Membership, timeout_s: float = 300.0) -> Sender:
-    """The sender for `target`. `transport` is `shared_memory` or `process_group`.
+    """The sender for `target`. `transport` is `shared_memory`, `process_group` or `rdma`.
 
     An engine that has not answered after `timeout_s` seconds has failed.
     """
@@ -91,6 +94,8 @@ def open_sender(target: SendTarget, transport: str, member: Membership, timeout_
         return ActorSender(target)
     if transport == "shared_memory":
         return TensorSender(target, timeout_s)
+    if transport == "rdma":
+        return ReadSender(target, timeout_s)
     return GroupSender(target, **vars(member), timeout_s=timeout_s)
 
 

@@ -33,6 +33,9 @@ def test_this_machine_is_described_by_what_a_run_would_use() -> None:
 
 def test_every_problem_comes_with_a_fix() -> None:
     missing = doctor._version_findings({"megarl": "0.1.0", "torch": None, "wandb": None, "tensorboard": "2"})
+    assert "nixl is not installed (optional)" in text_of(missing)
+    assert "pip install 'megarl[rdma]' for rollout.weight_transport=rdma" in text_of(missing)
+    assert "pip install 'megarl[wandb]' for trackers.backends=[wandb]" in text_of(missing)
     broken = doctor._trainer_findings({"error": "ImportError: libfoo.so"})
     for finding in [*missing, *broken]:
         assert finding.health == "ok" or finding.fix

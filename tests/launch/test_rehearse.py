@@ -65,6 +65,10 @@ def test_on_one_node_nothing_is_relayed_and_process_groups_are_counted(capsys: p
     assert "bytes_by_relays" not in said(capsys, "--gpus-per-node=4")["weights"]
     found = said(capsys, "rollout.weight_transport=process_group", "resources.placement=separate")["weights"]
     assert found["communicators"] == {"of_a_training_rank": [1, 1], "of_an_engine_rank": 1, "members": 8}
+    apart = ["resources.placement=separate", "--gpus-per-node=2"]  # by RDMA an engine reads from another machine, too
+    assert said(capsys, "rollout.weight_transport=rdma", *apart)["weights"].keys() == {
+        "transport", "bytes_sent", "bytes_received"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.stem)

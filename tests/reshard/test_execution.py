@@ -39,6 +39,12 @@ class Collecting:
         self.held_by: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.target.ranks)}
         self.written: dict[int, dict[str, Tensor]] = {rank: {} for rank in range(layout.target.ranks)}
 
+    def staging(self, name: str) -> Any:
+        """Buffers, or none."""
+        from megarl.weight_sync.staging import Staging, ZeroCopy
+
+        return Staging(name=name) if self.stages else ZeroCopy()
+
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Any]:
         """As a sender of whole tensors."""
         from megarl.reshard.rank_plan import SliceKey, WeightSlice

@@ -112,8 +112,12 @@ def test_the_relay_is_the_rank_on_the_same_gpu_or_one_on_the_same_machine() -> N
     assert machines.relays[1 - first] == (-1, -1, -1, -1)
 
 
-def config_of(layout: dict[str, int], folder: Path, **rollout: Any) -> Config:
-    tree = {"data": {"train": {"source": "jsonl", "path": "x"}}, "rewards": [{"name": "exact_number"}]}
+def config_of(layout: dict[str, int], folder: Path, resources: dict[str, Any] | None = None, **rollout: Any) -> Config:
+    tree = {
+        "resources": resources or {},
+        "data": {"train": {"source": "jsonl", "path": "x"}},
+        "rewards": [{"name": "exact_number"}],
+    }
     return parse_config(tree | {"model": {"path": str(folder)}, "policy": {"layout": layout}, "rollout": rollout})
 
 
@@ -136,4 +140,5 @@ def test_shared_memory_is_refused_where_no_training_rank_can_hand_weights_on(tmp
         check(apart, 2)
     check(apart, 2, ["10.0.0.1/ab", "10.0.0.1/cd"])  # two nodes of one Ray on a machine
     check(config_of({"tp": 2}, tmp_path, tp=2, engines=2, weight_transport="process_group"), 2)
+    check(config_of({"tp": 2}, tmp_path, {"placement": "separate"}, tp=2, engines=2, weight_transport="rdma"), 2)
     check(config_of({"tp": 2}, tmp_path, engine="embedded", engines=2), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,11 @@ class Stub(Engine):
 """
 
 
-def config_of(**rollout: object) -> Config:
+def config_of(placement: str = "colocated", **rollout: object) -> Config:
     """A config whose section `rollout` has these fields."""
     task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64}
     tree = {"model": {"path": "m"}, "data": {"train": task}, "rewards": [{"name": "exact_number"}], "rollout": rollout}
-    return parse_config(tree)
+    return parse_config({**tree, "resources": {"placement": placement}})
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,23 @@ def test_a_server_leaves_room_on_its_gpus_for_what_the_trainer_keeps(tmp_path: P
         fraction(75 * 2**30)
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_rdma_without_nixl_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
+    monkeypatch.setattr("megarl.rollout.engines.sglang.engine.check_model", lambda *_: None)
+    monkeypatch.setattr("megarl.rollout.engines.sglang.engine.find_spec", lambda name: name if is_installed else None)
+    check = load_engine(CLASSES["sglang"]).check
+    config = config_of(engine="sglang", weight_transport="rdma", placement="separate")
+    if is_installed:
+        check(config, "cpu")
+        return
+    sentence = (
+        "rollout.weight_transport = 'rdma' needs NIXL, which is not installed: pip install 'megarl[rdma]', or choose another"
+    )
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        check(config, "cpu")
+    check(config_of(engine="sglang", weight_transport="process_group"), "cpu")
+
+
 def test_two_processes_on_one_gpu_cannot_share_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.rollout.engines.sglang.engine.check_model", lambda *_: None)
     check = load_engine(CLASSES["sglang"]).check
@@ -178,4 +196,4 @@ def test_two_processes_on_one_gpu_cannot_share_a_process_group(monkeypatch: pyte
     check(config, "cpu")
     with pytest.raises(ConfigError, match=r"weight_transport is 'process_group', which NCCL cannot use .* one GPU"):
         check(config, "cuda")
-    check(config.model_copy(update={"resources": config.resources.model_copy(update={"placement": "separate"})}), "cuda")
+    check(config_of("separate", engine="sglang", weight_transport="process_group"), "cuda")

@@ -39,12 +39,15 @@ SMALL = 2**14
 class Direct:
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
-    stages = True
     in_flight = 1
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
         self.engine, self.dies_at, self.slow_s = engine, dies_at, slow_s
         self.tried, self.is_closed = 0, False
+
+    def staging(self, name: str) -> Staging:
+        """The buffers of a run."""
+        return Staging(name=name)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
         """Whole tensors."""

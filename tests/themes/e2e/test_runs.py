@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 from ray import cloudpickle
 
 from megarl.config import Config
@@ -109,6 +112,33 @@ def test_weights_travel_by_process_group_too(tiny_config: Callable[..., Config])
     assert train(config)["gates"]["log_prob_max_difference_after_sync"] < 1e-4
 
 
+@pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")
+def test_engines_of_two_ranks_read_the_weights_of_two_stages_at_every_step(
+    tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path
+) -> None:
+    wider = transformers.AutoConfig.from_pretrained(tiny_model, intermediate_size=128)  # which SGLang shares on a CPU unpadded
+    transformers.AutoModelForCausalLM.from_config(wider, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    config = tiny_config(
+        **{
+            "model.path": str(tmp_path / "model"),
+            "rollout.engine": "sglang",
+            "rollout.tp": 2,
+            "rollout.weight_transport": "rdma",
+            "resources.placement": "separate",
+            "policy.layout": {"pp": 2},
+            "rollout.threads": 1,
+            "run.steps": 3,
+            "data.eval": None,
+        }
+    )
+    summary = train(config)
+    assert summary["gates"]["log_prob_max_difference_after_sync"] < 1e-4
+    rows = read_metrics(Path(config.run_folder) / "metrics.jsonl")
+    assert [row["rollout/weight_version"] for row in rows] == [0, 1, 2]
+    assert max(row["mismatch/log_prob_max"] for row in rows) < 1e-4
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -164,7 +194,7 @@ def test_ppo_with_a_critic_of_its_own_layout_runs_and_resumes(tiny_config: Calla
     config = tiny_config(**settings, **{"run.steps": 3})
     train(config)
     rows = curve(config)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["critic/grad_norm"] > 0 and row["policy/grad_norm"] > 0 for row in rows)
     check_what_is_seen_of(config, ["driver", "policy 0", "policy 1", "critic 0", "critic 1"])
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,10 +177,17 @@ def test_colocated_over_two_machines_with_an_engine_over_both_whose_second_proce
     meets_its_others(servers, 0, [first, second])
 
 
+without_nixl = pytest.mark.skipif(find_spec("nixl") is None, reason="needs NIXL: pip install 'megarl[rdma]'")
+
+
 @pytest.mark.slow
-def test_separate_with_engines_of_two_beside_each_other(network: Network, tmp_path: Path) -> None:
-    """The policy fills one machine, two engines the other; one process group each."""
-    rollout = {"engines": 2, "tp": 2, "weight_transport": "process_group"}
+@pytest.mark.parametrize("transport", ["process_group", pytest.param("rdma", marks=[without_nixl, pytest.mark.exhaustive])])
+def test_separate_with_engines_of_two_beside_each_other(
+    network: Network, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy fills one machine, two engines the other; one process group each, or RDMA."""
+    monkeypatch.setenv("UCX_TLS", "tcp")  # NIXL, unlike the others, could see that the machines are one
+    rollout = {"engines": 2, "tp": 2, "weight_transport": transport}
     tree = config("llama-3.1-8b", policy={"layout": {"tp": 2, "pp": 2}}, rollout=rollout, resources={"placement": "separate"})
     placement, _, servers = run(network, 4, tmp_path, tree)
     ranks, engines = placement["ranks"]["policy"], placement["engines"]

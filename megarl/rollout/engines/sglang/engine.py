@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -43,6 +44,9 @@ class SglangEngine(ServedEngine):
     def check(cls, config: Config, platform: str) -> None:
         check_engine_args(config.rollout.engine_args)
         check_model(config.model.path, config.rollout.tp, platform)
+        if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
+            remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
+            raise ConfigError.needs("rollout.weight_transport = 'rdma'", "NIXL, which is not installed", remedy)
         by_group = config.rollout.weight_transport == "process_group"
         if platform == "cuda" and by_group and config.resources.placement == "colocated":
             reason = "NCCL cannot use between two processes on one GPU (resources.placement is 'colocated')"
