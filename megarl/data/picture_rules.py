@@ -11,7 +11,7 @@ from megarl.data.media import PictureRules
 from megarl.errors import ModelError
 
 PROCESSOR = "Qwen2VLImageProcessor"
-"""The image processor whose sizes and patches `data/images.py` and `data/pixels.py` compute; Qwen2.5-VL and Qwen3-VL have it, too."""
+"""The image processor whose sizes and patches `data/images.py` and `data/pixels.py` compute, of all Qwen-VL models."""
 BICUBIC = 3
 """PIL's number of the only filter that pictures are resized by."""
 
@@ -23,11 +23,11 @@ class PictureTokens:
     A picture is `start`, `image` once for each of its tokens, `end`.
     """
 
+    image_id: int
     image: str
     video: str
     start: str
     end: str
-    image_id: int
 
     @property
     def mark(self) -> str:
@@ -97,7 +97,8 @@ def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
         if token is None or token not in tokenizer.get_added_vocab():
             raise ModelError(f"'{folder}/config.json' has {name} {config[name]}, which is no special token of the tokenizer")
         texts[name] = str(token)
-    return PictureTokens(*texts.values(), image_id=int(config["image_token_id"]))
+    image, video, start, end = texts.values()
+    return PictureTokens(int(config["image_token_id"]), image, video, start, end)
 
 
 def load_processor_template(folder: str | Path) -> str | None:

@@ -48,9 +48,9 @@ def _pixels(file: Path, rules: PictureRules) -> npt.NDArray[np.uint8]:
         with Image.open(file, formats=["PNG"]) as image:
             pixels = np.asarray(image.convert("RGB"))
     except FileNotFoundError:
-        raise DataError(f"the picture '{file}' is missing; the media folder must stay where it is as long as its run") from None
+        raise DataError(f"the picture '{file}' is missing; a run's media folder must stay where it is") from None
     except Exception as error:
-        raise DataError(f"the picture '{file}' is damaged ({error}); remove it, and start the run again to have it made") from error
+        raise DataError(f"the picture '{file}' is damaged ({error}); remove it, and start the run again") from error
     multiple = rules.patch * rules.merge
     if pixels.shape[0] % multiple or pixels.shape[1] % multiple:
         raise DataError(f"the picture '{file}' is {_size(pixels)} pixels, but each side must be a multiple of {multiple}")
@@ -64,4 +64,5 @@ def _size(pixels: npt.NDArray[np.uint8]) -> str:
 def _normalised(rules: PictureRules) -> npt.NDArray[np.float32]:
     """float32 `[256, 3]`: what becomes of each value of each colour; scaled in float64, normalised in float32."""
     scaled = (np.arange(256, dtype=np.float64) * (1 / 255)).astype(np.float32)
-    return (scaled[:, None] - np.float32(rules.mean)) / np.float32(rules.std)
+    mean, std = (np.array(colours, dtype=np.float32) for colours in (rules.mean, rules.std))
+    return np.asarray((scaled[:, None] - mean) / std, dtype=np.float32)
