@@ -24,6 +24,8 @@ REQUIRES = [
     "psutil>=6",
     "numpy>=2,<3",
     "jinja2>=3.1",  # chat templates
+    # pictures of rows; 11.3 is the first in which an animated PNG, a damaged EXIF and 16 bits of grey are read as tested
+    "pillow>=11.3",
     "pyarrow>=17",  # parquet rows
     "reasoning-gym==0.1.25",  # rows are a function of seed and version: a new version is another data set
     "math-verify==0.9.0",  # verdicts are part of the reward

@@ -320,8 +320,31 @@ class PtxConfig(Section):
     """Rows with the keys `data.prompt_key` and `response`; `columns` renames other keys. null: none."""
 
 
-class DataConfig(Section):
-    """Prompts for training and evaluation."""
+class PictureFields(Section):
+    """Pictures and videos in rows (docs/vision.md); the fields are those of a `data` section."""
+
+    image_key: str | None = "images"
+    """Key of a row's pictures, one or a list of them. null: rows have none there, and `<image>` is text like any other."""
+    video_key: str | None = "videos"
+    """Key of a row's videos, one or a list of them. null: rows have none there, and `<video>` is text like any other."""
+    image_folder: str | None = None
+    """Folder that relative paths of pictures and videos start at. null: where the run is started."""
+    min_pixels: Positive | None = None
+    """Minimum pixels of a picture or frame; smaller ones are enlarged. null: the model's own limit."""
+    max_pixels: Positive | None = None
+    """Maximum pixels of a picture or frame; larger ones are reduced. null: the model's own limit."""
+    fps: Annotated[float, Field(gt=0)] = 2.0
+    """Number of frames that are used per second of a video."""
+    max_frames: Annotated[int, Field(ge=2, strict=True)] = 16
+    """Maximum number of frames of a video."""
+    media_folder: str | None = None
+    """Folder that keeps pictures at their final size; every node must see it. null: `media` in the run folder."""
+    bad_pictures: Literal["error", "drop"] = "error"
+    """What to do with rows whose pictures or videos cannot be used: stop with an `error`, or `drop` and count them."""
+
+
+class PromptFields(Section):
+    """Where prompts come from, and how they are made of rows."""
 
     train: SourceConfig
     """Rows to train on."""
@@ -347,6 +370,10 @@ class DataConfig(Section):
         if isinstance(tree, dict) and isinstance(tree.get("eval"), dict):
             return tree | {"eval": {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | tree["eval"]}
         return tree
+
+
+class DataConfig(PictureFields, PromptFields):  # the last base's fields come first
+    """Prompts for training and evaluation."""
 
 
 class RewardConfig(Section):

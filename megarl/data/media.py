@@ -1,14 +1,15 @@
 """Pictures in prompts: what travels in their place.
 
-A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its bytes. Everything else says
+A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its pixels. Everything else says
 which one it is, how many patches it has and where it is in the prompt; only who needs the pixels reads the file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,12 @@ class Media:
     grid: tuple[int, int, int]
     place: int
     tokens: int
+
+    @classmethod
+    def of_json(cls, record: Mapping[str, Any]) -> Media:
+        """What `dataclasses.asdict` and JSON made of one."""
+        time, height, width = record["grid"]
+        return cls(record["kind"], tuple(record["digests"]), (time, height, width), record["place"], record["tokens"])
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""
