@@ -24,6 +24,7 @@ REQUIRES = [
     "psutil>=6",
     "numpy>=2,<3",
     "jinja2>=3.1",  # chat templates
+    "pillow>=11",  # pictures in prompts
     "pyarrow>=17",  # parquet rows
     "reasoning-gym==0.1.25",  # rows are a function of seed and version: a new version is another data set
     "math-verify==0.9.0",  # verdicts are part of the reward

@@ -27,6 +27,7 @@ class ModelOptions:
     """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
+    `media_folder`: where the pictures of prompts are; None: no prompt shows any.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
@@ -45,6 +46,7 @@ class ModelOptions:
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
     deterministic: bool = False
+    media_folder: str | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 
