@@ -23,6 +23,7 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.picture_rules import picture_rules
 from megarl.models.registry import architecture_for
+from megarl.models.vision import part_of
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:
@@ -64,6 +65,8 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         for chunk in chunks:
             chunk.requires_grad_(False)
         return chunks
+    for chunk in chunks:
+        _freeze(chunk, options)
     wrapped = [
         DistributedDataParallel(
             config,
@@ -94,6 +97,14 @@ def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
 
 def _finalize_without_rescaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
+
+
+def _freeze(chunk: torch.nn.Module, options: ModelOptions) -> None:
+    """Leave the parts that the options name without gradients; a value head is none of them."""
+    for name, parameter in chunk.named_parameters():
+        is_value_head = options.head == "value" and name.startswith("output_layer.")
+        if part_of(name) in options.freeze and not is_value_head:
+            parameter.requires_grad_(False)
 
 
 def _stages(options: ModelOptions) -> list[int | None]:

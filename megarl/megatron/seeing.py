@@ -72,8 +72,6 @@ class SeeingModel(GPTModel):
             added = [torch.zeros_like(hidden).index_copy(0, places, part) for part in deeper]
         elif self.eager and self.training:
             hidden = _WithoutPictures.apply(hidden, *(p for p in self.visual.parameters() if p.requires_grad))
-        if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
-            hidden.requires_grad_()  # all that it came from is frozen, and recomputed layers need an input with a gradient
         if self.config.sequence_parallel:
             group = self.pg_collection.tp
             hidden, *added = (

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from megarl.config.presets import Part
 from megarl.errors import ModelError
 from megarl.models.hf_fields import refuse, size
 
@@ -22,6 +23,13 @@ PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")
 
 Shapes = dict[str, tuple[int, ...]]
 """Tensors by the name that they have in the tower."""
+
+
+def part_of(parameter: str) -> Part:
+    """The part of a model that a parameter belongs to, by its name; text models have one part, `language`."""
+    if parameter.startswith(PROJECTOR):
+        return "projector"
+    return "vision" if parameter.startswith(TOWER) else "language"
 
 
 @dataclass(frozen=True)
