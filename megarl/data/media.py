@@ -16,8 +16,10 @@ from typing import Any, Literal
 class Media:
     """One picture, or the frames of one video, of a prompt.
 
-    `grid` is its patches in time, height and width, `place` the number of its first placeholder in the prompt's ids, of which
-    it has `tokens`. Every frame of a video has a digest, in their order; a picture has one.
+    `grid` is its patches in time, height and width, `place` the number of its first placeholder among the prompt's ids, of
+    which it has `tokens`, one after another: where a model has text between a video's frames, a pair of frames is a video.
+    Every frame of a video has a digest, in their order; a picture has one. `seconds_per_grid` is the time from one grid of a
+    video to the next.
     """
 
     kind: Literal["image", "video"]
@@ -25,12 +27,18 @@ class Media:
     grid: tuple[int, int, int]
     place: int
     tokens: int
+    seconds_per_grid: float | None = None
+
+    @property
+    def pixels(self) -> tuple[tuple[str, ...], tuple[int, int, int]]:
+        """What its pixels follow from: equal for pictures that look the same to a model."""
+        return self.digests, self.grid
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Media:
         """What `dataclasses.asdict` and JSON made of one."""
         time, height, width = record["grid"]
-        return cls(record["kind"], tuple(record["digests"]), (time, height, width), record["place"], record["tokens"])
+        return cls(record["kind"], tuple(record["digests"]), (time, height, width), record["place"], record["tokens"], record.get("seconds_per_grid"))
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
 from megarl.system.atomic_files import whole_folder
@@ -41,12 +41,14 @@ COMPANIONS = (
 
 # Tensors that some checkpoints carry and no model reads: tables that follow from the config.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
-_TIED_OUTPUT = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+_TIED_OUTPUT, _EMBEDDING = "lm_head.weight", "embedding.word_embeddings.weight"
 
 
 class HFFolder:
-    """A model folder opened for reading. Files are opened when first needed and mapped, not read."""
+    """A model folder opened for reading. Files are opened when first needed and mapped, not read.
+
+    Tensors have the names that the hub gives them, also where another version of transformers wrote others.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Read config and index.
@@ -59,7 +61,32 @@ class HFFolder:
         self._files: dict[str, Any] = {}
 
     @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """The name of each tensor in its file, by the hub's."""
+        return {self._hub_name(name): name for name in self._file_of_stored}
+
+    @cached_property
     def _file_of(self) -> Mapping[str, str]:
+        if len(self._stored) != len(self._file_of_stored):
+            twice = next(name for name in self._file_of_stored if self._stored[self._hub_name(name)] != name)
+            raise ModelError(f"tensor '{twice}' in '{self.path}' is there again as '{self._stored[self._hub_name(twice)]}'")
+        return {name: self._file_of_stored[stored] for name, stored in self._stored.items()}
+
+    @cached_property
+    def _other_names(self) -> tuple[tuple[str, str], ...]:
+        try:
+            return architecture_for(self.config).other_names
+        except ModelError:  # whose names nobody knows
+            return ()
+
+    def _hub_name(self, stored: str) -> str:
+        for other, hub in self._other_names:
+            if stored.startswith(other):
+                return hub + stored.removeprefix(other)
+        return stored
+
+    @cached_property
+    def _file_of_stored(self) -> Mapping[str, str]:
         index = self.path / INDEX_FILE
         if not index.exists():
             if not (self.path / SINGLE_FILE).exists():
@@ -88,7 +115,7 @@ class HFFolder:
         if file is None:
             raise ModelError(f"model folder '{self.path}' has no tensor '{name}'{nearest(name, self._file_of)}")
         try:
-            return self._open(file).get_slice(name)
+            return self._open(file).get_slice(self._stored[name])
         except SafetensorError as error:
             raise ModelError(f"'{self.path / file}' does not give tensor '{name}': {error}") from None
 
@@ -111,7 +138,8 @@ class HFFolder:
         for file in dict.fromkeys(self._file_of.values()):
             if not (self.path / file).exists():
                 raise ModelError(f"model folder '{self.path}' lacks '{file}', which {INDEX_FILE} names")
-            for name, entry in read_entries(self.path / file).items():
+            for stored, entry in read_entries(self.path / file).items():
+                name = self._hub_name(stored)
                 if name in found:
                     raise ModelError(f"tensor '{name}' in '{self.path}' is in '{found[name][0]}' and again in '{file}'")
                 if self._file_of.get(name) != file:
@@ -142,12 +170,13 @@ class HFFolder:
         for name in self.names:
             if name in expected or name in ignore or name.endswith(_DERIVED_SUFFIXES) or weight_map.leaves_out(name):
                 continue
-            if name == _TIED_OUTPUT and self.config.get("tie_word_embeddings"):
-                if torch.equal(self.get_slice(name)[:], self.get_slice(_EMBEDDING)[:]):
+            if name == _TIED_OUTPUT and architecture_for(self.config).text_config(self.config).get("tie_word_embeddings"):
+                [embedding] = weight_map.rule_for(_EMBEDDING).hf_names
+                if torch.equal(self.get_slice(name)[:], self.get_slice(embedding)[:]):
                     continue
                 raise ModelError(
                     f"config.json in '{self.path}' has tie_word_embeddings=true, but '{_TIED_OUTPUT}' differs from "
-                    f"'{_EMBEDDING}'; tie_word_embeddings must be false"
+                    f"'{embedding}'; tie_word_embeddings must be false"
                 )
             raise ModelError(f"tensor '{name}' in '{self.path}' has no place in the model that config.json describes")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError, nearest
-from megarl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_vl, qwen3, qwen3_moe, qwen3_vl
 from megarl.models.architecture import Architecture
 from megarl.system.user_code import absolute_name, load_user_object
 
@@ -22,6 +22,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     mixtral.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
+    qwen2_vl.ARCHITECTURE,
+    qwen2_5_vl.ARCHITECTURE,
+    qwen3_vl.ARCHITECTURE,
 )
 
 

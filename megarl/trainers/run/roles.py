@@ -116,6 +116,7 @@ class Roles:
             fp8_param=config.model.fp8_param,
             fp8_bf16_layers=config.model.fp8_bf16_layers,
             deterministic=config.run.deterministic,
+            freeze=spec.trained.freeze if spec.trained is not None else (),
             megatron=megatron_of(config, role),
             section=f"{role}.megatron",
         )

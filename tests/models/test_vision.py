@@ -1,0 +1,295 @@
+"""What megarl reads of models that see: configs and names of both generations, processor settings, refusals, published size."""
+
+from __future__ import annotations
+
+import copy
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.errors import ModelError
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.picture_rules import CLIP_MEAN, CLIP_STD, picture_rules
+from megarl.models.registry import architecture_for
+from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, vision_of
+
+QWEN2_TEXT = {
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "sliding_window": 32768,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+"""What the hub's flat configs of Qwen2-VL and Qwen2.5-VL have in common."""
+
+
+def qwen2_5_vl(
+    hidden: int, ffn: int, layers: int, heads: int, groups: int, vocab: int, tower_ffn: int, **more: Any
+) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": vocab}
+    tower = {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": tower_ffn, "num_heads": 16}
+    tower |= {"in_chans": 3, "out_hidden_size": hidden, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14}
+    tower |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2}
+    names = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "vision_config": tower}
+    return QWEN2_TEXT | sizes | names | {"num_attention_heads": heads, "num_key_value_heads": groups} | more
+
+
+def qwen2_vl(hidden: int, ffn: int, layers: int, heads: int, groups: int, vocab: int, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers, "vocab_size": vocab}
+    tower = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": hidden}
+    tower |= {"patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
+    names = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "vision_config": tower}
+    return QWEN2_TEXT | sizes | names | {"num_attention_heads": heads, "num_key_value_heads": groups} | more
+
+
+def qwen3_vl(text: dict[str, Any], tower: dict[str, Any], *, moe: str = "") -> dict[str, Any]:
+    rope = {
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        "rope_theta": 5e6,
+    }
+    common = {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": 151936,
+    }
+    of_tower = {"depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+    of_tower |= {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    of_tower |= {"num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]}
+    return {
+        "architectures": [f"Qwen3VL{moe}ForConditionalGeneration"],
+        "model_type": f"qwen3_vl{'_' + moe.lower() if moe else ''}",
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "tie_word_embeddings": False,
+        "text_config": common | rope | text,
+        "vision_config": of_tower | tower,
+    }
+
+
+OF_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+PUBLISHED = {
+    "Qwen2-VL-2B": (qwen2_vl(1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True), 2_208_985_600),
+    "Qwen2-VL-7B": (qwen2_vl(3584, 18944, 28, 28, 4, 152064), 8_291_375_616),
+    "Qwen2.5-VL-3B": (qwen2_5_vl(2048, 11008, 36, 16, 2, 151936, 3420, tie_word_embeddings=True), 3_754_622_976),
+    "Qwen2.5-VL-7B": (qwen2_5_vl(3584, 18944, 28, 28, 4, 152064, 3420), 8_292_166_656),
+    "Qwen2.5-VL-72B": (qwen2_5_vl(8192, 29568, 80, 64, 8, 152064, 3456), 73_410_777_344),
+    "Qwen3-VL-8B": (qwen3_vl(OF_8B, {"out_hidden_size": 4096}), 8_767_123_696),
+}
+"""The hub's configs, and how many parameters its pages say the checkpoints have."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_map_of_a_full_size_config_has_as_many_parameters_as_the_hub_says(name: str) -> None:
+    config, published = PUBLISHED[name]
+    architecture = architecture_for(config)
+    assert sum(map(prod, architecture.weight_map(config).hf_shapes().values())) == published
+    architecture.transformer_config_kwargs(config)
+    architecture.gpt_kwargs(config)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_config_means_the_same_as_transformers_5_writes_it(name: str) -> None:
+    import transformers
+
+    config, _ = PUBLISHED[name]
+    written = transformers.AutoConfig.for_model(**copy.deepcopy(config)).to_dict() | {"architectures": config["architectures"]}
+    assert "text_config" in written
+    architecture = architecture_for(config)
+    assert architecture.weight_map(written) == architecture.weight_map(config)
+    assert architecture.transformer_config_kwargs(written) == architecture.transformer_config_kwargs(config)
+    assert architecture.gpt_kwargs(written) == architecture.gpt_kwargs(config)
+    assert architecture.vision is not None
+    assert architecture.vision(written) == architecture.vision(config)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> None:
+    import transformers
+
+    full = hf_config(family).to_dict()
+    least = {"model_type": family, "architectures": [f"{SEEING[family].class_prefix}ForConditionalGeneration"]}
+    default = transformers.AutoConfig.for_model(family)
+    written = default.to_dict() | {"architectures": least["architectures"]}
+    # the defaults of two of the classes' own towers and decoders do not fit each other
+    width = {"hidden_size" if family == "qwen2_vl" else "out_hidden_size": default.text_config.hidden_size}
+    sizes = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    text = {name: written["text_config"][name] for name in (*sizes, "max_position_embeddings")}
+    given = least | {"text_config": text, "vision_config": width}
+    written["vision_config"] |= width
+    architecture = architecture_for(full)
+    assert architecture.weight_map(given) == architecture.weight_map(written)
+    assert architecture.transformer_config_kwargs(given) == architecture.transformer_config_kwargs(written)
+    assert architecture.gpt_kwargs(given) == architecture.gpt_kwargs(written)
+    assert architecture.vision is not None
+    assert architecture.vision(given) == architecture.vision(written)
+
+
+OTHER_NAMES = {
+    "qwen2_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
+    "qwen2_5_vl": {"visual.": "model.visual.", "model.": "model.language_model."},
+    "qwen3_vl": {"model.visual.": "visual.", "model.language_model.": "model."},
+}
+"""The hub's names, and those of the other generation."""
+
+
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_names_of_both_generations_are_read(family: str, tmp_path: Path) -> None:
+    build_seeing_folder(family, tmp_path / "hub")
+    hub = HFFolder(tmp_path / "hub")
+    renamed = {}
+    for name in hub.names:
+        old = next((prefix for prefix in OTHER_NAMES[family] if name.startswith(prefix)), "")
+        renamed[OTHER_NAMES[family].get(old, "") + name.removeprefix(old)] = hub.get_slice(name)[...]
+    write_hf_folder(tmp_path / "other", renamed.items(), hub.config, max_shard_bytes=2**16)
+    other = HFFolder(tmp_path / "other")
+    assert sorted(other.names) == sorted(hub.names)
+    assert sorted(other.entries()) == sorted(hub.names)
+    for name in hub.names:
+        assert torch.equal(other.get_slice(name)[...], hub.get_slice(name)[...])
+    other.check(architecture_for(hub.config).weight_map(hub.config))
+
+
+def test_a_folder_that_has_a_tensor_under_both_names_is_refused(tmp_path: Path) -> None:
+    build_seeing_folder("qwen2_vl", tmp_path / "hub")
+    hub = HFFolder(tmp_path / "hub")
+    tensors = {name: hub.get_slice(name)[...] for name in hub.names}
+    write_hf_folder(tmp_path / "both", [*tensors.items(), ("model.language_model.norm.weight", torch.zeros(32))], hub.config)
+    with pytest.raises(ModelError, match=r"tensor 'model\.(language_model\.)?norm\.weight' in .* is there again as 'model\."):
+        HFFolder(tmp_path / "both").get_slice("model.norm.weight")
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_transformers_saves_and_loads_the_hubs_names(family: str, tmp_path: Path) -> None:
+    """What `save_pretrained` writes is what `hub_tensors` says, and what megarl writes is what `from_pretrained` reads."""
+    import transformers
+
+    model = hugging_face(family)
+    model.save_pretrained(tmp_path / "saved")
+    saved = HFFolder(tmp_path / "saved")
+    expected = hub_tensors(family, model)
+    assert sorted(saved.names) == sorted(expected)
+    build_seeing_folder(family, tmp_path / "built")
+    loaded, info = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "built", output_loading_info=True)
+    assert not any(info.values()), info
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+REFUSED = [
+    (
+        "qwen2_vl",
+        {"vision_config": {"hidden_size": 64}},
+        "the tower's features have 64 numbers, but the decoder's hidden_size is 32",
+    ),
+    ("qwen2_vl", {"vision_config": {"in_chans": 4}}, "in_chans is 4; it must be 3: transformers reads in_channels alone"),
+    ("qwen2_vl", {"vision_config": {"depth": 0}}, "depth is 0; it must be a positive integer"),
+    ("qwen2_5_vl", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu'; it must be 'silu'"),
+    ("qwen2_5_vl", {"vision_config": 3}, "vision_config is 3; it must be an object"),
+    (
+        "qwen2_5_vl",
+        {"text_config": {"rope_parameters": {"mrope_section": [2, 1, 2]}}},
+        "add up to half of a head's 8 dimensions",
+    ),
+    (
+        "qwen2_5_vl",
+        {"text_config": {"rope_parameters": {"mrope_interleaved": True}}},
+        "mrope_interleaved is True; it must be False",
+    ),
+    ("qwen2_5_vl", {"text_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type is 'yarn'; it must be"),
+    ("qwen2_5_vl", {"image_token_id": "x"}, "image_token_id is 'x'; it must be an integer of at least 0"),
+    (
+        "qwen3_vl",
+        {"text_config": {"rope_parameters": {"mrope_interleaved": False}}},
+        "mrope_interleaved is False; it must be True",
+    ),
+    ("qwen3_vl", {"text_config": {"rope_parameters": {"mrope_section": [1, 2, 3]}}}, "must begin with the largest"),
+    (
+        "qwen3_vl",
+        {"vision_config": {"deepstack_visual_indexes": [1, 0]}},
+        "must be some of the tower's 3 layers, in their order",
+    ),
+    ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [3]}}, "must be some of the tower's 3 layers, in their order"),
+    ("qwen3_vl", {"text_config": {"attention_bias": True}}, "attention_bias is True; it must be False"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "sentence"), REFUSED)
+def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, Any], sentence: str) -> None:
+    config = hf_config(family).to_dict()
+
+    def changed(before: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+        return before | {
+            name: changed(before[name], value) if isinstance(value, dict) else value for name, value in new.items()
+        }
+
+    architecture = architecture_for(config)
+    architecture.weight_map(config)
+    with pytest.raises(ModelError, match="config.json: .*" + sentence):
+        for read in (architecture.weight_map, architecture.transformer_config_kwargs, architecture.gpt_kwargs):
+            read(changed(config, change))
+
+
+def test_picture_rules_are_those_of_the_processor(tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    vision = vision_of("qwen2_5_vl")
+    theirs = Qwen2VLImageProcessorPil()
+    theirs.save_pretrained(tmp_path)
+    found = picture_rules(tmp_path, vision)
+    assert (found.patch, found.temporal, found.merge) == (theirs.patch_size, theirs.temporal_patch_size, theirs.merge_size)
+    assert (found.min_pixels, found.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
+    assert (found.mean, found.std) == (theirs.image_mean, theirs.image_std)
+    (tmp_path / "preprocessor_config.json").rename(tmp_path / "kept")
+    settings = json.loads((tmp_path / "kept").read_text())
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
+    assert picture_rules(tmp_path, vision) == found
+    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
+    least = picture_rules(tmp_path, vision)
+    assert (least.min_pixels, least.max_pixels, least.mean, least.std) == (3136, 12845056, CLIP_MEAN, CLIP_STD)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (None, "has no preprocessor_config.json, which says how the model wants its pictures"),
+        ("[", "is not valid JSON"),
+        ({"patch_size": 16}, "patch_size is 16, but config.json's vision_config says 14"),
+        ({"do_normalize": False}, "do_normalize is False; it must be true, or absent"),
+        ({"rescale_factor": 1.0}, "rescale_factor is 1.0; it must be 1/255"),
+        ({"min_pixels": 9, "max_pixels": 4}, "pictures have 9 to 4 pixels; these must be positive integers in this order"),
+        ({"image_mean": [0.5]}, r"image_mean is \[0.5\]; it must be three numbers"),
+    ],
+)
+def test_settings_that_megarl_cannot_follow_are_refused(settings: Any, sentence: str, tmp_path: Path) -> None:
+    if settings is not None:
+        text = settings if isinstance(settings, str) else json.dumps(settings)
+        (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ModelError, match=sentence):
+        picture_rules(tmp_path, vision_of("qwen2_5_vl"))
