@@ -38,11 +38,23 @@ class Media:
     def of_json(cls, record: Mapping[str, Any]) -> Media:
         """What `dataclasses.asdict` and JSON made of one."""
         time, height, width = record["grid"]
-        return cls(record["kind"], tuple(record["digests"]), (time, height, width), record["place"], record["tokens"], record.get("seconds_per_grid"))
+        return cls(
+            record["kind"],
+            tuple(record["digests"]),
+            (time, height, width),
+            record["place"],
+            record["tokens"],
+            record.get("seconds_per_grid"),
+        )
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""
         return [folder / f"{digest}.png" for digest in self.digests]
+
+
+def media_folder(configured: str | None, run_folder: str | Path) -> Path:
+    """Where a run's pictures are at their final size; `configured` is `data.media_folder`."""
+    return Path(configured or Path(run_folder) / "media").absolute()
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from PIL import Image
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
 from megarl.data.images import KeptPicture, describe_original, keep_picture, original_of, upright_rgb
-from megarl.data.media import Media, PictureRules
+from megarl.data.media import Media, PictureRules, media_folder
 from megarl.data.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, sees
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.video import chosen_frames, frames_of
@@ -60,7 +60,7 @@ def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, ru
             f"pictures of {rules.min_pixels} to {rules.max_pixels} pixels are impossible for '{model_folder}'; data.max_pixels "
             f"must be at least data.min_pixels and {smallest}, the pixels of one token"
         )
-    folder = Path(settings.media_folder or Path(run_folder) / "media").absolute()
+    folder = media_folder(settings.media_folder, run_folder)
     return PictureReader(settings, SeeingModel(rules, load_picture_tokens(model_folder, tokenizer), folder))
 
 

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
+from megarl.data.media import media_folder
 from megarl.errors import ConfigError, EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
@@ -70,6 +71,7 @@ class SglangEngine(ServedEngine):
             "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,
             "extra": rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served},
             "start_timeout_s": config.resources.deadlines.start_s,
+            "media_folder": media_folder(config.data.media_folder, config.run_folder),
         }
 
     @classmethod
@@ -112,7 +114,7 @@ class SglangEngine(ServedEngine):
         store: TCPStore | None = None,
     ) -> None:
         """`store` is where the server's ranks leave digests and meet their senders; None: no server takes part."""
-        super().__init__(server, initial_version)
+        super().__init__(server, initial_version, server.options.media_folder)
         self.server = server
         self._store = store
         where = (host(), store.port if store is not None else 0)
