@@ -59,7 +59,7 @@ _SGLANG_SET_ELSEWHERE = {
 }
 
 EMBEDDED = EngineCapabilities()
-REPLAY = EngineCapabilities(weights="nothing", replays=True)
+REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True)
 SGLANG = EngineCapabilities(
     concurrent=True,
     weights="slices",

@@ -57,6 +57,8 @@ class Batch:
             dtype=np.int64,
         )
         self._prompt_ids = [_tokens(ids[1:]) for ids in prompts]  # each prompt of a group once
+        first_rows = np.unique(self._prompt_of_row, return_index=True)[1].tolist()
+        self._media = [tuple(self.samples[row].media) for row in first_rows]
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
@@ -132,7 +134,8 @@ class Batch:
         unit = _array(number for number, _ in pieces)
         responses = _array(len(places) for _, places in pieces)
         rows = units.rows[np.repeat(units.starts[unit], responses) + _array(chain(*(places for _, places in pieces)))]
-        prompts = [self._prompt_ids[prompt] for prompt in self._prompt_of_row[units.rows[units.starts[unit]]].tolist()]
+        numbers_of_prompts = self._prompt_of_row[units.rows[units.starts[unit]]].tolist()
+        prompts = [self._prompt_ids[prompt] for prompt in numbers_of_prompts]
         lengths, numbers = self.lengths.numpy()[rows], rows.tolist()
 
         def laid(column: Tensor) -> npt.NDArray[Any]:
@@ -149,6 +152,7 @@ class Batch:
             np.concatenate([self._response_ids[row] for row in numbers]),
             laid(self.mask if mask is None else mask),
             {name: laid(self.columns[name]) for name in columns},
+            tuple(self._media[prompt] for prompt in numbers_of_prompts) if any(self._media) else (),
         )
         return whole.cut([len(share) for share in plan])
 

@@ -38,14 +38,7 @@ class Media:
     def of_json(cls, record: Mapping[str, Any]) -> Media:
         """What `dataclasses.asdict` and JSON made of one."""
         time, height, width = record["grid"]
-        return cls(
-            record["kind"],
-            tuple(record["digests"]),
-            (time, height, width),
-            record["place"],
-            record["tokens"],
-            record.get("seconds_per_grid"),
-        )
+        return cls(**{**record, "digests": tuple(record["digests"]), "grid": (time, height, width)})
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""

@@ -19,6 +19,7 @@ import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
+from megarl.data.media import Media
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import hub_tensors
@@ -103,8 +104,11 @@ class EmbeddedEngine(Engine):
         n: int = 1,
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         check_request(prompts, n, keys, self.weight_version)
+        if media is not None:
+            raise EngineError("the embedded engine has no answers to prompts that show pictures")
         self._calls += 1
         keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
         rows = [
