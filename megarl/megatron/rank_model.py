@@ -99,13 +99,14 @@ class RankModel:
 
     def _placed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The same micro-batches, in which prompts that show pictures have positions on three axes."""
-        if self.vision is None:
+        vision = self.vision
+        if vision is None:
             return micro_batches
 
         def placed(unit: Unit) -> Unit:
             if not unit.media or unit.positions is not None:
                 return unit
-            return replace(unit, positions=prompt_positions(len(unit.prompt_ids), unit.media, self.vision))
+            return replace(unit, positions=prompt_positions(len(unit.prompt_ids), unit.media, vision))
 
         return [[placed(unit) for unit in units] for units in micro_batches]
 

@@ -301,7 +301,8 @@ def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) 
 
 def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], where: tuple[str, int], key: str) -> None:
     tensors = parameters.tensors
-    digests, filled = [], {name: [] for name in tensors}
+    digests: list[str] = []
+    filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
     for place in boxes:
         held = SliceKey(*place)
         values = box(parameters, held)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Concatenate, ParamSpec
 
 import ray
@@ -55,8 +54,8 @@ class EngineCalls:
         media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         """The engine is told its deadline, too, and given a moment to say itself that it has passed."""
-        call = partial(submit, self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s)
-        reference = call() if media is None else call(media=media)  # an engine of the user's own need not know of pictures
+        more = {} if media is None else {"media": media}  # an engine of the user's own need not know of pictures
+        reference = submit(self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
         return await self._answer(reference, "generate", deadline_s + GRACE_S)
 
     async def health(self, *, deadline_s: float) -> None:

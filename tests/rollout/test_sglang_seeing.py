@@ -97,9 +97,8 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
         try:
             groups = await engine.generate(prompts, params, n=3, media=media)
             assert difference(seeing.hugging_face(family), family, folder, units, groups) < 1e-5
-            cut = replace(
-                params, cut_token_ids=tuple(range(seeing.hf_config(family).text_config.vocab_size))
-            )  # whatever is sampled: as a placeholder does
+            # whatever is sampled ends it, as a placeholder does
+            cut = replace(params, cut_token_ids=tuple(range(seeing.hf_config(family).text_config.vocab_size)))
             for answer in await engine.generate(prompts, cut, media=media):
                 assert (len(answer[0].response_ids), answer[0].finish_reason) == (1, "length")
             for version, weights in ((1, tower), (2, everything)):  # the tower alone, then the decoder
