@@ -240,10 +240,9 @@ class PictureReader:
             return _before_user_text(arranged, len(first), place), first
         for kind, mark in MARKS.items():
             if kind in self._keys and asked[kind] != numbers[kind]:
-                what = "pictures" if kind == "image" else "videos"
-                raise self._error(
-                    place, f"has {numbers[kind]} {what} under '{self._keys[kind]}', but {asked[kind]} places for them ({mark})"
-                )
+                what = _several(numbers[kind], "picture" if kind == "image" else "video")
+                places = f"{_several(asked[kind], 'place')} for them ({mark})"
+                raise self._error(place, f"has {what} under '{self._keys[kind]}', but {places}")
         return arranged, pictures
 
     def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[KeptPicture]]:
@@ -270,8 +269,8 @@ class PictureReader:
         rules, placeholder = self.model.rules, self.model.tokens.image_id
         if (found := (prompt + response).count(placeholder)) != len(pictures):
             raise DataError(
-                f"{place} has {len(pictures)} pictures, but the chat template makes {found} placeholders of them; the model's "
-                "folder must have the template of its processor"
+                f"{place} has {_several(len(pictures), 'picture')}, but the chat template makes "
+                f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
             )
         if placeholder in response:
             raise self._error(place, "has a picture behind its first answer; pictures must be in turns before it")
@@ -317,6 +316,10 @@ class PictureReader:
         return PictureError(f"{place} {why}; {REMEDY}")
 
 
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _kind_of(part: dict[str, Any]) -> str | None:
     """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
     named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
@@ -346,7 +349,7 @@ def _before_user_text(messages: list[ChatMessage], count: int, place: RowPlace) 
     """`messages` with `count` pictures at the beginning of the first user turn."""
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise PictureError(f"{place} has {count} pictures, but no user turn that they could be in; {REMEDY}")
+        raise PictureError(f"{place} has {_several(count, 'picture')}, but no user turn that they could be in; {REMEDY}")
     content = messages[first]["content"]
     text = [{"type": "text", "text": content}] if isinstance(content, str) else content
     turn = {**messages[first], "content": [*[{"type": "image"}] * count, *text]}

@@ -119,7 +119,7 @@ class PromptBuilder:
         if self.data.overlong_prompts == "error":
             of_pictures, lower = "", ""
             if media:
-                of_pictures = f", {sum(one.tokens for one in media)} of them of {len(media)} pictures"
+                of_pictures = f", {sum(one.tokens for one in media)} of them for pictures"
                 lower = "lower data.max_pixels, "
             raise DataError(
                 f"{place} has a prompt of {len(ids)} tokens{of_pictures}, but data.max_prompt_tokens is "
