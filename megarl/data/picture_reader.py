@@ -32,7 +32,7 @@ SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("v
 """Where a part of a message may have its picture or video; without one it takes the row's next."""
 REMEDY = "mend the row, or set data.bad_pictures to 'drop'"
 
-Parts = list[dict[str, Any]]
+ContentParts = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -217,9 +217,9 @@ class PictureReader:
             asked[kind] += 1
             return waiting[kind].pop(0) if waiting[kind] else []
 
-        def placed(content: str | Parts) -> str | Parts:
+        def placed(content: str | ContentParts) -> str | ContentParts:
             """`content` with its pictures' parts, taken in passing."""
-            parts: Parts = []
+            parts: ContentParts = []
             for part in _split(content, self._mark):
                 kind = _kind_of(part)
                 frames = frames_of_part(kind, part) if kind else []
@@ -328,10 +328,10 @@ def _kind_of(part: dict[str, Any]) -> str | None:
     return next((kind for field, kind in named.items() if part.get(field) is not None), None)
 
 
-def _split(content: str | Parts, mark: re.Pattern[str]) -> Parts:
+def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
     """`content` as parts; a mark in a text is a part of its own."""
     kinds = {text: kind for kind, text in MARKS.items()}
-    parts: Parts = []
+    parts: ContentParts = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if _kind_of(part) is not None:
             parts.append(part)
