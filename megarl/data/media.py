@@ -29,8 +29,8 @@ class Media:
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Media:
         """What `dataclasses.asdict` and JSON made of one."""
-        time, height, width = record["grid"]
-        return cls(record["kind"], tuple(record["digests"]), (time, height, width), record["place"], record["tokens"])
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        return cls(**values)
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""

@@ -60,8 +60,8 @@ def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, ru
             f"pictures of {rules.min_pixels} to {rules.max_pixels} pixels are impossible for '{model_folder}'; data.max_pixels "
             f"must be at least data.min_pixels and {smallest}, the pixels of one token"
         )
-    folder = Path(settings.media_folder or Path(run_folder) / "media").absolute()
-    return PictureReader(settings, SeeingModel(rules, load_picture_tokens(model_folder, tokenizer), folder))
+    tokens = load_picture_tokens(model_folder, tokenizer)
+    return PictureReader(settings, SeeingModel(rules, tokens, settings.kept_in(str(run_folder))))
 
 
 class PictureReader:

@@ -18,6 +18,7 @@ from PIL import Image
 from megarl.config.sections import DataConfig, PictureFields, SourceConfig
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader, open_pictures
+from megarl.data.picture_rules import load_picture_rules
 from megarl.data.pixels import patches_of
 from megarl.data.prompts import load_rows
 from megarl.data.rows import Origin
@@ -441,6 +442,32 @@ def test_image_processors_that_do_otherwise_are_refused(tmp_path: Path, change: 
     model = seeing_folder(tmp_path, **change)
     with pytest.raises(ModelError, match=sentence):
         open_pictures(PictureFields(), str(model), seeing_tokenizer(), tmp_path)
+
+
+def test_the_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
+    """transformers 5 writes the image processor into processor_config.json."""
+    expected = load_picture_rules(seeing_folder(tmp_path, "qwen3_vl"))
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    (tmp_path / "processor_config.json").write_text(
+        json.dumps({"image_processor": settings, "processor_class": "Qwen3VLProcessor"})
+    )
+    assert load_picture_rules(tmp_path) == expected
+    assert (expected.patch, expected.max_pixels, expected.mean) == (16, 32 * 32 * 64, (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("vision", "sentence"),
+    [
+        ({"patch_size": 16}, "its image processor's patch_size is 14, but config.json's vision_config has patch_size 16"),
+        ({"spatial_merge_size": 3}, "merge_size is 2, but config.json's vision_config has spatial_merge_size 3"),
+    ],
+)
+def test_the_image_processor_of_another_tower_is_refused(tmp_path: Path, vision: dict[str, int], sentence: str) -> None:
+    config = json.loads((seeing_folder(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+    with pytest.raises(ModelError, match=sentence):
+        load_picture_rules(tmp_path)
 
 
 def test_folders_that_lack_something_are_named(tmp_path: Path) -> None:

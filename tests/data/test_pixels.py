@@ -1,61 +1,94 @@
-"""The patches of kept pictures are those of transformers' image processor, in its order, and of a video those of its frames."""
+"""Patches of pictures: transformers' own for final sizes, and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from PIL import Image
 
-from megarl.data.images import keep_picture
-from megarl.data.picture_rules import load_picture_rules
-from megarl.data.pixels import patches_of
+from megarl.data.media import Media, PictureRules
+from megarl.data.pixels import Pictures
 from megarl.errors import DataError
-from tests.data.seeing_folders import PROCESSORS, picture, seeing_folder
+
+RULES = PictureRules(14, 2, 2, 1, 10**6, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 
-@pytest.mark.parametrize("family", PROCESSORS)
-@pytest.mark.parametrize("size", [(112, 224), (50, 300), (901, 444)])
-def test_patches_are_those_of_transformers(tmp_path: Path, family: str, size: tuple[int, int]) -> None:
-    rules = load_picture_rules(seeing_folder(tmp_path / "model", family))
-    expected = Qwen2VLImageProcessorPil(**PROCESSORS[family])([picture(*size)], return_tensors="pt")
-    kept = keep_picture(picture(*size), rules, tmp_path)
-    patches = patches_of([tmp_path / f"{kept.digest}.png"], rules)
-    assert patches.dtype == torch.float32
-    assert [1, kept.height // rules.patch, kept.width // rules.patch] == expected["image_grid_thw"][0].tolist()
-    torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-6)
+def picture(folder: Path, name: str, height: int, width: int, mode: str = "RGB") -> Image.Image:
+    noise = np.random.default_rng(len(name)).integers(0, 256, (height, width, len(mode)), dtype=np.uint8)
+    found = Image.fromarray(noise.squeeze())
+    found.save(folder / f"{name}.png")
+    return found
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 4])
-def test_a_video_has_two_frames_in_a_patch(tmp_path: Path, frames: int) -> None:
-    """By the formula: patch (t, row, column) of token order, then colour, frame, y, x; the last frame fills up."""
-    rules = load_picture_rules(seeing_folder(tmp_path / "model"))
-    pictures = [picture(84, 56, seed) for seed in range(frames)]
-    kept = [keep_picture(one, rules, tmp_path) for one in pictures]
-    patches = patches_of([tmp_path / f"{one.digest}.png" for one in kept], rules)
-    pictures += pictures[-1:] * (frames % 2)
-    expected = []
-    mean, std = np.float32(rules.mean), np.float32(rules.std)  # type: ignore[arg-type]
-    for time in range(len(pictures) // 2):
-        for row, column in [(2 * r + y, 2 * c + x) for r in range(2) for c in range(3) for y in range(2) for x in range(2)]:
-            cut = (slice(14 * row, 14 * row + 14), slice(14 * column, 14 * column + 14))
-            both = [(np.asarray(one)[cut] / np.float32(255) - mean) / std for one in pictures[2 * time : 2 * time + 2]]
-            expected.append(np.stack(both).transpose(3, 0, 1, 2).reshape(-1))
-    torch.testing.assert_close(patches, torch.tensor(np.stack(expected)), rtol=0, atol=1e-6)
+def media(grid: tuple[int, int, int], *digests: str) -> Media:
+    return Media("image" if len(digests) == 1 else "video", digests, grid, 0, grid[0] * grid[1] * grid[2] // 4)
 
 
-def test_files_that_are_missing_damaged_or_of_another_size_are_named(tmp_path: Path) -> None:
-    rules = load_picture_rules(seeing_folder(tmp_path / "model"))
-    kept = [tmp_path / f"{keep_picture(picture(*size), rules, tmp_path).digest}.png" for size in ((84, 56), (56, 84))]
-    with pytest.raises(DataError, match=r"the picture '.*no\.png' is missing; a run's media folder must stay where it is"):
-        patches_of([tmp_path / "no.png"], rules)
-    with pytest.raises(DataError, match=r"is 56x84 pixels, but '.*', of the same video, is 84x56"):
-        patches_of(kept, rules)
-    with pytest.raises(DataError, match="is 84x56 pixels, but each side must be a multiple of 32"):
-        patches_of(kept[:1], replace(rules, patch=16))
-    kept[0].write_bytes(kept[0].read_bytes()[:500])
-    with pytest.raises(DataError, match=r"the picture '.*' is damaged \(.*\); remove it, and start the run again"):
-        patches_of(kept[:1], rules)
+@pytest.mark.parametrize(("height", "width"), [(28, 28), (56, 84), (112, 28)])
+def test_patches_of_a_picture_are_those_of_transformers_processor(height: int, width: int, tmp_path: Path) -> None:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    shown = picture(tmp_path, "a", height, width)
+    expected = Qwen2VLImageProcessorPil(min_pixels=1)(shown, return_tensors="pt")
+    grid = tuple(expected["image_grid_thw"][0].tolist())
+    assert grid == (1, height // 14, width // 14)
+    found = Pictures(tmp_path, RULES).patches(media(grid, "a"))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected["pixel_values"], rtol=0, atol=1e-6)
+
+
+def test_other_sizes_colours_and_grey_pictures(tmp_path: Path) -> None:
+    """By hand: patch (row 1, column 0) of the second square has the pixels of rows 16 to 31 and columns 32 to 47."""
+    shown = np.array(picture(tmp_path, "grey", 32, 64, "L"))
+    rules = PictureRules(16, 2, 2, 1, 10**6, (0.5, 0.25, 0.0), (0.5, 1.0, 2.0))
+    found = Pictures(tmp_path, rules).patches(media((1, 2, 4), "grey")).view(8, 3, 2, 16, 16)
+    part = torch.from_numpy(shown[16:32, 32:48]).float() / 255
+    for colour, (mean, std) in enumerate(zip(rules.mean, rules.std, strict=True)):
+        for frame in range(2):
+            torch.testing.assert_close(found[6, colour, frame], (part - mean) / std, rtol=0, atol=1e-6)
+
+
+def test_a_video_has_two_frames_in_each_patch(tmp_path: Path) -> None:
+    for name in "abcd":
+        picture(tmp_path, name * (1 + ord(name) - ord("a")), 28, 56)
+    frames = ("a", "bb", "ccc", "dddd")
+    reader = Pictures(tmp_path, RULES)
+    alone = [reader.patches(media((1, 2, 4), name)).view(8, 3, 2, 14, 14) for name in frames]
+    found = reader.patches(media((2, 2, 4), *frames)).view(2, 8, 3, 2, 14, 14)
+    for number, of_frame in enumerate(alone):
+        assert torch.equal(found[number // 2, :, :, number % 2], of_frame[:, :, 0])
+        assert torch.equal(of_frame[:, :, 0], of_frame[:, :, 1])
+
+
+def test_pictures_are_read_once_as_long_as_there_is_room(tmp_path: Path) -> None:
+    for name in ("a", "bb", "ccc"):
+        picture(tmp_path, name, 28, 28)
+    reader = Pictures(tmp_path, RULES, kept_bytes=2 * 28 * 28 * 3)
+    first = [reader.patches(media((1, 2, 2), name)) for name in ("a", "bb", "a", "ccc")]
+    for file in tmp_path.iterdir():
+        file.unlink()
+    assert torch.equal(reader.patches(media((1, 2, 2), "a")), first[0])
+    assert torch.equal(reader.patches(media((1, 2, 2), "ccc")), first[3])
+    with pytest.raises(DataError, match=r"bb\.png' is missing"):
+        reader.patches(media((1, 2, 2), "bb"))
+
+
+def test_files_that_are_no_such_pictures_are_refused(tmp_path: Path) -> None:
+    picture(tmp_path, "a", 28, 56)
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:300])
+    reader = Pictures(tmp_path, RULES)
+    for grid, digests, sentence in (
+        ((1, 2, 2), ("a",), r"a\.png' is 56 x 28 pixels, but its grid of patches says 28 x 28"),
+        ((1, 2, 4), ("cut",), r"cut\.png' is no picture that can be read: "),
+        (
+            (1, 2, 4),
+            ("gone",),
+            r"gone\.png' is missing, which a prompt shows; the run's media folder must be seen by every rank",
+        ),
+        ((2, 2, 4), ("a", "a", "a"), "a video of 3 frames has a grid of 2; it must have 4 frames"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            reader.patches(media(grid, *digests))
