@@ -72,11 +72,11 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
     ):
         if getattr(processor, field) != value:
             raise ModelError(f"'{folder}': its image processor's {field} is {getattr(processor, field)}; it must be {value}")
-    tower = _config(folder).get("vision_config", {})
+    tower = _config(folder).get("vision_config") or {}
     for field, name in TOWER_FIELDS.items():
         if tower.get(name, getattr(processor, field)) != getattr(processor, field):
             raise ModelError(
-                f"'{folder}': its image processor's {field} is {getattr(processor, field)}, but config.json's vision_config has "
+                f"'{folder}': its image processor's {field} is {getattr(processor, field)}, but config.json's tower has "
                 f"{name} {tower[name]}"
             )
     rules = PictureRules(

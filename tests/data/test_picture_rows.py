@@ -459,8 +459,8 @@ def test_the_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("vision", "sentence"),
     [
-        ({"patch_size": 16}, "its image processor's patch_size is 14, but config.json's vision_config has patch_size 16"),
-        ({"spatial_merge_size": 3}, "merge_size is 2, but config.json's vision_config has spatial_merge_size 3"),
+        ({"patch_size": 16}, "its image processor's patch_size is 14, but config.json's tower has patch_size 16"),
+        ({"spatial_merge_size": 3}, "merge_size is 2, but config.json's tower has spatial_merge_size 3"),
     ],
 )
 def test_the_image_processor_of_another_tower_is_refused(tmp_path: Path, vision: dict[str, int], sentence: str) -> None:
