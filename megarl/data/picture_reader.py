@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,8 @@ from megarl.data.video import chosen_frames, frames_of
 from megarl.errors import DataError, PictureError
 
 MARKS = {"image": "<image>", "video": "<video>"}
+READ_AHEAD = 4
+"""Rows that are in memory with their pictures, per thread."""
 USUAL_KEYS = ("image", "images", "video", "videos")
 SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("video", "video_url", "bytes", "path", "url")}
 """Where a part of a message may have its picture or video; without one it takes the row's next."""
@@ -77,24 +80,24 @@ class PictureReader:
     # the first pass -----------------------------------------------------------------------------------------------
 
     def light_rows(
-        self, rows: Sequence[Row], origin: Origin, message_keys: Sequence[str]
+        self, rows: Iterable[Row], origin: Origin, message_keys: Sequence[str]
     ) -> Iterator[tuple[RowPlace, Row | PictureError]]:
         """Every row without bytes or decoded pictures, in order; paths of kept files are in their place, or the row's error.
 
+        Few rows are read ahead, so that bytes of pictures are not in memory all at once.
         `message_keys`: where chat messages may be, also as JSON in a text if the model takes pictures.
 
         Raises:
             DataError: the model takes no pictures and a row has some, videos cannot be decoded here, or no row has the key
                 of the pictures, but they have others that look like it.
         """
-        places = [RowPlace(origin, number) for number in range(len(rows))]
         if self.model is None:
-            for place, row in zip(places, rows, strict=True):
+            for number, row in enumerate(rows):
+                place = RowPlace(origin, number)
                 self._refuse_pictures(row, message_keys, place)
                 yield place, cast(Row, _without_bytes(row))
             return
-        self._check_keys(rows, origin)
-        model = self.model
+        model, keys = self.model, set[str]()
 
         def light(row: Row, place: RowPlace) -> Row | PictureError:
             try:
@@ -102,21 +105,31 @@ class PictureReader:
             except PictureError as error:
                 return error
 
-        pool = ThreadPoolExecutor(os.cpu_count(), "pictures")  # Pillow decodes and resizes without the interpreter's lock
+        threads = os.cpu_count() or 1
+        ahead: deque[tuple[RowPlace, Future[Row | PictureError]]] = deque()
+        pool = ThreadPoolExecutor(threads, "pictures")  # Pillow decodes and resizes without the interpreter's lock
         try:
-            yield from zip(places, pool.map(light, rows, places), strict=True)
+            for number, row in enumerate(rows):
+                keys.update(key for key, value in row.items() if value)
+                ahead.append((RowPlace(origin, number), pool.submit(light, row, RowPlace(origin, number))))
+                if len(ahead) > READ_AHEAD * threads:
+                    place, done = ahead.popleft()
+                    yield place, done.result()
+            while ahead:
+                place, done = ahead.popleft()
+                yield place, done.result()
         finally:
             pool.shutdown(cancel_futures=True)
+        self._check_keys(keys, origin)
 
-    def _check_keys(self, rows: Sequence[Row], origin: Origin) -> None:
-        key = self.settings.image_key
-        if key is None or any(key in row or self.settings.video_key in row for row in rows):
-            return
-        others = [name for name in USUAL_KEYS if any(row.get(name) for row in rows)]
-        if others:
+    def _check_keys(self, keys: set[str], origin: Origin) -> None:
+        """`keys`: those under which any row has something."""
+        own = self.settings.image_key
+        others = [name for name in USUAL_KEYS if name in keys]
+        if own is not None and others and not keys & {own, self.settings.video_key}:
             raise DataError(
-                f"{origin} has no key '{key}' (data.image_key), but '{others[0]}'; set data.image_key to '{others[0]}', or to "
-                "null to train on the text alone"
+                f"{origin} has nothing under '{own}' (data.image_key), but under '{others[0]}'; set data.image_key to "
+                f"'{others[0]}', or to null to train on the text alone"
             )
 
     def _refuse_pictures(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> None:

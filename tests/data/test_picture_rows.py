@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import weakref
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from PIL import Image
 
 from megarl.config.sections import DataConfig, PictureFields, SourceConfig
 from megarl.data.media import Media
-from megarl.data.picture_reader import PictureReader, open_pictures
+from megarl.data.picture_reader import READ_AHEAD, PictureReader, open_pictures
 from megarl.data.picture_rules import load_picture_rules
 from megarl.data.pixels import patches_of
 from megarl.data.prompts import load_rows
@@ -404,7 +407,7 @@ def test_a_text_model_refuses_pictures(row: dict[str, Any], sentence: str) -> No
 def test_rows_whose_pictures_would_be_overlooked_are_refused(tmp_path: Path) -> None:
     rows = [{"image": PICTURES[0], "problem": "How many?"}]
     sentence = (
-        r"data\.train .* has no key 'images' \(data\.image_key\), but 'image'; set data\.image_key to 'image', or to null"
+        r"data\.train .* has nothing under 'images' \(data\.image_key\), but under 'image'; set data\.image_key to 'image'"
     )
     with pytest.raises(DataError, match=sentence):
         _prompts(tmp_path, rows)
@@ -491,6 +494,24 @@ def test_a_media_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"the media folder '.*/file/media' cannot be written: .*Not a directory"):
         _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "?"}], media_folder=str(tmp_path / "file/media"))
+
+
+def test_few_rows_are_in_memory_with_their_pictures(tmp_path: Path) -> None:
+    shown: list[weakref.ref[Image.Image]] = []
+    most = 0
+
+    def rows() -> Iterator[dict[str, Any]]:
+        nonlocal most
+        for number in range(150):
+            image = picture(56, 56, number)
+            shown.append(weakref.ref(image))
+            most = max(most, sum(one() is not None for one in shown))
+            yield {"images": [image], "problem": "?"}
+            del image
+
+    found = [*_reader(tmp_path).light_rows(rows(), Origin("data.train"), ["problem"])]
+    assert len(found) == 150
+    assert most <= (READ_AHEAD + 2) * (os.cpu_count() or 1) + 2
 
 
 def test_many_rows_keep_their_order_and_the_first_bad_one_is_told(tmp_path: Path) -> None:
