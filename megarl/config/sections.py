@@ -5,6 +5,7 @@ Pure values, importable without torch; what two kinds of config share stands her
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -348,6 +349,10 @@ class PictureFields(Section):
     """Folder that keeps pictures at their final size; every node must see it. null: `media` in the run folder."""
     bad_pictures: Literal["error", "drop"] = "error"
     """What to do with rows whose pictures or videos cannot be used: stop with an `error`, or `drop` and count them."""
+
+    def kept_in(self, run_folder: str) -> Path:
+        """The media folder of a run in `run_folder`, absolute: ranks and engines may have another working folder."""
+        return Path(self.media_folder or f"{run_folder}/media").absolute()
 
 
 class PromptFields(Section):

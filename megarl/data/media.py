@@ -37,17 +37,12 @@ class Media:
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Media:
         """What `dataclasses.asdict` and JSON made of one."""
-        time, height, width = record["grid"]
-        return cls(**{**record, "digests": tuple(record["digests"]), "grid": (time, height, width)})
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        return cls(**values)
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""
         return [folder / f"{digest}.png" for digest in self.digests]
-
-
-def media_folder(configured: str | None, run_folder: str | Path) -> Path:
-    """Where a run's pictures are at their final size; `configured` is `data.media_folder`."""
-    return Path(configured or Path(run_folder) / "media").absolute()
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,19 +21,21 @@ from PIL import Image
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
 from megarl.data.images import KeptPicture, describe_original, keep_picture, original_of, upright_rgb
-from megarl.data.media import Media, PictureRules, media_folder
+from megarl.data.media import Media, PictureRules
 from megarl.data.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, sees
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.video import chosen_frames, frames_of
 from megarl.errors import DataError, PictureError
 
 MARKS = {"image": "<image>", "video": "<video>"}
+READ_AHEAD = 4
+"""Rows that are in memory with their pictures, per thread."""
 USUAL_KEYS = ("image", "images", "video", "videos")
 SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("video", "video_url", "bytes", "path", "url")}
 """Where a part of a message may have its picture or video; without one it takes the row's next."""
 REMEDY = "mend the row, or set data.bad_pictures to 'drop'"
 
-Parts = list[dict[str, Any]]
+ContentParts = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, ru
             f"pictures of {rules.min_pixels} to {rules.max_pixels} pixels are impossible for '{model_folder}'; data.max_pixels "
             f"must be at least data.min_pixels and {smallest}, the pixels of one token"
         )
-    folder = media_folder(settings.media_folder, run_folder)
-    return PictureReader(settings, SeeingModel(rules, load_picture_tokens(model_folder, tokenizer), folder))
+    tokens = load_picture_tokens(model_folder, tokenizer)
+    return PictureReader(settings, SeeingModel(rules, tokens, settings.kept_in(str(run_folder))))
 
 
 class PictureReader:
@@ -77,24 +80,24 @@ class PictureReader:
     # the first pass -----------------------------------------------------------------------------------------------
 
     def light_rows(
-        self, rows: Sequence[Row], origin: Origin, message_keys: Sequence[str]
+        self, rows: Iterable[Row], origin: Origin, message_keys: Sequence[str]
     ) -> Iterator[tuple[RowPlace, Row | PictureError]]:
         """Every row without bytes or decoded pictures, in order; paths of kept files are in their place, or the row's error.
 
+        Few rows are read ahead, so that bytes of pictures are not in memory all at once.
         `message_keys`: where chat messages may be, also as JSON in a text if the model takes pictures.
 
         Raises:
             DataError: the model takes no pictures and a row has some, videos cannot be decoded here, or no row has the key
                 of the pictures, but they have others that look like it.
         """
-        places = [RowPlace(origin, number) for number in range(len(rows))]
         if self.model is None:
-            for place, row in zip(places, rows, strict=True):
+            for number, row in enumerate(rows):
+                place = RowPlace(origin, number)
                 self._refuse_pictures(row, message_keys, place)
                 yield place, cast(Row, _without_bytes(row))
             return
-        self._check_keys(rows, origin)
-        model = self.model
+        model, keys = self.model, set[str]()
 
         def light(row: Row, place: RowPlace) -> Row | PictureError:
             try:
@@ -102,21 +105,31 @@ class PictureReader:
             except PictureError as error:
                 return error
 
-        pool = ThreadPoolExecutor(os.cpu_count(), "pictures")  # Pillow decodes and resizes without the interpreter's lock
+        threads = os.cpu_count() or 1
+        ahead: deque[tuple[RowPlace, Future[Row | PictureError]]] = deque()
+        pool = ThreadPoolExecutor(threads, "pictures")  # Pillow decodes and resizes without the interpreter's lock
         try:
-            yield from zip(places, pool.map(light, rows, places), strict=True)
+            for number, row in enumerate(rows):
+                keys.update(key for key, value in row.items() if value)
+                ahead.append((RowPlace(origin, number), pool.submit(light, row, RowPlace(origin, number))))
+                if len(ahead) > READ_AHEAD * threads:
+                    place, done = ahead.popleft()
+                    yield place, done.result()
+            while ahead:
+                place, done = ahead.popleft()
+                yield place, done.result()
         finally:
             pool.shutdown(cancel_futures=True)
+        self._check_keys(keys, origin)
 
-    def _check_keys(self, rows: Sequence[Row], origin: Origin) -> None:
-        key = self.settings.image_key
-        if key is None or any(key in row or self.settings.video_key in row for row in rows):
-            return
-        others = [name for name in USUAL_KEYS if any(row.get(name) for row in rows)]
-        if others:
+    def _check_keys(self, keys: set[str], origin: Origin) -> None:
+        """`keys`: those under which any row has something."""
+        own = self.settings.image_key
+        others = [name for name in USUAL_KEYS if name in keys]
+        if own is not None and others and not keys & {own, self.settings.video_key}:
             raise DataError(
-                f"{origin} has no key '{key}' (data.image_key), but '{others[0]}'; set data.image_key to '{others[0]}', or to "
-                "null to train on the text alone"
+                f"{origin} has nothing under '{own}' (data.image_key), but under '{others[0]}'; set data.image_key to "
+                f"'{others[0]}', or to null to train on the text alone"
             )
 
     def _refuse_pictures(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> None:
@@ -217,9 +230,9 @@ class PictureReader:
             asked[kind] += 1
             return waiting[kind].pop(0) if waiting[kind] else []
 
-        def placed(content: str | Parts) -> str | Parts:
+        def placed(content: str | ContentParts) -> str | ContentParts:
             """`content` with its pictures' parts, taken in passing."""
-            parts: Parts = []
+            parts: ContentParts = []
             for part in _split(content, self._mark):
                 kind = _kind_of(part)
                 frames = frames_of_part(kind, part) if kind else []
@@ -240,10 +253,9 @@ class PictureReader:
             return _before_user_text(arranged, len(first), place), first
         for kind, mark in MARKS.items():
             if kind in self._keys and asked[kind] != numbers[kind]:
-                what = "pictures" if kind == "image" else "videos"
-                raise self._error(
-                    place, f"has {numbers[kind]} {what} under '{self._keys[kind]}', but {asked[kind]} places for them ({mark})"
-                )
+                what = _several(numbers[kind], "picture" if kind == "image" else "video")
+                places = f"{_several(asked[kind], 'place')} for them ({mark})"
+                raise self._error(place, f"has {what} under '{self._keys[kind]}', but {places}")
         return arranged, pictures
 
     def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[KeptPicture]]:
@@ -270,8 +282,8 @@ class PictureReader:
         rules, placeholder = self.model.rules, self.model.tokens.image_id
         if (found := (prompt + response).count(placeholder)) != len(pictures):
             raise DataError(
-                f"{place} has {len(pictures)} pictures, but the chat template makes {found} placeholders of them; the model's "
-                "folder must have the template of its processor"
+                f"{place} has {_several(len(pictures), 'picture')}, but the chat template makes "
+                f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
             )
         if placeholder in response:
             raise self._error(place, "has a picture behind its first answer; pictures must be in turns before it")
@@ -317,6 +329,10 @@ class PictureReader:
         return PictureError(f"{place} {why}; {REMEDY}")
 
 
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def _kind_of(part: dict[str, Any]) -> str | None:
     """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
     named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
@@ -325,10 +341,10 @@ def _kind_of(part: dict[str, Any]) -> str | None:
     return next((kind for field, kind in named.items() if part.get(field) is not None), None)
 
 
-def _split(content: str | Parts, mark: re.Pattern[str]) -> Parts:
+def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
     """`content` as parts; a mark in a text is a part of its own."""
     kinds = {text: kind for kind, text in MARKS.items()}
-    parts: Parts = []
+    parts: ContentParts = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if _kind_of(part) is not None:
             parts.append(part)
@@ -346,7 +362,7 @@ def _before_user_text(messages: list[ChatMessage], count: int, place: RowPlace) 
     """`messages` with `count` pictures at the beginning of the first user turn."""
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise PictureError(f"{place} has {count} pictures, but no user turn that they could be in; {REMEDY}")
+        raise PictureError(f"{place} has {_several(count, 'picture')}, but no user turn that they could be in; {REMEDY}")
     content = messages[first]["content"]
     text = [{"type": "text", "text": content}] if isinstance(content, str) else content
     turn = {**messages[first], "content": [*[{"type": "image"}] * count, *text]}

@@ -12,6 +12,8 @@ from megarl.errors import ModelError
 
 PROCESSOR = "Qwen2VLImageProcessor"
 """The image processor whose sizes and patches `data/images.py` and `data/pixels.py` compute, of all Qwen-VL models."""
+TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
+"""Settings of the image processor, and what config.json calls them."""
 BICUBIC = 3
 """PIL's number of the only filter that pictures are resized by."""
 
@@ -49,7 +51,7 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
     """How the model in `folder` wants its pictures, by its image processor; other limits than its own are given.
 
     Raises:
-        ModelError: the folder has no image processor, or one that megarl does not compute.
+        ModelError: the folder has no image processor, one that megarl does not compute, or one for another tower.
     """
     from transformers import AutoImageProcessor
 
@@ -70,6 +72,13 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
     ):
         if getattr(processor, field) != value:
             raise ModelError(f"'{folder}': its image processor's {field} is {getattr(processor, field)}; it must be {value}")
+    tower = _config(folder).get("vision_config") or {}
+    for field, name in TOWER_FIELDS.items():
+        if tower.get(name, getattr(processor, field)) != getattr(processor, field):
+            raise ModelError(
+                f"'{folder}': its image processor's {field} is {getattr(processor, field)}, but config.json's tower has "
+                f"{name} {tower[name]}"
+            )
     rules = PictureRules(
         patch=int(processor.patch_size),
         temporal=int(processor.temporal_patch_size),

@@ -6,7 +6,7 @@ response ends with its last trained token. Nothing is truncated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -73,7 +73,7 @@ class SupervisedBuilder:
         self.pictures = pictures or PictureReader(PictureFields())
         self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0}
 
-    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
+    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
         """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`.
 
         `row_id` is `<prefix>-<row number>`, and so is `group_id` until a sampler hands the row out. `labels` are set for
@@ -90,9 +90,11 @@ class SupervisedBuilder:
         """
         origin = origin or Origin(f"data.{prefix}")
         samples: list[Sample] = []
+        read = 0
         settings = self.settings
         keys = [settings.prompt_key, settings.messages_key, settings.chosen_key, settings.rejected_key]
         for place, row in self.pictures.light_rows(rows, origin, [key for key in keys if key is not None]):
+            read = place.number + 1
             try:
                 if isinstance(row, PictureError):
                     raise row
@@ -103,7 +105,7 @@ class SupervisedBuilder:
                 self.dropped["bad_pictures"] += 1
         if not samples:
             left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
-            raise DataError(f"{origin} gives no samples: {f'of {len(rows)} rows {left}' if rows else 'it has no rows'}")
+            raise DataError(f"{origin} gives no samples: {f'of {read} rows {left}' if read else 'it has no rows'}")
         return samples
 
     def _of_row(self, row: Row, row_id: str, place: RowPlace) -> list[Sample]:

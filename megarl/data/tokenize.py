@@ -5,7 +5,7 @@ A prompt's ids are those of the model's own processor; nothing is truncated sile
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class PromptBuilder:
         self.pictures = pictures or PictureReader(data)
         self.dropped = {"overlong": 0, "bad_pictures": 0}
 
-    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
+    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
         """One prompt per row, `row_id` `<prefix>-<row number>`, in the rows' order; `group_id` is left to the sampler.
 
         Args:
@@ -80,9 +80,11 @@ class PromptBuilder:
                 cannot be used and `data.bad_pictures` is `error`, or no row is left.
         """
         prompts = []
+        read = 0
         origin = origin or Origin(f"data.{prefix}", getattr(self.data, prefix, None))
         before = dict(self.dropped)
         for place, row in self.pictures.light_rows(rows, origin, [self.data.prompt_key]):
+            read = place.number + 1
             try:
                 prompt = self._of_row(row, f"{prefix}-{place.number}", place)
             except PictureError:
@@ -94,7 +96,7 @@ class PromptBuilder:
                 prompts.append(prompt)
         if not prompts:
             dropped = {why: count - before[why] for why, count in self.dropped.items() if count > before[why]}
-            raise DataError(f"{origin} gives no prompts: {self._why_none(len(rows), dropped)}")
+            raise DataError(f"{origin} gives no prompts: {self._why_none(read, dropped)}")
         return prompts
 
     def _why_none(self, rows: int, dropped: dict[str, int]) -> str:
@@ -119,7 +121,7 @@ class PromptBuilder:
         if self.data.overlong_prompts == "error":
             of_pictures, lower = "", ""
             if media:
-                of_pictures = f", {sum(one.tokens for one in media)} of them of {len(media)} pictures"
+                of_pictures = f", {sum(one.tokens for one in media)} of them for pictures"
                 lower = "lower data.max_pixels, "
             raise DataError(
                 f"{place} has a prompt of {len(ids)} tokens{of_pictures}, but data.max_prompt_tokens is "

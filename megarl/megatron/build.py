@@ -13,7 +13,10 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.layout import Layout
+from megarl.data.media import PictureRules
+from megarl.data.picture_rules import load_picture_rules
 from megarl.data.pixels import Pictures
+from megarl.errors import ModelError
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
@@ -21,9 +24,8 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.seeing import SeeingModel, build_tower
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
-from megarl.models.picture_rules import picture_rules
 from megarl.models.registry import architecture_for
-from megarl.models.vision import part_of
+from megarl.models.vision import Vision, part_of
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:
@@ -111,6 +113,18 @@ def _stages(options: ModelOptions) -> list[int | None]:
     return list(range(options.layout.vpp)) if options.layout.vpp else [None]
 
 
+def _picture_rules(folder: str | Path, vision: Vision) -> PictureRules:
+    """How the model in `folder` wants its pictures; raises ModelError if its processor's patches are not those of the tower."""
+    rules = load_picture_rules(folder)
+    for field in ("patch", "temporal", "merge"):
+        if getattr(rules, field) != getattr(vision, field):
+            raise ModelError(
+                f"'{folder}': the image processor's {field} is {getattr(rules, field)}, but config.json's vision_config says "
+                f"{getattr(vision, field)}; they must be equal"
+            )
+    return rules
+
+
 def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
     layout, architecture = options.layout, architecture_for(folder.config)
     pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
@@ -136,7 +150,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     else:
         pictures = None
         if pre_process and options.media_folder is not None:
-            pictures = Pictures(Path(options.media_folder), picture_rules(folder.path, vision))
+            pictures = Pictures(Path(options.media_folder), _picture_rules(folder.path, vision))
         recompute, dtype = options.recompute == "full", DTYPES[options.dtype]
         tower = build_tower(folder.config, vision, dtype, recompute=recompute) if pre_process else None
         eager = options.trainable and ddp_config(options).overlap_grad_reduce

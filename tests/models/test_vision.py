@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,8 @@ import torch
 
 from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
-from megarl.models.picture_rules import CLIP_MEAN, CLIP_STD, picture_rules
 from megarl.models.registry import architecture_for
-from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, vision_of
+from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face
 
 QWEN2_TEXT = {
     "attention_dropout": 0.0,
@@ -254,42 +252,3 @@ def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, An
     with pytest.raises(ModelError, match="config.json: .*" + sentence):
         for read in (architecture.weight_map, architecture.transformer_config_kwargs, architecture.gpt_kwargs):
             read(changed(config, change))
-
-
-def test_picture_rules_are_those_of_the_processor(tmp_path: Path) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    vision = vision_of("qwen2_5_vl")
-    theirs = Qwen2VLImageProcessorPil()
-    theirs.save_pretrained(tmp_path)
-    found = picture_rules(tmp_path, vision)
-    assert (found.patch, found.temporal, found.merge) == (theirs.patch_size, theirs.temporal_patch_size, theirs.merge_size)
-    assert (found.min_pixels, found.max_pixels) == (theirs.size["shortest_edge"], theirs.size["longest_edge"])
-    assert (found.mean, found.std) == (theirs.image_mean, theirs.image_std)
-    (tmp_path / "preprocessor_config.json").rename(tmp_path / "kept")
-    settings = json.loads((tmp_path / "kept").read_text())
-    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
-    assert picture_rules(tmp_path, vision) == found
-    (tmp_path / "preprocessor_config.json").write_text('{"min_pixels": 3136, "max_pixels": 12845056}')
-    least = picture_rules(tmp_path, vision)
-    assert (least.min_pixels, least.max_pixels, least.mean, least.std) == (3136, 12845056, CLIP_MEAN, CLIP_STD)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (None, "has no preprocessor_config.json, which says how the model wants its pictures"),
-        ("[", "is not valid JSON"),
-        ({"patch_size": 16}, "patch_size is 16, but config.json's vision_config says 14"),
-        ({"do_normalize": False}, "do_normalize is False; it must be true, or absent"),
-        ({"rescale_factor": 1.0}, "rescale_factor is 1.0; it must be 1/255"),
-        ({"min_pixels": 9, "max_pixels": 4}, "pictures have 9 to 4 pixels; these must be positive integers in this order"),
-        ({"image_mean": [0.5]}, r"image_mean is \[0.5\]; it must be three numbers"),
-    ],
-)
-def test_settings_that_megarl_cannot_follow_are_refused(settings: Any, sentence: str, tmp_path: Path) -> None:
-    if settings is not None:
-        text = settings if isinstance(settings, str) else json.dumps(settings)
-        (tmp_path / "preprocessor_config.json").write_text(text)
-    with pytest.raises(ModelError, match=sentence):
-        picture_rules(tmp_path, vision_of("qwen2_5_vl"))

@@ -12,7 +12,7 @@ from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
 from megarl.data.mixture import build_parts
 from megarl.data.picture_reader import open_pictures
-from megarl.data.prompts import load_rows
+from megarl.data.prompts import rows_of
 from megarl.data.sample import Prompt
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
@@ -69,7 +69,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         tools = episodes.tool_schemas if episodes is not None else ()
         pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
         builder = PromptBuilder(tokenizer, data, tools, pictures)
-        held_out = builder.build(load_rows(data.eval), prefix="eval") if data.eval is not None else []
+        held_out = builder.build(rows_of(data.eval), prefix="eval") if data.eval is not None else []
         parts = build_parts(builder, data.train, prefix="train") if train else []
         kept = [drop_eval_overlap(prompts, held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)

@@ -22,7 +22,6 @@ from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
 from megarl.config.sections import TrainedRole
 from megarl.data.batch import Batch
-from megarl.data.media import media_folder
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
@@ -118,7 +117,7 @@ class Roles:
             fp8_bf16_layers=config.model.fp8_bf16_layers,
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
-            media_folder=str(media_folder(config.data.media_folder, config.run_folder)),
+            media_folder=str(config.data.kept_in(config.run_folder)),
             megatron=megatron_of(config, role),
             section=f"{role}.megatron",
         )

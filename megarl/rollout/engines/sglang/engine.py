@@ -14,7 +14,6 @@ from torch.distributed import TCPStore
 
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
-from megarl.data.media import media_folder
 from megarl.errors import ConfigError, EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
@@ -71,7 +70,7 @@ class SglangEngine(ServedEngine):
             "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,
             "extra": rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served},
             "start_timeout_s": config.resources.deadlines.start_s,
-            "media_folder": media_folder(config.data.media_folder, config.run_folder),
+            "media_folder": config.data.kept_in(config.run_folder),
         }
 
     @classmethod
