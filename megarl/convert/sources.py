@@ -25,21 +25,21 @@ from megarl.checkpoint.format.naming import (
     is_linear_weight,
     is_vocabulary,
     model_names,
-    sequence_classifier,
     without_quantization,
 )
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ModelError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import load_hf_config, sequence_classifier
+from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
 
 HF_SUBFOLDER = "hf"
 """Where a distributed checkpoint keeps config.json, tokenizer and the like."""
 _OUTPUT = "output_layer.weight"
-_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", TOWER)
 
 
 @dataclass(frozen=True)

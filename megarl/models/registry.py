@@ -76,6 +76,14 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     return found
 
 
+def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with a scalar head in place of its vocabulary, as critics and reward models have."""
+    names = list(hf_config.get("architectures") or ())
+    for head in ("ForCausalLM", "ForConditionalGeneration"):
+        names = [name.replace(head, "ForSequenceClassification") for name in names]
+    return {**hf_config, "architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+
+
 def load_hf_config(path: str | Path) -> dict[str, Any]:
     """The dict of `config.json` in a Hugging Face model folder.
 

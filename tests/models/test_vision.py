@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.config.layout import Layout
 from megarl.errors import ModelError
+from megarl.models.flops import picture_flops
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.picture_rules import CLIP_MEAN, CLIP_STD, picture_rules
 from megarl.models.registry import architecture_for
+from megarl.models.shape import shape_of
+from megarl.models.vision import TOWER
+from megarl.planning.parameters import stage_parameters
 from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, vision_of
 
 QWEN2_TEXT = {
@@ -293,3 +300,27 @@ def test_settings_that_megarl_cannot_follow_are_refused(settings: Any, sentence:
         (tmp_path / "preprocessor_config.json").write_text(text)
     with pytest.raises(ModelError, match=sentence):
         picture_rules(tmp_path, vision_of("qwen2_5_vl"))
+
+
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("grid", [(1, 4, 6), (1, 8, 10), (2, 6, 2)])
+def test_operations_of_a_picture_are_those_that_torch_counts(family: str, grid: tuple[int, int, int]) -> None:
+    """Windows at the edges of a picture are smaller ones."""
+    tower, vision = hugging_face(family).model.visual, vision_of(family)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor([grid]))
+    assert counter.get_total_flops() == picture_flops(vision, grid)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_the_first_stage_holds_the_whole_tower_on_every_tensor_rank(family: str) -> None:
+    shape = shape_of(hf_config(family).to_dict())
+    assert shape.vision is not None
+    tower = sum(map(prod, shape.vision.shapes.values()))
+    assert tower == sum(p.numel() for p in hugging_face(family).model.visual.parameters())
+    layout = Layout(tp=2, pp=2, etp=2, sequence_parallel=True)
+    without = replace(shape.weight_map, rules=tuple(r for r in shape.weight_map.rules if not r.megatron_name.startswith(TOWER)))
+    for stage, (counted, of_decoder) in enumerate(
+        zip(stage_parameters(shape, layout), stage_parameters(replace(shape, weight_map=without), layout), strict=True)
+    ):
+        assert counted.dense - of_decoder.dense == (tower if stage == 0 else 0)
