@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError, nearest
-from megarl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_5_vl, qwen2_vl, qwen3, qwen3_moe, qwen3_vl
+from megarl.models import (
+    deepseek_v3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from megarl.models.architecture import Architecture
 from megarl.system.user_code import absolute_name, load_user_object
 
@@ -25,6 +37,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen2_vl.ARCHITECTURE,
     qwen2_5_vl.ARCHITECTURE,
     qwen3_vl.ARCHITECTURE,
+    qwen3_vl_moe.ARCHITECTURE,
 )
 
 
