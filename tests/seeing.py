@@ -89,6 +89,23 @@ SEEING: dict[str, SeeingFamily] = {
         patch=16,
         frames_apart=True,
     ),
+    "qwen3_vl_moe": SeeingFamily(
+        "Qwen3VLMoe",
+        {
+            "depth": 3,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 20,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        _rope([2, 2, 2], mrope_interleaved=True)
+        | {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
+        num_experts=4,
+        patch=16,
+        frames_apart=True,
+    ),
 }
 
 
@@ -131,7 +148,8 @@ def by_hub_name(family: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
         short = {"model.visual.": "visual.", "model.language_model.": "model."}
         for long, hub in short.items():
             named = {hub + n.removeprefix(long) if n.startswith(long) else n: tensor for n, tensor in named.items()}
-    return named
+    # transformers has the experts' matrices transposed
+    return {name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor for name, tensor in named.items()}
 
 
 def hub_tensors(family: str, model: Any) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
+from megarl.models.fused_experts import ExpertSlice, FusedExperts
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
@@ -73,6 +75,11 @@ class HFFolder:
         return {name: self._file_of_stored[stored] for name, stored in self._stored.items()}
 
     @cached_property
+    def fused(self) -> FusedExperts | None:
+        """How its experts are stored, where not each one's tensors are."""
+        return fused_experts_of(self.config)
+
+    @cached_property
     def _other_names(self) -> tuple[tuple[str, str], ...]:
         try:
             return architecture_for(self.config).other_names
@@ -102,8 +109,8 @@ class HFFolder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor in the folder."""
-        return tuple(self._file_of)
+        """Every tensor in the folder; experts have tensors of their own, however they are stored."""
+        return tuple(self._file_of) if self.fused is None else tuple(chain(*map(self.fused.names_of, self._file_of)))
 
     def get_slice(self, name: str) -> Any:
         """A safetensors slice of a tensor: index it (`[a:b]`, `[:, a:b]`) to read that part; `[:]` for all.
@@ -111,6 +118,11 @@ class HFFolder:
         Raises:
             ModelError: there is no such tensor, or its file is missing or damaged.
         """
+        place = self.fused.place(name) if self.fused is not None else None
+        if place is not None and self.fused is not None:
+            source = self.get_slice(place.stored)
+            as_on_the_hub = self.fused.check(place.stored, tuple(source.get_shape()))
+            return ExpertSlice(source, place, as_on_the_hub=as_on_the_hub)
         file = self._file_of.get(name)
         if file is None:
             raise ModelError(f"model folder '{self.path}' has no tensor '{name}'{nearest(name, self._file_of)}")
@@ -129,7 +141,7 @@ class HFFolder:
         return (source[:1] if source.get_shape() else source[...]).dtype
 
     def entries(self) -> dict[str, tuple[str, Entry]]:
-        """(file, where it lies in the file) of every tensor, with the index checked against the files' own headers.
+        """(file, where it lies in the file) of every stored tensor, with the index checked against the files' own headers.
 
         Raises:
             ModelError: a file is missing or damaged, a tensor is in two files, or index and files contradict each other.
@@ -202,7 +214,7 @@ def write_hf_folder(
     """Write a model folder that appears whole or not at all.
 
     Tensors are taken one at a time and at most `max_shard_bytes` (or one tensor) are held. `COMPANIONS` in
-    `extra_files_from` are copied along.
+    `extra_files_from` are copied along. Experts that the hub stores together are, however they come.
 
     Raises:
         ModelError: `path` is a file or a folder with something in it, or a tensor comes twice.
@@ -210,12 +222,22 @@ def write_hf_folder(
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
+    fused = fused_experts_of(config)
     with whole_folder(target) as staging:
         (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _write_shards(staging, tensors, max_shard_bytes)
+        _write_shards(staging, tensors if fused is None else fused.joined(tensors), max_shard_bytes)
         if extra_files_from is not None:
             copy_companions(Path(extra_files_from), staging)
         _open_to_others(staging)
+
+
+def fused_experts_of(config: Mapping[str, Any]) -> FusedExperts | None:
+    """How folders of a model store experts, where not each one's tensors are; also of models that megarl does not know."""
+    try:
+        read = architecture_for(dict(config)).fused_experts
+    except ModelError:
+        return None
+    return read(dict(config)) if read is not None else None
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.errors import ModelError
 from megarl.models import qwen2
 from megarl.models.architecture import HFConfig
 from megarl.models.hf_fields import refuse, size
@@ -21,6 +22,7 @@ DEFAULTS = {
     "tokens_per_second": 4,
     "window_size": 112,
     "out_hidden_size": 3584,
+    "fullatt_block_indexes": (7, 15, 23, 31),
 }
 
 
@@ -28,10 +30,11 @@ def vision(hf_config: HFConfig) -> Vision:
     """The tower: RMSNorms, gated MLPs with biases, and a projector of two layers."""
     config = vision_config(hf_config, DEFAULTS)
     refuse(config, "hidden_act", "silu", "its multiply-adds and shapes are those of a gated SiLU MLP")
-    hidden, ffn, out, depth = (
-        size(config, f"{name}") for name in ("hidden_size", "intermediate_size", "out_hidden_size", "depth")
-    )
+    hidden, ffn, out, depth = (size(config, name) for name in ("hidden_size", "intermediate_size", "out_hidden_size", "depth"))
     patch = square_patch(config)
+    window = size(config, "window_size") // (patch["patch"] * patch["merge"]) * patch["merge"]
+    if not window:
+        raise ModelError(f"config.json: window_size is {config['window_size']}; a window must have room for a token")
     wide = hidden * patch["merge"] ** 2
 
     def block(name: str) -> Shapes:
@@ -61,6 +64,8 @@ def vision(hf_config: HFConfig) -> Vision:
         depth=depth,
         deepstack=(),
         tokens_per_second=float(config["tokens_per_second"]),
+        window=window,
+        window_layers=depth - len(set(config["fullatt_block_indexes"]) & set(range(depth))),
         **patch,
         **placeholders(hf_config),
     )

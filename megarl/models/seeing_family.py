@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from megarl.errors import ModelError
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.fused_experts import FusedExperts
 from megarl.models.packings import Copy
-from megarl.models.vision import TOWER, TextConfig, Vision
+from megarl.models.vision import TOWER, Vision
 from megarl.models.weight_map import Rule, WeightMap
 
 
@@ -20,10 +21,11 @@ def seeing(
     name: str,
     hf_class: str,
     text: Architecture,
-    text_config: TextConfig,
+    text_config: Callable[[HFConfig], HFConfig],
     vision: Callable[[HFConfig], Vision],
     *,
     prefixes: tuple[str, str],
+    fused_experts: Callable[[HFConfig], FusedExperts] | None = None,
 ) -> Architecture:
     """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families)."""
 
@@ -54,6 +56,7 @@ def seeing(
         text_config=text_config,
         vision=checked,
         other_names=_other_names(*prefixes),
+        fused_experts=fused_experts,
     )
 
 

@@ -66,7 +66,8 @@ class Vision:
     square of `patch` pixels in `temporal` frames of `channels` colours; `merge` by `merge` patches are one token, whose
     features have `out` numbers. `hidden` and `depth` are width and number of its layers, `deepstack` those whose features are
     added behind the decoder's first ones. `tokens_per_second` says how far time goes on in a second of a video; None: one
-    position from grid to grid. `image_token` and `video_token` are the placeholders.
+    position from grid to grid. `image_token` and `video_token` are the placeholders. In `window_layers` of its layers a patch
+    attends to those of a square of `window` by `window` patches, in the others to all of its frames.
     """
 
     tower: str
@@ -83,6 +84,8 @@ class Vision:
     tokens_per_second: float | None
     image_token: int
     video_token: int
+    window: int = 0
+    window_layers: int = 0
 
     @property
     def parameters(self) -> int:

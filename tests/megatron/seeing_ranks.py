@@ -15,13 +15,19 @@ from tests.themes.parallel.worlds import objective
 
 
 def make_role(folder: Path, layout: Layout, *, freeze: tuple[Part, ...] = (), **more: Any) -> Any:
-    """A trained role of the model in `folder`, with the pictures in its media folder."""
+    """A trained role of the model in `folder`, with the pictures in its media folder; the first one of the call."""
     from megarl.megatron.build import initialize_layout
+
+    initialize_layout(layout, seed=1)
+    return another_role(folder, layout, folder / "media", freeze=freeze, **more)
+
+
+def another_role(folder: Path, layout: Layout, media: Path, **more: Any) -> Any:
+    """As `make_role`, in a world whose layout is there."""
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
 
-    initialize_layout(layout, seed=1)
-    options = ModelOptions(str(folder), layout, freeze=freeze, media_folder=str(folder / "media"), logit_chunk_tokens=5, **more)
+    options = ModelOptions(str(folder), layout, media_folder=str(media), logit_chunk_tokens=5, **more)
     return RankModel(options, OptimizerOptions(lr=1e-2))
 
 
@@ -72,3 +78,14 @@ def exported(role: Any) -> dict[str, Tensor]:
 def _after_one_more(role: Any, units: list[Unit], layout: Layout) -> dict[str, Tensor]:
     update(role, units, layout)
     return exported(role)
+
+
+def write_critic(rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], target: Path) -> Any:
+    """Update a role with a value head and write it to `target`: its values, and those of a role that reads `target`."""
+    from megarl.megatron.hf_export import write_role
+
+    role = make_role(folder, layout, head="value")
+    role.update([[unit] for unit in units], lambda output, stream: (output.square().sum() - output.sum(), {}))
+    write_role(role, str(target))
+    again = another_role(target, layout, folder / "media", head="value")
+    return [answer.columns for answer in (role.forward([[unit] for unit in units]), again.forward([[unit] for unit in units]))]

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.config.presets import Part
+from megarl.models.hf_folder import HFFolder
+from megarl.models.registry import architecture_for
 from megarl.models.vision import part_of
-from tests.megatron.seeing_ranks import resume, save, update_frozen
-from tests.seeing import build_seeing_folder, pictures, units
+from tests.megatron.seeing_ranks import resume, save, update_frozen, write_critic
+from tests.seeing import SEEING, build_seeing_folder, pictures, units
 from tests.world import World
 
 SP = Layout(tp=2, sequence_parallel=True)
@@ -94,3 +96,15 @@ def test_a_checkpoint_of_a_model_that_sees_moves_between_layouts(
                     assert torch.equal(found[name], tensor), (field, layout, name)
                 else:
                     torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=f"{layout} {name}")
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_critic_that_sees_is_written_and_read_again(world: World, folder: Any, family: str, tmp_path: Path) -> None:
+    target = tmp_path / "critic"
+    [(before, after), _] = world.call(write_critic, folder(family), Layout(dp=2), units(family), target, size=2)
+    assert before.any()
+    assert (before == after).all()
+    written = HFFolder(target)
+    assert written.config["architectures"] == [f"{SEEING[family].class_prefix}ForSequenceClassification"]
+    written.check(architecture_for(written.config).weight_map(written.config))
+    assert "lm_head.weight" not in written.names

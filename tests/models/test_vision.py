@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.config.layout import Layout
 from megarl.errors import ModelError
+from megarl.models.flops import picture_flops
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
-from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face
+from megarl.models.shape import shape_of
+from megarl.models.vision import TOWER
+from megarl.planning.parameters import stage_parameters
+from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, vision_of
 
 QWEN2_TEXT = {
     "attention_dropout": 0.0,
@@ -85,6 +92,19 @@ OF_8B = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
+OF_30B = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 PUBLISHED = {
     "Qwen2-VL-2B": (qwen2_vl(1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True), 2_208_985_600),
     "Qwen2-VL-7B": (qwen2_vl(3584, 18944, 28, 28, 4, 152064), 8_291_375_616),
@@ -92,6 +112,7 @@ PUBLISHED = {
     "Qwen2.5-VL-7B": (qwen2_5_vl(3584, 18944, 28, 28, 4, 152064, 3420), 8_292_166_656),
     "Qwen2.5-VL-72B": (qwen2_5_vl(8192, 29568, 80, 64, 8, 152064, 3456), 73_410_777_344),
     "Qwen3-VL-8B": (qwen3_vl(OF_8B, {"out_hidden_size": 4096}), 8_767_123_696),
+    "Qwen3-VL-30B-A3B": (qwen3_vl(OF_30B, {"out_hidden_size": 2048}, moe="Moe"), 31_070_754_032),
 }
 """The hub's configs, and how many parameters its pages say the checkpoints have."""
 
@@ -138,7 +159,9 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         "num_attention_heads",
         "num_key_value_heads",
     )
-    text = {name: written["text_config"][name] for name in (*sizes, "max_position_embeddings")}
+    of_experts = ("num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok")
+    names = (*sizes, "max_position_embeddings", *of_experts)
+    text = {name: value for name, value in written["text_config"].items() if name in names}
     given = least | {"text_config": text, "vision_config": width}
     written["vision_config"] |= width
     architecture = architecture_for(full)
@@ -192,12 +215,50 @@ def test_transformers_saves_and_loads_the_hubs_names(family: str, tmp_path: Path
     model.save_pretrained(tmp_path / "saved")
     saved = HFFolder(tmp_path / "saved")
     expected = hub_tensors(family, model)
-    assert sorted(saved.names) == sorted(expected)
+    assert sorted(saved.entries()) == sorted(expected)
     build_seeing_folder(family, tmp_path / "built")
     loaded, info = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "built", output_loading_info=True)
     assert not any(info.values()), info
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
+    built = HFFolder(tmp_path / "built")
+    assert (
+        sorted(saved.names) == sorted(built.names) == sorted(architecture_for(built.config).weight_map(built.config).hf_names())
+    )
+    for folder in (saved, built):  # of which transformers' own has matrices of experts transposed
+        folder.check(architecture_for(folder.config).weight_map(folder.config))
+        assert all(torch.equal(folder.get_slice(name)[:], built.get_slice(name)[...]) for name in folder.names)
+
+
+def test_an_experts_tensors_are_parts_of_the_stored_ones(tmp_path: Path) -> None:
+    """By hand, whole and in slices, as the hub stores them and as transformers does."""
+    model = hugging_face("qwen3_vl_moe")
+    build_seeing_folder("qwen3_vl_moe", tmp_path / "hub")
+    model.save_pretrained(tmp_path / "saved")
+    for folder in (HFFolder(tmp_path / "hub"), HFFolder(tmp_path / "saved")):
+        for layer, expert in ((0, 0), (2, 3)):
+            experts = model.model.language_model.layers[layer].mlp.experts
+            gate, up = experts.gate_up_proj[expert].chunk(2)
+            for part, whole in (("gate", gate), ("up", up), ("down", experts.down_proj[expert])):
+                found = folder.get_slice(f"model.language_model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight")
+                assert found.get_shape() == list(whole.shape)
+                assert torch.equal(found[:], whole)
+                assert torch.equal(found[3:7], whole[3:7])
+                assert torch.equal(found[:, 2:9], whole[:, 2:9])
+
+
+def test_experts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path) -> None:
+    build_seeing_folder("qwen3_vl_moe", tmp_path / "hub")
+    hub = HFFolder(tmp_path / "hub")
+    tensors = {name: hub.get_slice(name)[:].contiguous() for name in hub.names}
+    gone = "model.language_model.layers.0.mlp.experts.2.up_proj.weight"
+    with pytest.raises(ModelError, match=f"gate_up_proj' cannot be written without '{gone}'"):
+        write_hf_folder(tmp_path / "less", [item for item in tensors.items() if item[0] != gone], hub.config)
+    stored = "model.language_model.layers.0.mlp.experts.down_proj"
+    others = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp.experts" not in name or ".down" not in name}
+    write_hf_folder(tmp_path / "other", (others | {stored: torch.zeros(4, 12, 31)}).items(), hub.config)
+    with pytest.raises(ModelError, match=r"has shape \[4, 12, 31\], but config.json implies \[4, 12, 32\] or, as transformers"):
+        HFFolder(tmp_path / "other").get_slice("model.language_model.layers.0.mlp.experts.1.down_proj.weight")
 
 
 REFUSED = [
@@ -234,6 +295,7 @@ REFUSED = [
         "must be some of the tower's 3 layers, in their order",
     ),
     ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [3]}}, "must be some of the tower's 3 layers, in their order"),
+    ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob is False; it must be True"),
     ("qwen3_vl", {"text_config": {"attention_bias": True}}, "attention_bias is True; it must be False"),
 ]
 
@@ -252,3 +314,27 @@ def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, An
     with pytest.raises(ModelError, match="config.json: .*" + sentence):
         for read in (architecture.weight_map, architecture.transformer_config_kwargs, architecture.gpt_kwargs):
             read(changed(config, change))
+
+
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("grid", [(1, 4, 6), (1, 8, 10), (2, 6, 2)])
+def test_operations_of_a_picture_are_those_that_torch_counts(family: str, grid: tuple[int, int, int]) -> None:
+    """Windows at the edges of a picture are smaller ones."""
+    tower, vision = hugging_face(family).model.visual, vision_of(family)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor([grid]))
+    assert counter.get_total_flops() == picture_flops(vision, grid)
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_the_first_stage_holds_the_whole_tower_on_every_tensor_rank(family: str) -> None:
+    shape = shape_of(hf_config(family).to_dict())
+    assert shape.vision is not None
+    tower = sum(map(prod, shape.vision.shapes.values()))
+    assert tower == sum(p.numel() for p in hugging_face(family).model.visual.parameters())
+    layout = Layout(tp=2, pp=2, etp=2, sequence_parallel=True)
+    without = replace(shape.weight_map, rules=tuple(r for r in shape.weight_map.rules if not r.megatron_name.startswith(TOWER)))
+    for stage, (counted, of_decoder) in enumerate(
+        zip(stage_parameters(shape, layout), stage_parameters(replace(shape, weight_map=without), layout), strict=True)
+    ):
+        assert counted.dense - of_decoder.dense == (tower if stage == 0 else 0)

@@ -15,21 +15,24 @@ TOLERANCE = 1e-5
 
 
 def compare(
-    expected: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], report: Callable[[str, float, float], None]
+    expected: Mapping[str, Any],
+    answers: Sequence[Mapping[str, Any]],
+    report: Callable[[str, float, float], None],
+    stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda exported: exported,
 ) -> None:
     """Assert that ranks exported the same bytes, and in every mode gave the same values and gradients.
 
     `expected` has `tensors`, `values` and `gradients`, `answers` are those of `run_family`; `report` is told (mode, deviation
-    of the values, of the gradients).
+    of the values, of the gradients). `stored` makes of what is exported what a folder has.
     """
-    exported = _joined(answer["exported"] for answer in answers)
+    exported = stored(_joined(answer["exported"] for answer in answers))
     assert exported.keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
         assert exported[name].dtype == tensor.dtype, name
         assert torch.equal(exported[name], tensor), name
     for name in answers[0]["modes"]:
         mode = MODES[name]
-        gradients = _joined(answer["modes"][name]["gradients"] for answer in answers)
+        gradients = stored(_joined(answer["modes"][name]["gradients"] for answer in answers))
         found = _deviations(gradients, expected["gradients"], lambda wanted: wanted.abs().max().clamp_min(1e-30))
         of_values = 0.0
         if mode.recompute == "none":

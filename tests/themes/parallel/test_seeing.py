@@ -15,8 +15,9 @@ import pytest
 
 from megarl.data.stream import Unit
 from megarl.errors import LayoutError
+from megarl.models.hf_folder import fused_experts_of
 from megarl.models.shape import ModelShape
-from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, pictures, units, vision_of
+from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, vision_of
 from tests.themes.parallel.comparison import TOLERANCE, compare
 from tests.themes.parallel.planted import run_spec, run_with_error
 from tests.themes.parallel.report import Report
@@ -27,6 +28,7 @@ IN_EVERY_RUN = {
     "qwen2_vl": {"cp2"},
     "qwen2_5_vl": {"tp2·cp2+sp", "vpp2", "dp2"},
     "qwen3_vl": {"tp2+sp", "pp2·cp2"},
+    "qwen3_vl_moe": {"ep2·tp2+sp"},
 }
 """What `make test` computes of the matrix: together every dimension, and each family."""
 
@@ -76,7 +78,9 @@ def test_every_layout_sees_what_transformers_sees(
     answers = parity_world.call(
         run_family, expected["folder"], of_ranks, units(family), expected["media"], size=LAYOUTS[layout].world_size
     )
-    compare(expected, answers, partial(parity_report.add, layout, family))
+    fused = fused_experts_of(hf_config(family).to_dict())
+    stored = (lambda tensors: dict(fused.joined(tensors.items()))) if fused else (lambda tensors: tensors)
+    compare(expected, answers, partial(parity_report.add, layout, family), stored)
 
 
 def swapped_axes(shown: list[Unit]) -> list[Unit]:
