@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitSize
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
@@ -51,14 +52,11 @@ class Batch:
         numbers: dict[str, int] = {}
         of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
         self.groups = torch.tensor(of_group, dtype=torch.long)
-        prompts: dict[tuple[int, ...], int] = {}
-        self._prompt_of_row = np.array(
-            [prompts.setdefault((group, *s.prompt_ids), len(prompts)) for group, s in zip(of_group, self.samples, strict=True)],
-            dtype=np.int64,
-        )
-        self._prompt_ids = [_tokens(ids[1:]) for ids in prompts]  # each prompt of a group once
-        first_rows = np.unique(self._prompt_of_row, return_index=True)[1].tolist()
-        self._media = [tuple(self.samples[row].media) for row in first_rows]
+        prompts: dict[tuple[int, tuple[Media, ...], tuple[int, ...]], int] = {}
+        keys = ((group, (*s.media,), (*s.prompt_ids,)) for group, s in zip(of_group, self.samples, strict=True))
+        self._prompt_of_row = np.array([prompts.setdefault(key, len(prompts)) for key in keys], dtype=np.int64)
+        self._prompt_ids = [_tokens(ids) for _, _, ids in prompts]  # each prompt of a group once
+        self._media = [media for _, media, _ in prompts]
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,26 +12,32 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from megarl.data.stream import Unit
 from megarl.errors import EngineError
+from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.checksums import EngineLayout
 from tests import seeing
 from tests.models.test_transformers_names import other_values, stored, update
+from tests.rollout.tiny import Weights
 
 
 def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that SGLang serves on a CPU, with a tokenizer, and pictures in its folder `media`."""
     entry = seeing.SEEING[family]
-    monkeypatch.setitem(entry.text, "intermediate_size", 64)  # others are padded
+    for width in ("intermediate_size", "moe_intermediate_size"):
+        monkeypatch.setitem(entry.text, width, 64)  # others are padded
     monkeypatch.setitem(entry.vision, "in_chans", 3)  # as hub configs have it, and SGLang reads it
     seeing.build_seeing_folder(family, path)
     seeing.pictures(family, path / "media")
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    kind = "Qwen3VLProcessor" if family.startswith("qwen3") else f"{entry.class_prefix}Processor"
+    settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": kind}  # as on the hub
+    (path / "preprocessor_config.json").write_text(json.dumps(settings))
     words = [f"w{number}" for number in range(seeing.TEXT_IDS)]
     special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*words, *special])}, unk_token="w0"))
@@ -56,16 +63,10 @@ def difference(model: Any, family: str, folder: Path, units: Sequence[Unit], gro
     return worst
 
 
-def with_values(family: str, weights: Sequence[tuple[str, Tensor]]) -> Any:
-    """transformers' model with these weights, by hub name."""
-    model = seeing.hugging_face(family)
-    values = dict(weights)
-    names = dict(zip(seeing.by_hub_name(family, dict(model.named_parameters())), model.named_parameters(), strict=True))
-    with torch.no_grad():
-        for hub, (_, parameter) in names.items():
-            if hub in values:  # a tied output layer is the embedding
-                parameter.copy_(values[hub])
-    return model
+def with_values(folder: Path, weights: Weights, sent: Path) -> Any:
+    """transformers' model with these weights, by way of a folder."""
+    write_hf_folder(sent, weights, HFFolder(folder).config)
+    return AutoModelForImageTextToText.from_pretrained(sent, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.mark.slow
@@ -75,6 +76,7 @@ def with_values(family: str, weights: Sequence[tuple[str, Tensor]]) -> Any:
         ("qwen2_5_vl", 2),
         pytest.param("qwen2_vl", 1, marks=pytest.mark.exhaustive),
         ("qwen3_vl", 1),
+        pytest.param("qwen3_vl_moe", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_before(
@@ -104,7 +106,7 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
             for version, weights in ((1, tower), (2, everything)):  # the tower alone, then the decoder
                 await update(engine, weights, version)
                 groups = await engine.generate(prompts, params, n=2, media=media)
-                assert difference(with_values(family, weights), family, folder, units, groups) < 1e-5
+                assert difference(with_values(folder, weights, tmp_path / str(version)), family, folder, units, groups) < 1e-5
             name = next(name for name, _ in everything if "visual" in name and "blocks.1.mlp" in name)
             with pytest.raises(EngineError, match=f"nobody sent {name}@"):
                 await update(engine, [pair for pair in everything if pair[0] != name], 3)
