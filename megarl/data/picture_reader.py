@@ -182,15 +182,13 @@ class PictureReader:
                 return self._file(upright_rgb(original_of(value, settings.image_folder)), model)
             if isinstance(value, list | tuple):
                 chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
-                frames = [upright_rgb(original_of(value[frame], settings.image_folder)) for frame in chosen]
-            else:
-                original = original_of(value, settings.image_folder)
-                if isinstance(original, Image.Image):
-                    raise PictureError("is a picture; it must be a path, bytes or a list of frames")
-                frames = frames_of(original, settings.fps, settings.max_frames)
-            if not frames:
-                raise PictureError("has no frames")
-            return [self._file(frame, model) for frame in frames]
+                if not chosen:
+                    raise PictureError("has no frames")
+                return [self._file(upright_rgb(original_of(value[frame], settings.image_folder)), model) for frame in chosen]
+            original = original_of(value, settings.image_folder)
+            if isinstance(original, Image.Image):
+                raise PictureError("is a picture; it must be a path, bytes or a list of frames")
+            return frames_of(original, settings.fps, settings.max_frames, lambda frame: self._file(frame, model))
         except PictureError as error:
             name = "picture" if kind == "image" else "video"
             raise PictureError(f"{place}: {name} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
