@@ -347,7 +347,7 @@ def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
         if _kind_of(part) is not None:
             parts.append(part)
             continue
-        pieces = [piece for piece in mark.split(part["text"]) if piece] or [""]
+        pieces = [piece for piece in mark.split(part["text"]) if piece]
         is_mark = [mark.fullmatch(piece) is not None for piece in pieces]
         parts += [
             {"type": kinds[piece]} if stands else {"type": "text", "text": piece}
