@@ -215,7 +215,7 @@ class PictureReader:
         """
         if self.model is None:
             return messages, []
-        self._check_contents(messages, place)
+        self.check_texts(messages, place)
         waiting = self._of_columns(row)
         numbers = {kind: len(items) for kind, items in waiting.items()}
         asked = dict.fromkeys(MARKS, 0)
@@ -250,10 +250,11 @@ class PictureReader:
             first = [frame for kind in ("image", "video") for frames in waiting[kind] for frame in frames]
             return _before_user_text(arranged, len(first), place), first
         for kind, mark in MARKS.items():
-            if kind in self._keys and asked[kind] != numbers[kind]:
+            if asked[kind] != numbers[kind]:
                 what = _several(numbers[kind], "picture" if kind == "image" else "video")
                 places = f"{_several(asked[kind], 'place')} for them ({mark})"
-                raise self._error(place, f"has {what} under '{self._keys[kind]}', but {places}")
+                key = f"under '{self._keys[kind]}'" if kind in self._keys else f"as data.{kind}_key is null"
+                raise self._error(place, f"has {what} {key}, but {places}")
         return arranged, pictures
 
     def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[KeptPicture]]:
@@ -307,8 +308,14 @@ class PictureReader:
                 found[kind].append([self._kept[path] for path in ([one] if isinstance(one, str) else one)])
         return found
 
-    def _check_contents(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
-        assert self.model is not None
+    def check_texts(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
+        """Refuse texts with tokens that stand for pictures, pictures in assistant turns, and parts that are neither.
+
+        Raises:
+            DataError: `messages` have one of them; a PictureError but for the last.
+        """
+        if self.model is None:
+            return
         for message in messages:
             content, role = message["content"], message["role"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -318,10 +325,10 @@ class PictureReader:
                 if is_picture and role == "assistant":
                     raise self._error(place, "has a picture in an assistant turn; it must be in another turn")
                 if not is_picture and not isinstance(text, str):
-                    raise DataError(f"{place} has {part!r:.80} in a {role} turn; it must be text, a picture or a video")
+                    raise DataError(f"{place} has {part!r:.80} in the {role}'s turn; it must be text, a picture or a video")
                 for token in self.model.tokens.reserved:
                     if text is not None and token in text:
-                        raise self._error(place, f"has the text '{token}' in a {role} turn, which stands for a picture")
+                        raise self._error(place, f"has the text '{token}' in the {role}'s turn, which stands for a picture")
 
     def _error(self, place: RowPlace, why: str) -> PictureError:
         return PictureError(f"{place} {why}; {REMEDY}")
