@@ -31,7 +31,7 @@ LARGEST_PIXELS = 89_478_485
 LARGEST_RATIO = 200
 """Long side to short side, in transformers' processor."""
 PNG_EFFORT = 1
-"""zlib's level: a photograph at 6 takes three times as long and is 3 % smaller."""
+"""zlib's level. Two photographs of a megapixel take 0.07 s each; at level 6 0.2 s, and are 7 and 17 % smaller (Pillow 13)."""
 
 Original = Path | bytes | Image.Image
 """A picture as a row has it: a file, a file's bytes, or decoded by the user's function."""

@@ -182,15 +182,13 @@ class PictureReader:
                 return self._file(upright_rgb(original_of(value, settings.image_folder)), model)
             if isinstance(value, list | tuple):
                 chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
-                frames = [upright_rgb(original_of(value[frame], settings.image_folder)) for frame in chosen]
-            else:
-                original = original_of(value, settings.image_folder)
-                if isinstance(original, Image.Image):
-                    raise PictureError("is a picture; it must be a path, bytes or a list of frames")
-                frames = frames_of(original, settings.fps, settings.max_frames)
-            if not frames:
-                raise PictureError("has no frames")
-            return [self._file(frame, model) for frame in frames]
+                if not chosen:
+                    raise PictureError("has no frames")
+                return [self._file(upright_rgb(original_of(value[frame], settings.image_folder)), model) for frame in chosen]
+            original = original_of(value, settings.image_folder)
+            if isinstance(original, Image.Image):
+                raise PictureError("is a picture; it must be a path, bytes or a list of frames")
+            return frames_of(original, settings.fps, settings.max_frames, lambda frame: self._file(frame, model))
         except PictureError as error:
             name = "picture" if kind == "image" else "video"
             raise PictureError(f"{place}: {name} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
@@ -217,7 +215,7 @@ class PictureReader:
         """
         if self.model is None:
             return messages, []
-        self._check_contents(messages, place)
+        self.check_texts(messages, place)
         waiting = self._of_columns(row)
         numbers = {kind: len(items) for kind, items in waiting.items()}
         asked = dict.fromkeys(MARKS, 0)
@@ -252,10 +250,11 @@ class PictureReader:
             first = [frame for kind in ("image", "video") for frames in waiting[kind] for frame in frames]
             return _before_user_text(arranged, len(first), place), first
         for kind, mark in MARKS.items():
-            if kind in self._keys and asked[kind] != numbers[kind]:
+            if asked[kind] != numbers[kind]:
                 what = _several(numbers[kind], "picture" if kind == "image" else "video")
                 places = f"{_several(asked[kind], 'place')} for them ({mark})"
-                raise self._error(place, f"has {what} under '{self._keys[kind]}', but {places}")
+                key = f"under '{self._keys[kind]}'" if kind in self._keys else f"as data.{kind}_key is null"
+                raise self._error(place, f"has {what} {key}, but {places}")
         return arranged, pictures
 
     def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[KeptPicture]]:
@@ -309,8 +308,14 @@ class PictureReader:
                 found[kind].append([self._kept[path] for path in ([one] if isinstance(one, str) else one)])
         return found
 
-    def _check_contents(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
-        assert self.model is not None
+    def check_texts(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
+        """Refuse texts with tokens that stand for pictures, pictures in assistant turns, and parts that are neither.
+
+        Raises:
+            DataError: `messages` have one of them; a PictureError but for the last.
+        """
+        if self.model is None:
+            return
         for message in messages:
             content, role = message["content"], message["role"]
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -320,10 +325,10 @@ class PictureReader:
                 if is_picture and role == "assistant":
                     raise self._error(place, "has a picture in an assistant turn; it must be in another turn")
                 if not is_picture and not isinstance(text, str):
-                    raise DataError(f"{place} has {part!r:.80} in a {role} turn; it must be text, a picture or a video")
+                    raise DataError(f"{place} has {part!r:.80} in the {role}'s turn; it must be text, a picture or a video")
                 for token in self.model.tokens.reserved:
                     if text is not None and token in text:
-                        raise self._error(place, f"has the text '{token}' in a {role} turn, which stands for a picture")
+                        raise self._error(place, f"has the text '{token}' in the {role}'s turn, which stands for a picture")
 
     def _error(self, place: RowPlace, why: str) -> PictureError:
         return PictureError(f"{place} {why}; {REMEDY}")
@@ -349,7 +354,7 @@ def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
         if _kind_of(part) is not None:
             parts.append(part)
             continue
-        pieces = [piece for piece in mark.split(part["text"]) if piece] or [""]
+        pieces = [piece for piece in mark.split(part["text"]) if piece]
         is_mark = [mark.fullmatch(piece) is not None for piece in pieces]
         parts += [
             {"type": kinds[piece]} if stands else {"type": "text", "text": piece}

@@ -175,6 +175,7 @@ class SupervisedBuilder:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
         prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
+            self.pictures.check_texts([{"role": "assistant", "content": response}], place)
             text, pictures = self.pictures.arrange_text(row, self.template.plain_prompt(prompt), place)
             return [(text, False), (response, True)], pictures
         asked = self._prompt_messages(row, place)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
 
-from megarl.data.images import read_bytes
+from megarl.data.images import LARGEST_PIXELS, read_bytes
 from megarl.errors import DataError, PictureError
 
 FEWEST_FRAMES = 4
 """Of a video that is shorter than `fps` would give this many of; Qwen-VL's own number."""
 
+Kept = TypeVar("Kept")
 COMPLETE = 0.8
 """Of the length that a video's header states: less was cut off. Rates of frames are averages, so it need not be exact."""
 
 
-def frames_of(original: Path | bytes, fps: float, max_frames: int) -> list[Image.Image]:
-    """`chosen_frames` of a video as RGB pictures, turned as the video says.
+def frames_of(original: Path | bytes, fps: float, max_frames: int, keep: Callable[[Image.Image], Kept]) -> list[Kept]:
+    """`chosen_frames` of a video as RGB pictures, turned as the video says, each handed to `keep` as soon as it is decoded.
 
     Raises:
-        PictureError: it is missing, damaged or cut off, or has no frames.
+        PictureError: it is missing, damaged or cut off, too large, or has no frames; or `keep` raised one.
         DataError: PyAV is not installed.
     """
     content = read_bytes(original)
@@ -44,7 +46,7 @@ def frames_of(original: Path | bytes, fps: float, max_frames: int) -> list[Image
                 raise PictureError(f"is cut off: it has {has_s:.1f} of {should_s:.1f} s")
         while True:
             wanted = chosen_frames(total, rate, fps, max_frames)
-            frames, seen = _decoded(av, content, wanted)
+            frames, seen = _decoded(av, content, wanted, keep)
             if len(frames) == len(wanted) and frames:
                 return frames
             if not seen:
@@ -72,15 +74,17 @@ def _length_s(container: Any, stream: Any) -> float:
     return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
 
 
-def _decoded(av: Any, content: bytes, wanted: list[int]) -> tuple[list[Image.Image], int]:
+def _decoded(av: Any, content: bytes, wanted: list[int], keep: Callable[[Image.Image], Kept]) -> tuple[list[Kept], int]:
     """The wanted frames that there are, and how many frames were seen until the last one was found."""
-    found: list[Image.Image] = []
+    found: list[Kept] = []
     seen = 0
     with av.open(BytesIO(content), options={"protocol_whitelist": "none"}) as container:
         for frame in container.decode(container.streams.video[0]):
             if seen in wanted:
+                if frame.width * frame.height > LARGEST_PIXELS:
+                    raise PictureError(f"has frames of {frame.width}x{frame.height} pixels, more than {LARGEST_PIXELS}")
                 image = frame.to_image().convert("RGB")
-                found.append(image.rotate(frame.rotation, expand=True) if frame.rotation else image)
+                found.append(keep(image.rotate(frame.rotation, expand=True) if frame.rotation else image))
             seen += 1
             if len(found) == len(wanted):
                 break

@@ -321,8 +321,8 @@ MISUSES: dict[str, tuple[dict[str, Any], str]] = {
     "fewer marks": ({"images": PICTURES[:2], "problem": "<image>"}, "has 2 pictures under 'images', but 1 place for them"),
     "a mark and no column": ({"problem": "<image>", "images": None}, "has 0 pictures under 'images', but 1 place "),
     "a video's mark": ({"problem": "<video>", "videos": []}, "has 0 videos under 'videos', but 1 place for them"),
-    "placeholder typed": ({"problem": "a <|image_pad|> b"}, r"has the text '<\|image_pad\|>' in a user turn"),
-    "start typed": ({"problem": "a <|vision_start|> b"}, r"has the text '<\|vision_start\|>' in a user turn"),
+    "placeholder typed": ({"problem": "a <|image_pad|> b"}, r"has the text '<\|image_pad\|>' in the user's turn"),
+    "start typed": ({"problem": "a <|vision_start|> b"}, r"has the text '<\|vision_start\|>' in the user's turn"),
     "missing": ({"images": ["no.png"], "problem": "<image>"}, r"picture 1 of 1 \('no\.png'\) is no file \(/.*no\.png\)"),
     "a folder": ({"images": ["/tmp"], "problem": "<image>"}, r"picture 1 of 1 \('/tmp'\) cannot be read: Is a directory"),
     "empty": ({"images": [b""], "problem": "<image>"}, r"picture 1 of 1 \(0 bytes in the row\) is empty"),
@@ -372,6 +372,25 @@ def test_supervised_rows_with_bad_pictures_are_dropped_and_counted_too(tmp_path:
     builder = SupervisedBuilder(seeing_tokenizer(), "sft", SupervisedSettings(bad_pictures="drop"), _reader(tmp_path))
     assert len(builder.build(rows, prefix="train")) == 1
     assert builder.dropped["bad_pictures"] == 1
+
+
+@pytest.mark.parametrize("choice", ["auto", "never"])
+def test_a_response_with_a_token_of_pictures_is_refused(tmp_path: Path, choice: Any) -> None:
+    builder = SupervisedBuilder(seeing_tokenizer(), "sft", SupervisedSettings(chat_template=choice), _reader(tmp_path))
+    with pytest.raises(PictureError, match=r"row 0 .* has the text '<\|image_pad\|>' in the assistant's turn"):
+        builder.build([{"prompt": "?", "response": "a <|image_pad|>"}], prefix="train")
+
+
+def test_a_part_without_a_picture_is_refused_where_there_is_no_column(tmp_path: Path) -> None:
+    row = {"problem": [{"role": "user", "content": [{"type": "image"}]}]}
+    with pytest.raises(PictureError, match=r"has 0 pictures as data\.image_key is null, but 1 place for them"):
+        _prompts(tmp_path, [row], image_key=None)
+
+
+def test_a_part_that_is_neither_text_nor_a_picture_is_refused(tmp_path: Path) -> None:
+    row = {"problem": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}
+    with pytest.raises(DataError, match=r"in the user's turn; it must be text, a picture or a video"):
+        _prompts(tmp_path, [row])
 
 
 def test_a_picture_behind_the_first_answer_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_frames_are_chosen_evenly(total: int, rate: float, fps: float, most: int
 
 
 def test_frames_are_the_videos_own() -> None:
-    frames = frames_of(_video(), fps=2.0, max_frames=16)
+    frames = frames_of(_video(), 2.0, 16, lambda frame: frame)
     expected = [_frame(number) for number in (0, 6, 12, 17, 23, 29)]
     np.testing.assert_array_equal(np.stack(frames), np.stack(expected))
 
@@ -82,12 +82,18 @@ def test_a_telephones_video_is_turned_as_it_says(rotation: int) -> None:
     start = content.index(b"tkhd") + 44
     a, b, _, c, d = struct.unpack(">5i", content[start : start + 20])
     assert (a >> 16, b >> 16, c >> 16, d >> 16) == {90: (0, -1, 1, 0), 180: (-1, 0, 0, -1), 270: (0, 1, -1, 0)}[rotation]
-    first = frames_of(content, 2.0, 16)[0]
+    first = frames_of(content, 2.0, 16, lambda frame: frame)[0]
     assert first.size == ((56, 84) if rotation != 180 else (84, 56))
     low, right = first.height - 3, first.width - 3
     corner = {90: (2, low), 180: (right, low), 270: (right, 2)}[rotation]  # where the upper left one comes to lie
     red, green, _ = first.getpixel(corner)  # type: ignore[misc]
     assert green > 200 > red + 100
+
+
+def test_frames_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.data.video.LARGEST_PIXELS", 84 * 56 - 1)
+    with pytest.raises(PictureError, match=r"^has frames of 84x56 pixels, more than 4703$"):
+        frames_of(_video(), 2.0, 16, lambda frame: frame)
 
 
 def test_rows_of_open_r1_video(tmp_path: Path) -> None:
