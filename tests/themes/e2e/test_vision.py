@@ -75,7 +75,7 @@ def test_engines_and_trainer_see_the_same_and_frozen_towers_keep_their_bytes(
     assert [int(row["step"]) for row in rows] == [1, 2]
     assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)
     assert rows[0]["policy/grad_norm"] > 0
-    [checkpoint] = (Path(config.run_folder) / "checkpoints").glob("step_*")
+    [checkpoint] = (Path(config.run_folder) / "checkpoints").glob("step_*/policy")
     out = tmp_path / "exported"
     assert main(["convert", "export", str(checkpoint), str(out)]) == 0
     before, after = towers(seeing_model), towers(out)
