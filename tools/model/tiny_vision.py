@@ -1,8 +1,8 @@
 """Make a tiny Qwen2.5-VL that half knows how to count: where examples/vision/count.yaml starts from.
 
-Usage: python tools/model/tiny_vision.py OUT_FOLDER [--untrained]. Random weights, then supervised training on pictures of one to five shapes
-(examples/vision/shapes.py), stopped when about half of its likeliest answers are right. --untrained leaves that out.
-The folder appears whole or not at all; it takes under a minute.
+Usage: python tools/model/tiny_vision.py OUT_FOLDER [--untrained]. Random weights, then supervised training on pictures of one
+to five shapes (examples/vision/shapes.py), stopped when about half of its likeliest answers are right; --untrained leaves that
+out. The folder appears whole or not at all; it takes under a minute.
 """
 
 from __future__ import annotations

@@ -34,13 +34,15 @@ def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rl_config(model: Path, folder: Path, **sections: Any) -> Config:
     rows = {"source": "python", "name": SHAPES, "args": {"rows": 32}}
+    reward = folder / "reward.py"  # tells almost any two responses apart
+    reward.write_text("def reward(samples):\n    return [float(sum(sample.response_ids) % 7) for sample in samples]\n")
     tree: dict[str, Any] = {
         "run": {"name": "run", "folder": str(folder), "steps": 2, "save_every": 2},
         "model": {"path": str(model), "dtype": "float32"},
         "policy": {"layout": {"dp": 2}, "threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 256},
         "data": {"train": rows, "prompt_key": "problem", "chat_template": "never", "max_prompt_tokens": 32},
         "rollout": {"engine": "sglang", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4, "threads": 1},
-        "rewards": [{"name": "fuzzy_text"}],
+        "rewards": [{"name": f"{reward}:reward"}],
     }
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | values
