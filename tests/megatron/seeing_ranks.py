@@ -53,19 +53,23 @@ def update_frozen(
     }
 
 
-def save(rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], target: Path) -> dict[str, Any]:
+def save(
+    rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], target: Path, freeze: tuple[Part, ...] = ()
+) -> dict[str, Any]:
     """One update, a checkpoint in `target`, and the tensors then and after one more update."""
     from tests.megatron.saving import save_role
 
-    role = make_role(folder, layout)
+    role = make_role(folder, layout, freeze=freeze)
     update(role, units, layout)
     save_role(role, target)
     return {"saved": exported(role), "next": _after_one_more(role, units, layout)}
 
 
-def resume(rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], source: Path) -> dict[str, Any]:
+def resume(
+    rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], source: Path, freeze: tuple[Part, ...] = ()
+) -> dict[str, Any]:
     """What `save` says, of a role that reads the checkpoint in `source`."""
-    role = make_role(folder, layout)
+    role = make_role(folder, layout, freeze=freeze)
     role.load(str(source))
     return {"saved": exported(role), "next": _after_one_more(role, units, layout)}
 

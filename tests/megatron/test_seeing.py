@@ -98,6 +98,16 @@ def test_a_checkpoint_of_a_model_that_sees_moves_between_layouts(
                     torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=f"{layout} {name}")
 
 
+def test_a_checkpoint_of_a_model_with_frozen_parts_has_them_and_goes_on(world: World, folder: Any, tmp_path: Path) -> None:
+    given, freeze = (folder("qwen2_5_vl"), Layout(dp=2), units("qwen2_5_vl")), ("vision",)
+    (tmp_path / "checkpoint").mkdir()
+    written = world.call(save, *given, str(tmp_path / "checkpoint"), freeze, size=2)
+    read = world.call(resume, *given, str(tmp_path / "checkpoint"), freeze, size=2)
+    for field in ("saved", "next"):
+        expected, found = joined(written, field), joined(read, field)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_critic_that_sees_is_written_and_read_again(world: World, folder: Any, family: str, tmp_path: Path) -> None:
     target = tmp_path / "critic"
