@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from megarl.config.presets import Part
+from megarl.config.presets import ModelPart
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 from megarl.models.vision import part_of
@@ -53,7 +53,7 @@ def joined(answers: list[dict[str, Any]], field: str) -> dict[str, Tensor]:
     ],
 )
 def test_frozen_parts_keep_their_bytes_and_all_others_change(
-    world: World, folder: Any, family: str, layout: Layout, freeze: tuple[Part, ...], more: dict[str, Any]
+    world: World, folder: Any, family: str, layout: Layout, freeze: tuple[ModelPart, ...], more: dict[str, Any]
 ) -> None:
     answers = world.call(update_frozen, folder(family), layout, units(family), freeze, more, size=layout.world_size)
     before, after = joined(answers, "before"), joined(answers, "after")
