@@ -20,7 +20,7 @@ from megarl.config.presets import (
     Fp8Format,
     Fp8RecipeName,
     KlEstimator,
-    Part,
+    ModelPart,
     PolicyLossName,
     PresetName,
     fill_preset,
@@ -128,7 +128,7 @@ class TrainedRole(Section):
     logit_chunk_tokens: Positive | None = None
     """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 1 GiB
     (without a GPU: 64 MiB)."""
-    freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
+    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] = ()
     """Parts of a vision-language model that are not trained: `vision` (the tower), `projector` (which makes tokens of its
     features), `language` (the decoder)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
@@ -174,7 +174,7 @@ class RewardModelConfig(Section):
     """Hugging Face folder of the reward model. null: no reward model."""
     layout: LayoutConfig | None = None
     """Parallel layout of this model. null: it shares the policy's processes and layout."""
-    freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
+    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] = ()
     """Parts of a vision-language model that are not trained: `vision` (the tower), `projector` (which makes tokens of its
     features), `language` (the decoder)."""
     megatron: dict[str, Any] = Field(default_factory=dict)

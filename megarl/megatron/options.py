@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
-from megarl.config.presets import Fp8Format, Fp8RecipeName, Part
+from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
 from megarl.errors import ConfigError
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -46,7 +46,7 @@ class ModelOptions:
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
     deterministic: bool = False
-    freeze: tuple[Part, ...] = ()
+    freeze: tuple[ModelPart, ...] = ()
     media_folder: str | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from megarl.config import AnyConfig
 from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
 from megarl.config.layout import Layout
-from megarl.config.presets import Part
+from megarl.config.presets import ModelPart
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.registry import use_architecture
 from megarl.models.shape import ModelShape
@@ -55,12 +55,12 @@ def read_shape(field: str, folder: str) -> ModelShape:
         raise ModelError(f"{field} is '{folder}': {error}") from None
 
 
-def _check_freeze(field: str, parts: Sequence[Part], *, sees: bool) -> None:
+def _check_freeze(field: str, parts: Sequence[ModelPart], *, sees: bool) -> None:
     if not sees:
         raise ConfigError.of(
             field, list(parts), "names parts of a vision-language model, and this one only reads", allowed="[]"
         )
-    if set(parts) == set(get_args(Part)):
+    if set(parts) == set(get_args(ModelPart)):
         raise ConfigError.of(field, list(parts), "leaves nothing to train", allowed="at most two parts")
 
 

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
-from megarl.models.fused_experts import ExpertSlice, FusedExperts
+from megarl.models.expert_tensors import ExpertSlice, joined
+from megarl.models.fused_experts import FusedExperts
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
@@ -225,7 +226,7 @@ def write_hf_folder(
     fused = fused_experts_of(config)
     with whole_folder(target) as staging:
         (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _write_shards(staging, tensors if fused is None else fused.joined(tensors), max_shard_bytes)
+        _write_shards(staging, tensors if fused is None else joined(fused, tensors), max_shard_bytes)
         if extra_files_from is not None:
             copy_companions(Path(extra_files_from), staging)
         _open_to_others(staging)

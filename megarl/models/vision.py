@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.config.presets import Part
+from megarl.config.presets import ModelPart
 from megarl.errors import ModelError
 from megarl.models.hf_fields import refuse, size
 
@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 """Tensors by the name that they have in the tower."""
 
 
-def part_of(parameter: str) -> Part:
+def part_of(parameter: str) -> ModelPart:
     """The part of a model that a parameter belongs to, by its name; text models have one part, `language`."""
     if parameter.startswith(PROJECTOR):
         return "projector"

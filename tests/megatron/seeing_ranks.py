@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from megarl.config.presets import Part
+from megarl.config.presets import ModelPart
 from megarl.data.stream import Unit
 from tests.themes.parallel.worlds import objective
 
+Parts = tuple[ModelPart, ...]
 
-def make_role(folder: Path, layout: Layout, *, freeze: tuple[Part, ...] = (), **more: Any) -> Any:
+
+def make_role(folder: Path, layout: Layout, *, freeze: Parts = (), **more: Any) -> Any:
     """A trained role of the model in `folder`, with the pictures in its media folder; the first one of the call."""
     from megarl.megatron.build import initialize_layout
 
@@ -38,7 +40,13 @@ def update(role: Any, units: list[Unit], layout: Layout) -> dict[str, float]:
 
 
 def update_frozen(
-    rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], freeze: tuple[Part, ...], more: dict[str, Any]
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    units: list[Unit],
+    freeze: tuple[ModelPart, ...],
+    more: dict[str, Any],
 ) -> dict[str, Any]:
     """`before` and `after` two updates: exported tensors on leading ranks; `numel` of Adam's state on this rank."""
     role = make_role(folder, layout, freeze=freeze, **more)
@@ -53,19 +61,35 @@ def update_frozen(
     }
 
 
-def save(rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], target: Path) -> dict[str, Any]:
+def save(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    units: list[Unit],
+    target: Path,
+    freeze: Parts = (),
+) -> dict[str, Any]:
     """One update, a checkpoint in `target`, and the tensors then and after one more update."""
     from tests.megatron.saving import save_role
 
-    role = make_role(folder, layout)
+    role = make_role(folder, layout, freeze=freeze)
     update(role, units, layout)
     save_role(role, target)
     return {"saved": exported(role), "next": _after_one_more(role, units, layout)}
 
 
-def resume(rank: int, world_size: int, folder: Path, layout: Layout, units: list[Unit], source: Path) -> dict[str, Any]:
+def resume(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    units: list[Unit],
+    source: Path,
+    freeze: Parts = (),
+) -> dict[str, Any]:
     """What `save` says, of a role that reads the checkpoint in `source`."""
-    role = make_role(folder, layout)
+    role = make_role(folder, layout, freeze=freeze)
     role.load(str(source))
     return {"saved": exported(role), "next": _after_one_more(role, units, layout)}
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
-from megarl.config.presets import Part
+from megarl.config.presets import ModelPart
 from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import architecture_for
 from megarl.models.vision import part_of
@@ -53,7 +53,7 @@ def joined(answers: list[dict[str, Any]], field: str) -> dict[str, Tensor]:
     ],
 )
 def test_frozen_parts_keep_their_bytes_and_all_others_change(
-    world: World, folder: Any, family: str, layout: Layout, freeze: tuple[Part, ...], more: dict[str, Any]
+    world: World, folder: Any, family: str, layout: Layout, freeze: tuple[ModelPart, ...], more: dict[str, Any]
 ) -> None:
     answers = world.call(update_frozen, folder(family), layout, units(family), freeze, more, size=layout.world_size)
     before, after = joined(answers, "before"), joined(answers, "after")
@@ -96,6 +96,16 @@ def test_a_checkpoint_of_a_model_that_sees_moves_between_layouts(
                     assert torch.equal(found[name], tensor), (field, layout, name)
                 else:
                     torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5, msg=f"{layout} {name}")
+
+
+def test_a_checkpoint_of_a_model_with_frozen_parts_has_them_and_goes_on(world: World, folder: Any, tmp_path: Path) -> None:
+    given, freeze = (folder("qwen2_5_vl"), Layout(dp=2), units("qwen2_5_vl")), ("vision",)
+    (tmp_path / "checkpoint").mkdir()
+    written = world.call(save, *given, str(tmp_path / "checkpoint"), freeze, size=2)
+    read = world.call(resume, *given, str(tmp_path / "checkpoint"), freeze, size=2)
+    for field in ("saved", "next"):
+        expected, found = joined(written, field), joined(read, field)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -12,14 +13,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.config import parse_supervised_config
 from megarl.config.layout import Layout
-from megarl.errors import ModelError
+from megarl.config.yaml_tree import apply_overrides
+from megarl.errors import ConfigError, ModelError
+from megarl.models.check_layouts import check_models
 from megarl.models.flops import picture_flops
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.models.shape import shape_of
 from megarl.models.vision import TOWER
 from megarl.planning.parameters import stage_parameters
+from tests.families import build_folder
 from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, vision_of
 
 QWEN2_TEXT = {
@@ -338,3 +343,31 @@ def test_the_first_stage_holds_the_whole_tower_on_every_tensor_rank(family: str)
         zip(stage_parameters(shape, layout), stage_parameters(replace(shape, weight_map=without), layout), strict=True)
     ):
         assert counted.dense - of_decoder.dense == (tower if stage == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "freeze", "sentence"),
+    [
+        ("qwen2_5_vl", "[vision, language]", None),
+        (
+            "qwen2_5_vl",
+            "[vision, projector, language]",
+            "policy.freeze is .*, which leaves nothing to train; it must",
+        ),
+        ("qwen2_5_vl", "[tower]", r"policy.freeze is \['tower'\]; it must be a list of 'vision', 'projector' or 'language'"),
+        ("qwen2", "[vision]", "policy.freeze is .*, which names parts of a vision-language model, and this one only reads"),
+    ],
+)
+def test_parts_to_freeze_are_checked_before_a_run(family: str, freeze: str, sentence: str | None, tmp_path: Path) -> None:
+    (build_seeing_folder if family in SEEING else build_folder)(family, tmp_path / "model")
+    base = {"model": {"path": str(tmp_path / "model")}, "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}}}
+    with pytest.raises(ConfigError, match=sentence) if sentence else nullcontext():
+        check_models(parse_supervised_config(apply_overrides(base, [f"policy.freeze={freeze}"])))
+
+
+def test_a_layout_that_deepstack_does_not_fit_is_refused_before_a_run(tmp_path: Path) -> None:
+    build_seeing_folder("qwen3_vl", tmp_path / "model")
+    base = {"model": {"path": str(tmp_path / "model")}, "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}}}
+    config = parse_supervised_config(apply_overrides(base, ["policy.layout={pp: 2, first_stage_layers: 1}"]))
+    with pytest.raises(ConfigError, match=r"first_stage_layers is 1, which leaves 1 of the layers .* at least 2"):
+        check_models(config)

@@ -1,6 +1,6 @@
 """Every layout of a model that sees computes what transformers computes in one process, tower included.
 
-As in test_parity.py, whose table has these cells too. A layout whose first chunk has fewer layers than those behind which
+As in test_parity.py, with a table of its own. A layout whose first chunk has fewer layers than those behind which
 features are added is refused.
 """
 
@@ -15,6 +15,7 @@ import pytest
 
 from megarl.data.stream import Unit
 from megarl.errors import LayoutError
+from megarl.models.expert_tensors import joined
 from megarl.models.hf_folder import fused_experts_of
 from megarl.models.shape import ModelShape
 from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, vision_of
@@ -71,7 +72,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
 @pytest.mark.parametrize(("layout", "family"), CELLS)
 def test_every_layout_sees_what_transformers_sees(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+    parity_world: World, reference: Callable[[str], dict[str, Any]], seeing_report: Report, layout: str, family: str
 ) -> None:
     expected = reference(family)
     of_ranks = layout_for(layout, experts=SEEING[family].num_experts is not None)
@@ -79,8 +80,8 @@ def test_every_layout_sees_what_transformers_sees(
         run_family, expected["folder"], of_ranks, units(family), expected["media"], size=LAYOUTS[layout].world_size
     )
     fused = fused_experts_of(hf_config(family).to_dict())
-    stored = (lambda tensors: dict(fused.joined(tensors.items()))) if fused else (lambda tensors: tensors)
-    compare(expected, answers, partial(parity_report.add, layout, family), stored)
+    stored = (lambda tensors: dict(joined(fused, tensors.items()))) if fused else (lambda tensors: tensors)
+    compare(expected, answers, partial(seeing_report.add, layout, family), stored)
 
 
 def swapped_axes(shown: list[Unit]) -> list[Unit]:
