@@ -58,7 +58,7 @@ _SGLANG_SET_ELSEWHERE = {
     "model_path": "rollout.servers.model_path",
 }
 
-EMBEDDED = EngineCapabilities()
+EMBEDDED = EngineCapabilities(sees=True)
 REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True)
 SGLANG = EngineCapabilities(
     concurrent=True,

@@ -56,6 +56,8 @@ def check_engine(config: Config, platform: str) -> type[Engine]:
     check_rollout(config, able)
     if sees(config.model.path) and not able.sees:
         reason = "has no answers to prompts that show pictures, which model.path is made for"
-        raise ConfigError.of("rollout.engine", config.rollout.engine, reason, allowed="'sglang', with servers of the run's own")
+        raise ConfigError.of(
+            "rollout.engine", config.rollout.engine, reason, allowed="'embedded', or 'sglang' with servers of the run's own"
+        )
     engine.check(config, platform)
     return engine

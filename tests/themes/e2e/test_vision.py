@@ -128,6 +128,7 @@ def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(seeing
 
 
 def test_engines_that_do_not_see_are_refused(seeing_model: Path, tmp_path: Path) -> None:
-    config = rl_config(seeing_model, tmp_path, rollout={"engine": "embedded"})
-    with pytest.raises(ConfigError, match=r"^rollout.engine is 'embedded', which .* pictures.*; it must be 'sglang'"):
+    elsewhere = {"weight_transport": "folder", "servers": {"urls": ["http://engine:1"]}}
+    config = rl_config(seeing_model, tmp_path, rollout=elsewhere)
+    with pytest.raises(ConfigError, match=r"^rollout.engine is 'sglang', which .* pictures.*; it must be 'embedded', or"):
         check_engine(config, "cpu")
