@@ -24,6 +24,7 @@ REQUIRES = [
     "psutil>=6",
     "numpy>=2,<3",
     "jinja2>=3.1",  # chat templates
+    "pillow>=10.4",  # pictures of rows; their tests pass with 10.4, 11.3, 12.0 and 13.0
     "pyarrow>=17",  # parquet rows
     "reasoning-gym==0.1.25",  # rows are a function of seed and version: a new version is another data set
     "math-verify==0.9.0",  # verdicts are part of the reward
@@ -80,6 +81,8 @@ RDMA = ["nixl==1.5.1"]
 WANDB = ["wandb>=0.18"]
 # the site built from docs/: 60 MB, nearly all of it the icons of mkdocs-material
 DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
+# frames of videos; another FFmpeg may decode other values, and so make other pictures
+VIDEO = ["av>=18.1,<19"]
 MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 
 TEST = [
@@ -94,6 +97,7 @@ TEST = [
     "pytest-xdist==3.8.0",  # two files of tests at a time: most of a test's time is processes starting
     "hypothesis==6.170.15",
     "types-PyYAML",
+    *VIDEO,
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
 ]
 
@@ -108,6 +112,15 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl": ["observe/page/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"]},
     install_requires=REQUIRES,
-    extras_require={"sglang": SGLANG, "gpu": GPU, "rdma": RDMA, "wandb": WANDB, "mlflow": MLFLOW, "docs": DOCS, "test": TEST},
+    extras_require={
+        "sglang": SGLANG,
+        "gpu": GPU,
+        "rdma": RDMA,
+        "wandb": WANDB,
+        "mlflow": MLFLOW,
+        "video": VIDEO,
+        "docs": DOCS,
+        "test": TEST,
+    },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},
 )

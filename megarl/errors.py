@@ -110,6 +110,10 @@ class DataError(MegarlError):
     """A data file or one of its rows cannot be used."""
 
 
+class PictureError(DataError):
+    """A picture or video of a row cannot be used; `data.bad_pictures` says whether that ends the run."""
+
+
 class ModelError(MegarlError):
     """A model folder is missing, incomplete, of an unknown architecture or contradicts its weights."""
 

@@ -216,6 +216,13 @@ def _serving_and_data_commands(commands: Any) -> None:
         "--kind", choices=("prompts", "sft", "pairs", "kto", "steps"), help="kind of rows (default: guessed from their keys)"
     )
     inspect.add_argument("--prompt-key", default="prompt", help="key of the prompt (default: prompt)")
+    inspect.add_argument("--messages-key", help="key of a conversation (default: messages)")
+    inspect.add_argument("--image-key", default="images", help="key of the pictures (default: images)")
+    inspect.add_argument("--video-key", default="videos", help="key of the videos (default: videos)")
+    inspect.add_argument("--image-folder", metavar="FOLDER", help="where relative paths of pictures start (default: here)")
+    inspect.add_argument("--media-folder", metavar="FOLDER", help="keeps pictures as the model sees them")
+    inspect.add_argument("--max-pixels", type=int, help="largest size of a picture (default: the model's)")
+    inspect.add_argument("--max-tokens", type=int, default=1024, help="longest row (default: 1024)")
     inspect.set_defaults(run=_inspect)
 
 
@@ -296,11 +303,22 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    from megarl.config.sections import PictureFields
     from megarl.data.inspect import inspect
     from megarl.data.supervised import SupervisedSettings
 
-    settings = SupervisedSettings(prompt_key=arguments.prompt_key)
-    inspect(arguments.file, arguments.model, settings, arguments.rows, _console(), kind=arguments.kind)
+    given = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
+    names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
+    pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
+    inspect(
+        arguments.file,
+        arguments.model,
+        SupervisedSettings(**given),
+        arguments.rows,
+        _console(),
+        kind=arguments.kind,
+        pictures=pictures,
+    )
     return 0
 
 

@@ -16,7 +16,7 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
-from megarl.config.sections import ModelConfig, RunConfig, SourceConfig, TrainedRole
+from megarl.config.sections import ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole
 from megarl.config.supervised import PAIR_LOSSES, SupervisedConfig
 from megarl.errors import ConfigError
 
@@ -33,6 +33,7 @@ def check_fields_agree(config: Config) -> None:
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
         _check_held_out(config.data.train, config.data.eval)
+    check_pictures(config.data)
     check_run(config.run, evaluates=config.data.eval is not None)
     layouts = (config.policy.layout, config.critic.layout, config.reference.layout, config.reward_model.layout)
     check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
@@ -57,6 +58,7 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
+    check_pictures(config.data)
     longest = config.data.max_tokens * (2 if config.objective.name in PAIR_LOSSES else 1)
     if config.policy.max_tokens_per_micro_batch < longest:
         raise ConfigError.of(
@@ -98,6 +100,14 @@ def check_run(run: RunConfig, *, evaluates: bool) -> None:
         raise ConfigError.needs("run.eval_every", "an evaluation set", "set data.eval, or remove run.eval_every")
     if run.keep_best is not None and not evaluates:
         raise ConfigError.needs("run.keep_best", "an evaluation set", "set data.eval, or remove run.keep_best")
+
+
+def check_pictures(data: PictureFields) -> None:
+    """Refuse limits of pictures that leave no size, and one key for two things; the model's own limits are not known here."""
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels >= data.max_pixels:
+        raise ConfigError.of("data.min_pixels", data.min_pixels, allowed=f"less than data.max_pixels = {data.max_pixels}")
+    if data.image_key is not None and data.image_key == data.video_key:
+        raise ConfigError.of("data.video_key", data.video_key, allowed="another key than data.image_key, or null")
 
 
 def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: Sequence[str]) -> None:

@@ -33,6 +33,8 @@ class EngineCapabilities:
     """Can be on several nodes, if `rollout.tp` is more than the GPUs of one (`Engine.start_on_node`)."""
     replays: bool = False
     """Gives back the responses in `rollout.replay_from`, step by step."""
+    sees: bool = False
+    """Answers prompts that show pictures, never with features of theirs that other weights made."""
     reads_arguments: bool = False
     """Reads `rollout.engine_args`."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -56,14 +58,15 @@ _SGLANG_SET_ELSEWHERE = {
     "model_path": "rollout.servers.model_path",
 }
 
-EMBEDDED = EngineCapabilities()
-REPLAY = EngineCapabilities(weights="nothing", replays=True)
+EMBEDDED = EngineCapabilities(sees=True)
+REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True)
 SGLANG = EngineCapabilities(
     concurrent=True,
     weights="slices",
     sleeps=True,
     in_process=False,
     over_nodes=True,
+    sees=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )
@@ -71,7 +74,7 @@ RUNNING_SGLANG = EngineCapabilities(
     concurrent=True, weights="folder", in_process=False, reads_arguments=True, set_elsewhere=_SGLANG_SET_ELSEWHERE
 )
 """Of SGLang servers that somebody else started."""
-NOT_YET_KNOWN = EngineCapabilities(weights="slices", in_process=False, reads_arguments=True)
+NOT_YET_KNOWN = EngineCapabilities(weights="slices", in_process=False, sees=True, reads_arguments=True)
 """Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""
 
 

@@ -184,14 +184,17 @@ class Layout:
         ffn_size: int | None,
         num_experts: int | None = None,
         expert_ffn_size: int | None = None,
+        deepstack: int = 0,
     ) -> None:
         """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
 
-        `ffn_size` is the width of dense layers and shared experts, None where there are none.
+        `ffn_size` is the width of dense layers and shared experts, None where there are none. Behind the first `deepstack`
+        layers features of a vision tower are added, which is on the first stage.
 
         Raises:
             LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, the
-                layers do not share among the stages, ep does not divide the experts, or etp an expert's width.
+                layers do not share among the stages or too few are in the first chunk, ep does not divide the experts, or etp
+                an expert's width.
         """
 
         def holds(tp: int) -> bool:
@@ -208,7 +211,18 @@ class Layout:
                 allowed=closest([n for n in divisors(num_heads) if holds(n)], self.tp),
                 rule="does not divide the model's heads and feed-forward width",
             )
-        self.stage_layers(num_layers)
+        first_chunk = self.stage_layers(num_layers)[0][0]
+        if len(first_chunk) < deepstack:
+            uneven, least = self.first_stage_layers is not None, deepstack * (self.vpp or 1)
+            field = "first_stage_layers" if uneven else "vpp" if self.vpp is not None else "pp"
+            raise LayoutError.of(
+                field,
+                getattr(self, field),
+                f"leaves {len(first_chunk)} of the layers to the first model chunk, but the vision tower adds features behind "
+                f"{deepstack}",
+                allowed=f"at least {least}" if uneven else f"smaller, or first_stage_layers must be at least {least}",
+                rule="leaves fewer layers to the first model chunk than features are added behind",
+            )
         if num_experts is not None:
             self._check_experts(num_experts, expert_ffn_size)
         elif self.ep > 1:

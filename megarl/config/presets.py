@@ -14,6 +14,8 @@ AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_s
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 Fp8Format = Literal["none", "hybrid", "e4m3"]
 Fp8RecipeName = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+ModelPart = Literal["vision", "projector", "language"]
+"""Of a vision-language model."""
 
 if TYPE_CHECKING:
     AdvantageName = str

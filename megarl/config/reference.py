@@ -138,6 +138,8 @@ def in_words(annotation: Any) -> str:
         quoted = [f"'{choice}'" for choice in arguments]
         return " or ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
     if origin is list or (origin is tuple and Ellipsis in arguments):
+        if get_origin(arguments[0]) is Literal:
+            return f"a list of {in_words(arguments[0])}"
         return "a list of whole numbers" if in_words(arguments[0]) == "a whole number" else "a list of texts"
     if origin is tuple:
         return f"a list of {len(arguments)} numbers"

@@ -5,6 +5,7 @@ Pure values, importable without torch; what two kinds of config share stands her
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -19,6 +20,7 @@ from megarl.config.presets import (
     Fp8Format,
     Fp8RecipeName,
     KlEstimator,
+    ModelPart,
     PolicyLossName,
     PresetName,
     fill_preset,
@@ -126,6 +128,9 @@ class TrainedRole(Section):
     logit_chunk_tokens: Positive | None = None
     """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 1 GiB
     (without a GPU: 64 MiB)."""
+    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] = ()
+    """Parts of a vision-language model that are not trained: `vision` (the tower), `projector` (which makes tokens of its
+    features), `language` (the decoder)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by their own names
     (docs/performance.md)."""
@@ -169,6 +174,9 @@ class RewardModelConfig(Section):
     """Hugging Face folder of the reward model. null: no reward model."""
     layout: LayoutConfig | None = None
     """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] = ()
+    """Parts of a vision-language model that are not trained: `vision` (the tower), `projector` (which makes tokens of its
+    features), `language` (the decoder)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig."""
     weight: float = 1.0
@@ -320,8 +328,35 @@ class PtxConfig(Section):
     """Rows with the keys `data.prompt_key` and `response`; `columns` renames other keys. null: none."""
 
 
-class DataConfig(Section):
-    """Prompts for training and evaluation."""
+class PictureFields(Section):
+    """Pictures and videos in rows (docs/vision.md); the fields are those of a `data` section."""
+
+    image_key: str | None = "images"
+    """Key of a row's pictures, one or a list of them. null: rows have none there, and `<image>` is text like any other."""
+    video_key: str | None = "videos"
+    """Key of a row's videos, one or a list of them. null: rows have none there, and `<video>` is text like any other."""
+    image_folder: str | None = None
+    """Folder that relative paths of pictures and videos start at. null: where the run is started."""
+    min_pixels: Positive | None = None
+    """Minimum pixels of a picture or frame; smaller ones are enlarged. null: the model's own limit."""
+    max_pixels: Positive | None = None
+    """Maximum pixels of a picture or frame; larger ones are reduced. null: the model's own limit."""
+    fps: Annotated[float, Field(gt=0)] = 2.0
+    """Number of frames that are used per second of a video."""
+    max_frames: Annotated[int, Field(ge=2, strict=True)] = 16
+    """Maximum number of frames of a video."""
+    media_folder: str | None = None
+    """Folder that keeps pictures at their final size; every node must see it. null: `media` in the run folder."""
+    bad_pictures: Literal["error", "drop"] = "error"
+    """What to do with rows whose pictures or videos cannot be used: stop with an `error`, or `drop` and count them."""
+
+    def kept_in(self, run_folder: str) -> Path:
+        """The media folder of a run in `run_folder`, absolute: ranks and engines may have another working folder."""
+        return Path(self.media_folder or f"{run_folder}/media").absolute()
+
+
+class PromptFields(Section):
+    """Where prompts come from, and how they are made of rows."""
 
     train: SourceConfig
     """Rows to train on."""
@@ -347,6 +382,10 @@ class DataConfig(Section):
         if isinstance(tree, dict) and isinstance(tree.get("eval"), dict):
             return tree | {"eval": {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | tree["eval"]}
         return tree
+
+
+class DataConfig(PictureFields, PromptFields):  # the last base's fields come first
+    """Prompts for training and evaluation."""
 
 
 class RewardConfig(Section):

@@ -12,6 +12,7 @@ from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.section import NonNegative, Positive, Section
 from megarl.config.sections import (
     ModelConfig,
+    PictureFields,
     PolicyConfig,
     ReferenceConfig,
     ResourcesConfig,
@@ -46,8 +47,8 @@ class ObjectiveConfig(Section):
     """How token losses are averaged into one number (sft)."""
 
 
-class SupervisedDataConfig(Section):
-    """Rows with responses, pairs of responses, or judged steps."""
+class SupervisedFields(Section):
+    """Where rows with responses come from, and what their keys mean."""
 
     train: SourceConfig
     """Rows to train on."""
@@ -80,6 +81,10 @@ class SupervisedDataConfig(Section):
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with longer rows: stop with an `error`, or `drop` and count them."""
+
+
+class SupervisedDataConfig(PictureFields, SupervisedFields):  # the last base's fields come first
+    """Rows with responses, pairs of responses, or judged steps."""
 
 
 class SupervisedConfig(Questions):

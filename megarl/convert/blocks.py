@@ -54,11 +54,18 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`rows` rows of `source` from `start` on; rows of zeros where that is None."""
+    """`rows` rows of `source` from `start` on, or, `transposed`, so many of its columns; rows of zeros where that is None."""
 
     source: Matrix | None
     start: int
     rows: int
+    transposed: bool = False
+
+    @property
+    def cols(self) -> int:
+        """Of a part that has a source."""
+        assert self.source is not None
+        return self.source.rows if self.transposed else self.source.cols
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +106,14 @@ class Task:
                 rows = buffer[first - start : last - start]
                 if part.source is None:
                     rows.zero_()
+                elif part.transposed:
+                    rows.copy_(sources.columns(part.source, source_row, source_row + last - first))
                 else:
                     sources.read_into(rows, part.source, source_row)
             elif part.source is None:
                 found.append(torch.zeros((last - first, self.target.cols), dtype=self.target.dtype))
+            elif part.transposed:
+                found.append(sources.columns(part.source, source_row, source_row + last - first))
             else:
                 found.append(sources.rows(part.source, source_row, source_row + last - first))
         if buffer is not None:
@@ -152,6 +163,7 @@ class Reader:
     def __init__(self, files: Files) -> None:
         self.files = files
         self._scales: dict[str, Tensor] = {}
+        self._whole: tuple[Matrix, Tensor] | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def rows(self, source: Matrix, start: int, stop: int) -> Tensor:
@@ -163,6 +175,12 @@ class Reader:
         if source.scales.name not in self._scales:
             self._scales = {source.scales.name: self.rows(source.scales, 0, source.scales.rows)}
         return dequantise_rows(block, self._scales[source.scales.name], start).to(torch.bfloat16)
+
+    def columns(self, source: Matrix, start: int, stop: int) -> Tensor:
+        """Columns `start:stop` as rows, `[stop - start, rows]`. The matrix is read whole, and kept until another one is."""
+        if self._whole is None or self._whole[0] != source:
+            self._whole = source, self.rows(source, 0, source.rows)
+        return self._whole[1][:, start:stop].T
 
     def blocks(self, source: Matrix) -> Iterator[Tensor]:
         """All rows, a block at a time."""

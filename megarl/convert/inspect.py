@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +17,9 @@ from megarl.checkpoint.format.dist_format import DistFolder, is_dist_checkpoint
 from megarl.convert.blocks import BLOCK_BYTES
 from megarl.convert.plan import RECORD, ConversionPlan, gib
 from megarl.convert.sources import HF_SUBFOLDER
+from megarl.errors import ModelError
 from megarl.models.hf_folder import HFFolder
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config
 
 TableRow = tuple[str, str]
 _TRIAL_BYTES = 128 * 2**20
@@ -123,8 +125,16 @@ def _dist(folder: Path) -> tuple[list[TableRow], list[ListedTensor]]:
 def _config_rows(folder: Path) -> list[TableRow]:
     config = load_hf_config(folder)
     name = (config.get("architectures") or [config.get("model_type")])[0]
+    config = {**config, **_decoder_of(config)}
     shown = ("num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
     return [("model", f"{name}, " + ", ".join(f"{field}={config[field]}" for field in shown if field in config))]
+
+
+def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return architecture_for(config).text_config(config)
+    except ModelError:  # of a family that megarl does not know
+        return {}
 
 
 def _tensor_rows(tensors: Iterable[ListedTensor]) -> list[TableRow]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megarl.checkpoint.format.torch_save_format import frame
 from megarl.config.layout import Layout
 from megarl.convert.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
 from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
+from megarl.errors import ModelError
 from megarl.models.check_layouts import read_shape
 from megarl.models.fp8_blocks import quantization_config
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
@@ -58,7 +60,7 @@ class ConversionPlan:
     @property
     def bytes_read(self) -> int:
         """Bytes of tensors read: a source's own, each once."""
-        return sum(part.rows * part.source.cols * part.source.dtype.itemsize for part in self._parts() if part.source)
+        return sum(part.rows * part.cols * part.source.dtype.itemsize for part in self._parts() if part.source)
 
     @property
     def largest_tensor_bytes(self) -> int:
@@ -69,7 +71,8 @@ class ConversionPlan:
     def block_bytes(self) -> int:
         """What one worker holds at most of the tensors: a block as it is stored, converted, and a box cut out of it."""
         widest = max(task.target.cols for task in self.tasks) * 4 * (FP8_BLOCK if self.options["dtype"] == FP8 else 1)
-        return 4 * max(BLOCK_BYTES, widest)
+        whole = max((part.source.nbytes for part in self._parts() if part.transposed and part.source), default=0)
+        return 4 * max(BLOCK_BYTES, widest) + whole
 
     def _parts(self) -> Iterator[Part]:
         return (part for task in self.tasks for part in task.parts)
@@ -162,7 +165,7 @@ def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_by
         for tensor in shard:
             matrices = []
             for name, stored_dtype, shape in tensor.stored():
-                rows, cols = rows_and_cols(shape)
+                rows, cols = tensor.rows_and_cols if name == tensor.name else rows_and_cols(shape)
                 extent = Extent(file, entries[name].offset, 0, rows, 0, cols)
                 matrices.append(Matrix(name, stored_dtype, rows, cols, (extent,)))
                 file_of[name] = file
@@ -202,6 +205,13 @@ class _Tensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    rows_of_last_axis: bool = False
+    """Whether the parts' columns are its last axis, and not all but its first: experts that are stored together."""
+
+    @property
+    def rows_and_cols(self) -> tuple[int, int]:
+        """The matrix whose rows the parts are."""
+        return (prod(self.shape[:-1]), self.shape[-1]) if self.rows_of_last_axis else rows_and_cols(self.shape)
 
     def stored(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, shape) of what the file holds for it: itself, and its scales if it is FP8."""
@@ -221,13 +231,25 @@ class _Tensor:
 
 
 def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor]:
+    fused = source.fused
+    if fused is not None and dtype == FP8:
+        raise ModelError(f"'{source.path}' has experts that the hub stores together, which cannot be written in FP8")
+    of_experts: list[Part] = []
     for rule in source.names.weight_map.bound_rules():
         for name, shape, parts, stored in source.hf_parts(rule):
             if dtype == FP8:
                 wanted = torch.float8_e4m3fn if is_linear_weight(rule) else kept_dtype(rule) or torch.bfloat16
             else:
                 wanted = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
-            yield _Tensor(name, wanted, shape, parts)
+            place = fused.place(name) if fused is not None else None
+            if place is None or fused is None:
+                yield _Tensor(name, wanted, shape, parts)
+            elif place.start == 0:  # up is beside gate, in the same matrix
+                [part] = parts
+                of_experts.append(Part(part.source, 0, part.cols, transposed=not part.transposed))
+                if len(of_experts) == fused.experts:
+                    yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(of_experts), rows_of_last_axis=True)
+                    of_experts = []
 
 
 def _box(prefix: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:

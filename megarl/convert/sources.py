@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -25,21 +25,22 @@ from megarl.checkpoint.format.naming import (
     is_linear_weight,
     is_vocabulary,
     model_names,
-    sequence_classifier,
     without_quantization,
 )
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ModelError
-from megarl.models.hf_folder import HFFolder
+from megarl.models.fused_experts import FusedExperts
+from megarl.models.hf_folder import HFFolder, fused_experts_of
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import load_hf_config, sequence_classifier
+from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
 
 HF_SUBFOLDER = "hf"
 """Where a distributed checkpoint keeps config.json, tokenizer and the like."""
 _OUTPUT = "output_layer.weight"
-_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", TOWER)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class ConversionSource(ABC):
     hf_config: dict[str, Any]
     names: ModelNames
     companions: Path
+
+    @property
+    def fused(self) -> FusedExperts | None:
+        """How Hugging Face folders of the model store experts, where not each one's tensors are."""
+        return fused_experts_of(self.hf_config)
 
     @abstractmethod
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
@@ -70,23 +76,35 @@ class ConversionSource(ABC):
 
 @dataclass(frozen=True)
 class HFSource(ConversionSource):
-    """A Hugging Face folder."""
+    """A Hugging Face folder. `experts` are the matrices that are stored together in one of `matrices`, by tensor and expert."""
 
     matrices: dict[str, Matrix]
+    experts: dict[tuple[str, int], Matrix] = field(default_factory=dict)
 
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
         """See `ConversionSource`."""
-        dtype = _value_dtype(self.matrices[rule.hf_names[0]])
+        first, dtype = self._part(rule.hf_names[0], 0, rows)
         if rule.tp_axis == 1:
-            return (Part(self.matrices[rule.hf_names[0]], 0, rows),), dtype
+            return (first,), dtype
         pieces = rule.pieces(0, 1, rows if is_vocabulary(rule) else None)
-        return tuple(Part(self.matrices[p.hf_name] if p.hf_name else None, p.start, p.stop - p.start) for p in pieces), dtype
+        of = ((piece.hf_name, piece.start, piece.stop - piece.start) for piece in pieces)
+        return tuple(self._part(name, start, n)[0] if name else Part(None, start, n) for name, start, n in of), dtype
 
     def hf_parts(self, rule: BoundRule) -> Iterator[tuple[str, tuple[int, ...], tuple[Part, ...], torch.dtype]]:
         """See `ConversionSource`."""
         for name, shape in rule.hf_shapes.items():
-            matrix = self.matrices[name]
-            yield name, shape, (Part(matrix, 0, matrix.rows),), _value_dtype(matrix)
+            part, dtype = self._part(name, 0, rows_and_cols(shape)[0])
+            yield name, shape, (part,), dtype
+
+    def _part(self, name: str, start: int, rows: int) -> tuple[Part, torch.dtype]:
+        """Rows of a tensor, and their dtype."""
+        fused = self.fused if self.experts else None
+        place = fused.place(name) if fused is not None else None
+        if fused is None or place is None:
+            return Part(self.matrices[name], start, rows), _value_dtype(self.matrices[name])
+        matrix = self.experts[place.stored, place.expert]
+        as_on_the_hub = fused.check(place.stored, (fused.experts, matrix.rows, matrix.cols))
+        return Part(matrix, place.start + start, rows, transposed=as_on_the_hub), matrix.dtype
 
     def files(self) -> list[Path]:
         """See `ConversionSource`."""
@@ -95,7 +113,7 @@ class HFSource(ConversionSource):
 
     def left_out(self) -> list[str]:
         """See `ConversionSource`."""
-        known = self.names.weight_map.hf_shapes()
+        known = {*self.names.weight_map.hf_shapes(), *(stored for stored, _ in self.experts)}
         return [name for name in self.matrices if name.removesuffix(SCALE_SUFFIX) not in known]
 
 
@@ -215,12 +233,14 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
     config = load_hf_config(folder)
     plain = without_quantization(config)
     names = model_names(plain)
+    experts: dict[tuple[str, int], Matrix] = {}
     if config_only:
         _check_quantization(folder, config)
         matrices = _matrices_of_config(names.weight_map, config)
     else:
-        matrices = _matrices_of_folder(HFFolder(folder), config, names.weight_map)
-    return HFSource(folder, plain, names, folder, matrices)
+        read = HFFolder(folder)
+        matrices, experts = _matrices_of_folder(read, config, names.weight_map), _experts_of(read)
+    return HFSource(folder, plain, names, folder, matrices, experts)
 
 
 def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, config_only: bool = False) -> DistSource:
@@ -286,6 +306,19 @@ def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: We
     for name, matrix in found.items():
         if matrix.dtype.itemsize == 1 and matrix.scales is None:
             raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
+    return found
+
+
+def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
+    """The matrix of each expert in the tensors that hold all experts' of a block."""
+    fused, found = folder.fused, {}
+    for name, (file, entry) in folder.entries().items() if fused is not None else ():
+        if fused is None or fused.names_of(name) == [name]:
+            continue
+        _, rows, cols = entry.shape
+        for expert in range(fused.experts):
+            extent = Extent(file, entry.offset + expert * rows * cols * entry.dtype.itemsize, 0, rows, 0, cols)
+            found[name, expert] = Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))
     return found
 
 

@@ -121,7 +121,7 @@ def check_record(source: ConversionSource, progress: Callable[[int, int], None] 
 
 def _reading(name: str, parts: tuple[Part, ...], dtype: torch.dtype) -> Task:
     """The parts as a task that only reads."""
-    cols = next(part.source.cols for part in parts if part.source is not None)
+    cols = next(part.cols for part in parts if part.source is not None)
     return Task(Matrix(name, dtype, sum(part.rows for part in parts), cols, ()), parts, ())
 
 

@@ -71,7 +71,7 @@ def _parquet_batches(file: Path) -> Iterator[Any]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(file) as table:
-        yield from table.iter_batches(batch_size=1024)
+        yield from table.iter_batches(batch_size=128)  # rows may hold pictures
 
 
 def _arrow_batches(file: Path) -> Iterator[Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitSize
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
@@ -51,12 +52,11 @@ class Batch:
         numbers: dict[str, int] = {}
         of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
         self.groups = torch.tensor(of_group, dtype=torch.long)
-        prompts: dict[tuple[int, ...], int] = {}
-        self._prompt_of_row = np.array(
-            [prompts.setdefault((group, *s.prompt_ids), len(prompts)) for group, s in zip(of_group, self.samples, strict=True)],
-            dtype=np.int64,
-        )
-        self._prompt_ids = [_tokens(ids[1:]) for ids in prompts]  # each prompt of a group once
+        prompts: dict[tuple[int, tuple[Media, ...], tuple[int, ...]], int] = {}
+        keys = ((group, (*s.media,), (*s.prompt_ids,)) for group, s in zip(of_group, self.samples, strict=True))
+        self._prompt_of_row = np.array([prompts.setdefault(key, len(prompts)) for key in keys], dtype=np.int64)
+        self._prompt_ids = [_tokens(ids) for _, _, ids in prompts]  # each prompt of a group once
+        self._media = [media for _, media, _ in prompts]
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
@@ -132,7 +132,8 @@ class Batch:
         unit = _array(number for number, _ in pieces)
         responses = _array(len(places) for _, places in pieces)
         rows = units.rows[np.repeat(units.starts[unit], responses) + _array(chain(*(places for _, places in pieces)))]
-        prompts = [self._prompt_ids[prompt] for prompt in self._prompt_of_row[units.rows[units.starts[unit]]].tolist()]
+        numbers_of_prompts = self._prompt_of_row[units.rows[units.starts[unit]]].tolist()
+        prompts = [self._prompt_ids[prompt] for prompt in numbers_of_prompts]
         lengths, numbers = self.lengths.numpy()[rows], rows.tolist()
 
         def laid(column: Tensor) -> npt.NDArray[Any]:
@@ -149,6 +150,7 @@ class Batch:
             np.concatenate([self._response_ids[row] for row in numbers]),
             laid(self.mask if mask is None else mask),
             {name: laid(self.columns[name]) for name in columns},
+            tuple(self._media[prompt] for prompt in numbers_of_prompts) if any(self._media) else (),
         )
         return whole.cut([len(share) for share in plan])
 

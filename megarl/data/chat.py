@@ -16,6 +16,8 @@ from megarl.errors import DataError
 ChatMessage = dict[str, Any]
 TrainedText = tuple[str, bool]
 """A piece of text, and whether the model is trained on it."""
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+"""What messages with `from` and `value` call the roles."""
 
 
 def special_tokens(tokenizer: Any) -> set[str]:
@@ -54,7 +56,7 @@ class ChatTemplate:
         """
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
-        messages = value if isinstance(value, list) else []
+        messages = [_with_role(message) for message in value] if isinstance(value, list) else []
         if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
             raise DataError(
                 f"{place} has a {type(value).__name__} under '{key}'; it must be text or a list of chat messages, each "
@@ -128,3 +130,10 @@ class ChatTemplate:
         ends = [text.rfind(token, start) + len(token) for token in self._special if token and token in text[start:]]
         end = max(ends, default=len(text))
         return len(text) if text[end:].strip() else end
+
+
+def _with_role(message: Any) -> Any:
+    """A message with `from` and `value` (ShareGPT) as one with `role` and `content`; any other as it is."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or message["from"] not in SHAREGPT_ROLES:
+        return message
+    return {"role": SHAREGPT_ROLES[message["from"]], "content": message["value"]}

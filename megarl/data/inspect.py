@@ -5,6 +5,7 @@ On a terminal by colour; elsewhere trained spans stand between ⟦ and ⟧. Rows
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -14,8 +15,11 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megarl.config.sections import DataConfig, SourceConfig
+from megarl.config.sections import DataConfig, PictureFields, SourceConfig
 from megarl.data.chat import special_tokens
+from megarl.data.media import Media
+from megarl.data.picture_reader import PictureReader, open_pictures
+from megarl.data.picture_rules import sees
 from megarl.data.prompts import load_rows
 from megarl.data.rows import Origin, Row
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
@@ -32,7 +36,15 @@ class _Shown:
     title: str
     ids: list[int]
     mask: list[int]
+    media: list[Media]
     note: str = ""
+
+    @property
+    def shown_ids(self) -> tuple[list[int], list[int]]:
+        """Ids and mask with one placeholder for each picture."""
+        hidden = {at for one in self.media for at in range(one.place + 1, one.place + one.tokens)}
+        kept = [at for at in range(len(self.ids)) if at not in hidden]
+        return [self.ids[at] for at in kept], [self.mask[at] for at in kept]
 
 
 def inspect(
@@ -43,6 +55,7 @@ def inspect(
     console: Console | None = None,
     *,
     kind: Kind | Literal["prompts"] | None = None,
+    pictures: PictureFields | None = None,
 ) -> None:
     """Show the first `rows` rows of a .jsonl or .parquet file, or of a folder of Arrow or Parquet files.
 
@@ -53,6 +66,7 @@ def inspect(
         rows: how many rows are shown.
         console: where to; None: stdout.
         kind: what rows are; None: told from the keys of the first row.
+        pictures: keys and limits of pictures, as in a run; without `media_folder` they are kept in a new temporary folder.
 
     Raises:
         DataError: the file cannot be read, its rows are of no known kind, or a row does not fit.
@@ -64,7 +78,11 @@ def inspect(
     if kind is None:
         kind, settings = _kind_of(found[0], settings, path)
     tokenizer = load_tokenizer(tokenizer_path)
-    shown, used, dropped = _build(found, source, tokenizer, settings, kind)
+    pictures = pictures or PictureFields()
+    if sees(tokenizer_path) and pictures.media_folder is None:
+        pictures = pictures.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
+    reader = open_pictures(pictures, tokenizer_path, tokenizer, "")
+    shown, used, dropped = _build(found, source, tokenizer, settings, kind, reader)
     template = "chat template" if used else "plain text"
     console.print(Text(f"{path}: {len(found)} row{'s' * (len(found) > 1)} as {kind}, {template}", style="bold"), soft_wrap=True)
     if console.is_terminal:
@@ -72,6 +90,8 @@ def inspect(
     for one in shown:
         trained = f", {sum(one.mask)} trained" if kind != "prompts" else ""
         console.print(Text(f"\n{one.title}: {len(one.ids)} tokens{trained}{one.note}", style="bold"), soft_wrap=True)
+        for number, media in enumerate(one.media, 1):
+            console.print(_picture_line(number, media, reader), soft_wrap=True)
         console.print(_text(one, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     for why, count in dropped.items():
         if count:
@@ -109,7 +129,12 @@ def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | 
 
 
 def _build(
-    rows: Sequence[Row], source: SourceConfig, tokenizer: Any, settings: SupervisedSettings, kind: Kind | Literal["prompts"]
+    rows: Sequence[Row],
+    source: SourceConfig,
+    tokenizer: Any,
+    settings: SupervisedSettings,
+    kind: Kind | Literal["prompts"],
+    pictures: PictureReader,
 ) -> tuple[list[_Shown], bool, dict[str, int]]:
     """What to show, whether a chat template was used, and how many rows were dropped for which reason."""
     origin = Origin("", source)
@@ -121,31 +146,44 @@ def _build(
             chat_template=settings.chat_template,
             max_prompt_tokens=settings.max_tokens,
             overlong_prompts=settings.overlong,
+            bad_pictures=settings.bad_pictures,
         )
-        prompts = PromptBuilder(tokenizer, data)
+        prompts = PromptBuilder(tokenizer, data, pictures=pictures)
         built = prompts.build(rows, prefix="row", origin=origin)
-        shown = [_Shown(one.row_id, one.prompt_ids, [0] * len(one.prompt_ids)) for one in built]
-        return shown, prompts.template.is_used, {"overlong": prompts.dropped}
-    builder = SupervisedBuilder(tokenizer, kind, settings)
+        shown = [_Shown(one.row_id, one.prompt_ids, [0] * len(one.prompt_ids), one.media) for one in built]
+        return shown, prompts.template.is_used, prompts.dropped
+    builder = SupervisedBuilder(tokenizer, kind, settings, pictures)
     shown = []
     for one in builder.build(rows, prefix="row", origin=origin):
         labels = one.labels[:1] if kind == "kto" else one.labels
         note = f", label {', '.join(f'{label:g}' for label in labels)}" if labels else ""
         mask = [0] * len(one.prompt_ids) + one.sampled_mask
-        shown.append(_Shown(one.sample_id, one.prompt_ids + one.response_ids, mask, f" (prompt {len(one.prompt_ids)}){note}"))
+        note = f" (prompt {len(one.prompt_ids)}){note}"
+        shown.append(_Shown(one.sample_id, one.prompt_ids + one.response_ids, mask, one.media, note))
     return shown, builder.template.is_used, builder.dropped
 
 
+def _picture_line(number: int, media: Media, reader: PictureReader) -> Text:
+    """`picture 1: 448x336 px, patches 1x24x32, 192 tokens from 15 on, /media/9b….png`."""
+    assert reader.model is not None, "only a model that sees has pictures"
+    (_, high, wide), patch, folder = media.grid, reader.model.rules.patch, reader.model.media_folder
+    size, grid = f"{wide * patch}x{high * patch} px", "x".join(map(str, media.grid))
+    return Text(
+        f"picture {number}: {size}, patches {grid}, {media.tokens} tokens from {media.place} on, {media.files(folder)[0]}"
+    )
+
+
 def _text(one: _Shown, tokenizer: Any, *, coloured: bool) -> Text:
-    """The sample's text, token runs of one kind in one style, or trained runs in brackets."""
+    """The sample's text, token runs of one kind in one style, or trained runs in brackets; a placeholder for each picture."""
     special = special_tokens(tokenizer)
-    tokens = tokenizer.convert_ids_to_tokens(one.ids)
-    kinds = [(bool(trained), coloured and token in special) for trained, token in zip(one.mask, tokens, strict=True)]
+    ids, mask = one.shown_ids
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    kinds = [(bool(trained), coloured and token in special) for trained, token in zip(mask, tokens, strict=True)]
     text, end, written = Text(), 0, 0
     for (is_trained, is_special), run in groupby(kinds):
         end += sum(1 for _ in run)
         # The difference of two prefixes, since a run decoded alone may lose the space that it begins with.
-        so_far = tokenizer.decode(one.ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        so_far = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         piece, written = so_far[written:], len(so_far)
         if coloured:
             style = f"{'trained ' * is_trained}special" if is_special else "trained" if is_trained else "not trained"

@@ -1,22 +1,25 @@
 """Pictures in prompts: what travels in their place.
 
-A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its bytes. Everything else says
+A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its pixels. Everything else says
 which one it is, how many patches it has and where it is in the prompt; only who needs the pixels reads the file.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
 class Media:
     """One picture, or the frames of one video, of a prompt.
 
-    `grid` is its patches in time, height and width, `place` the number of its first placeholder in the prompt's ids, of which
-    it has `tokens`. Every frame of a video has a digest, in their order; a picture has one.
+    `grid` is its patches in time, height and width, `place` the number of its first placeholder among the prompt's ids, of
+    which it has `tokens`, one after another: where a model has text between a video's frames, a pair of frames is a video.
+    Every frame of a video has a digest, in their order; a picture has one. `seconds_per_grid` is the time from one grid of a
+    video to the next.
     """
 
     kind: Literal["image", "video"]
@@ -24,6 +27,18 @@ class Media:
     grid: tuple[int, int, int]
     place: int
     tokens: int
+    seconds_per_grid: float | None = None
+
+    @property
+    def pixels(self) -> tuple[tuple[str, ...], tuple[int, int, int]]:
+        """What its pixels follow from: equal for pictures that look the same to a model."""
+        return self.digests, self.grid
+
+    @classmethod
+    def of_json(cls, record: Mapping[str, Any]) -> Media:
+        """What `dataclasses.asdict` and JSON made of one."""
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        return cls(**values)
 
     def files(self, folder: Path) -> list[Path]:
         """Where its pictures are in a run's media folder."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
-from megarl.data.prompts import load_parts
+from megarl.data.prompts import parts_of
 from megarl.data.rows import DataSource, Origin, Row
 from megarl.data.sampler import Record
 
@@ -13,7 +13,7 @@ from megarl.data.sampler import Record
 class RowBuilder(Protocol[Record]):
     """What makes records of rows: a `PromptBuilder` or a `SupervisedBuilder`."""
 
-    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Record]:
+    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Record]:
         """The records of `rows`, whose row ids begin with `prefix`."""
 
 
@@ -25,7 +25,7 @@ def build_parts(
     Raises:
         DataError: a source or a row cannot be used, named as `section` (None: `data.<prefix>`) or one of its parts.
     """
-    parts, section = load_parts(source), section or f"data.{prefix}"
+    parts, section = parts_of(source), section or f"data.{prefix}"
     if source.source != "mixture":
         return [builder.build(parts[0], prefix=prefix, origin=Origin(section, source))]
     return [

@@ -19,16 +19,24 @@ from megarl.system.user_code import describe, load_user_function
 
 
 def load_rows(source: DataSource) -> list[Row]:
-    """All rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `columns`.
+    """All rows of `source` at once; see `rows_of`."""
+    return [*rows_of(source)]
 
-    A mixture gives the rows of its parts one after the other; its weights are for sampling.
+
+def rows_of(source: DataSource) -> Iterator[Row]:
+    """The rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `columns`.
+
+    They are read as they are asked for, since some hold pictures. A mixture gives the rows of its parts one after the
+    other; its weights are for sampling.
 
     Raises:
         DataError: a file is missing, empty or damaged, a task is unknown or refuses its arguments, a function of the
             user raised or gave something else than dicts, or a row lacks a key that `columns` names.
     """
     if source.source == "mixture":
-        return [row for rows in load_parts(source) for row in rows]
+        for rows in parts_of(source):
+            yield from rows
+        return
     readers = {
         "jsonl": _jsonl_rows,
         "parquet": _parquet_rows,
@@ -41,33 +49,25 @@ def load_rows(source: DataSource) -> list[Row]:
         raise DataError(
             f"data source is '{source.source}'{nearest(source.source, names)}; it must be one of {', '.join(names)}"
         )
-    rows = list(islice(readers[source.source](source), source.limit))
-    if not rows:
+    is_empty = True
+    for row in _renamed(islice(readers[source.source](source), source.limit), source.columns, source):
+        is_empty = False
+        yield row
+    if is_empty:
         raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
-    return _renamed(rows, source.columns, source)
 
 
-def load_parts(source: DataSource) -> list[list[Row]]:
-    """The rows of every part of a mixture, at most `source.limit` of each; of another source, all its rows as one part.
-
-    Raises:
-        DataError: as `load_rows` does, for any part.
-    """
+def parts_of(source: DataSource) -> list[Iterator[Row]]:
+    """`rows_of` every part of a mixture, at most `source.limit` of each; of another source, all its rows as one part."""
     if source.source != "mixture":
-        return [load_rows(source)]
-    return [_renamed(load_rows(part)[: source.limit], source.columns, part) for part in source.parts]
+        return [rows_of(source)]
+    return [_renamed(islice(rows_of(part), source.limit), source.columns, part) for part in source.parts]
 
 
-def _renamed(rows: list[Row], columns: dict[str, str], source: DataSource) -> list[Row]:
-    if not columns:
-        return rows
-    return [
-        {
-            **row,
-            **{new: value_of(row, old, f"columns.{new}", RowPlace(Origin("", source), number)) for new, old in columns.items()},
-        }
-        for number, row in enumerate(rows)
-    ]
+def _renamed(rows: Iterable[Row], columns: dict[str, str], source: DataSource) -> Iterator[Row]:
+    for number, row in enumerate(rows):
+        place = RowPlace(Origin("", source), number)
+        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}} if columns else row
 
 
 def _existing_file(source: DataSource) -> Path:

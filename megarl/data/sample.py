@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-FORMER_FIELDS = ("media", "data_source")
+from megarl.data.media import Media
+
+FORMER_FIELDS = ("data_source",)
 """Fields that earlier versions wrote, and nobody read."""
 
 
@@ -18,7 +20,8 @@ FORMER_FIELDS = ("media", "data_source")
 class Prompt:
     """One prompt of one step.
 
-    `row_id` names the data row, `group_id` this visit of it: all samples of one visit share the group id.
+    `row_id` names the data row, `group_id` this visit of it: all samples of one visit share the group id. `media` are its
+    pictures in the order of their places; each has its tokens among `prompt_ids`, and one placeholder in `prompt_text`.
     """
 
     row_id: str
@@ -26,6 +29,7 @@ class Prompt:
     prompt_ids: list[int]
     prompt_text: str
     row: dict[str, Any] = field(default_factory=dict)
+    media: list[Media] = field(default_factory=list)
 
 
 @dataclass
@@ -42,6 +46,7 @@ class Sample:
     A response that comes from a data row was sampled by no engine: `rollout_log_probs` and `weight_versions` are both
     empty, and `sampled_mask` is 1 on the tokens to be trained on. `labels` is empty, or has one number from 0 to 1 per
     such token, in their order: whether the step that the token ends is right, or whether the response is desirable.
+    `media` are the prompt's pictures.
     """
 
     sample_id: str
@@ -59,6 +64,7 @@ class Sample:
     row: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, str]] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
+    media: list[Media] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.sampled_mask)}
@@ -99,5 +105,6 @@ PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 
 
 def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> PromptOrSample:
-    """A Prompt or Sample from its JSON form, also one that an earlier version wrote."""
-    return kind(**{name: value for name, value in record.items() if name not in FORMER_FIELDS})
+    """A Prompt or Sample from its JSON form, also one that an earlier version wrote (`media`: paths)."""
+    values = {name: value for name, value in record.items() if name not in FORMER_FIELDS}
+    return kind(**values | {"media": [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]})

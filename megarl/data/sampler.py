@@ -138,13 +138,13 @@ class MixtureSampler(Generic[Record]):
 
 
 def drop_eval_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:
-    """The training prompts that are not, token for token, held-out prompts.
+    """The training prompts that are not, token for token and picture for picture, held-out prompts.
 
     Raises:
         DataError: none is left.
     """
-    known = {tuple(prompt.prompt_ids) for prompt in held_out}
-    kept = [prompt for prompt in train if tuple(prompt.prompt_ids) not in known]
+    known = {(tuple(prompt.prompt_ids), tuple(prompt.media)) for prompt in held_out}
+    kept = [prompt for prompt in train if (tuple(prompt.prompt_ids), tuple(prompt.media)) not in known]
     if not kept:
         raise DataError(
             f"data.train has no row that data.eval does not hold out ({len(train)} rows, all of them held-out prompts); "

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megarl.data.media import Media
 from megarl.data.stream import MicroBatch, Response, Unit
 
 Integers = npt.NDArray[np.int64]
@@ -23,7 +24,7 @@ class Share:
     `micro_batches` int64 `[M]`: units of each. `units` int64 `[U]`: responses of each. `prompt_lengths` int64 `[U]` and
     `lengths` int64 `[R]`: tokens of each prompt and response. `rows` int64 `[R]`: each response's row in the batch.
     `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
-    and `columns` float `[L]`: as in `Response`.
+    and `columns` float `[L]`: as in `Response`. `media`: the pictures of each of the U prompts; empty where none has any.
     """
 
     micro_batches: Integers
@@ -35,6 +36,7 @@ class Share:
     token_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
     columns: dict[str, npt.NDArray[Any]]
+    media: tuple[tuple[Media, ...], ...] = ()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """The micro-batches; their tensors are views of one copy, as what came through Ray's store cannot be written to."""
@@ -46,7 +48,10 @@ class Share:
             for place, row in enumerate(self.rows.tolist())
         )
         prompts = torch.tensor(self.prompt_ids).long().split(self.prompt_lengths.tolist())
-        units = (Unit(prompt, [*islice(responses, n)]) for prompt, n in zip(prompts, self.units.tolist(), strict=True))
+        shown = self.media or ((),) * len(prompts)
+        units = (
+            Unit(prompt, [*islice(responses, n)], m) for prompt, n, m in zip(prompts, self.units.tolist(), shown, strict=True)
+        )
         return (list(islice(units, count)) for count in self.micro_batches.tolist())
 
     def cut(self, counts: Sequence[int]) -> list[Share]:
@@ -67,6 +72,7 @@ class Share:
                 self.token_ids[t],
                 self.mask[t],
                 {name: column[t] for name, column in self.columns.items()},
+                self.media[u],
             )
             for m, u, r, p, t in parts
         ]

@@ -9,7 +9,7 @@ predicts nothing and is left out, unless a role (a reward model) scores at the t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.media import Media
+from megarl.data.stream_media import StreamMedia, laid_media
 
 
 class ScorePosition(Enum):
@@ -49,10 +51,16 @@ class Response:
 
 @dataclass
 class Unit:
-    """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it."""
+    """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it.
+
+    `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width
+    (`models/positions.py`), which responses continue behind the largest; None: each token's is its place.
+    """
 
     prompt_ids: Tensor
     responses: list[Response]
+    media: tuple[Media, ...] = ()
+    positions: Tensor | None = None
 
 
 MicroBatch = list[Unit]
@@ -75,11 +83,13 @@ class Segment:
 class PackedStream:
     """A micro-batch as one stream of S tokens.
 
-    `token_ids`, `position_ids`: int64 `[S]`. `segments` say who attends to whom. `boundaries` are the starts of the
+    `token_ids`: int64 `[S]`. `position_ids`: int64 `[S]`, or `[3, S]` where a prompt has positions on three axes.
+    `segments` say who attends to whom. `boundaries` are the starts of the
     segments, that of the padding after the last one if there is any, and S. `rows`, `targets`: int64 `[N]`, the
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]`, aligned with `rows`.
+    `media` are the pictures and which of the tokens show them; None: no prompt has any.
     """
 
     token_ids: Tensor
@@ -92,6 +102,7 @@ class PackedStream:
     response: Tensor
     lengths: Tensor
     columns: dict[str, Tensor]
+    media: StreamMedia | None = None
 
     def to(self, device: torch.device) -> PackedStream:
         """The same stream with its tensors on `device`."""
@@ -106,6 +117,7 @@ class PackedStream:
             self.response.to(device),
             self.lengths.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
+            self.media,
         )
 
     def answers(self, values: Tensor) -> Answers:
@@ -178,7 +190,7 @@ def context_parallel_shard(stream: PackedStream, cp: int, rank: int) -> StreamSh
 
 def split_shared_prompts(units: Sequence[Unit]) -> MicroBatch:
     """The same responses, each in a unit of its own with a copy of its prompt."""
-    return [Unit(unit.prompt_ids, [response]) for unit in units for response in unit.responses]
+    return [replace(unit, responses=[response]) for unit in units for response in unit.responses]
 
 
 class _StreamBuilder:
@@ -191,12 +203,12 @@ class _StreamBuilder:
         self.segments: list[Segment] = []
         self.length = self.end = 0
 
-    def append(self, tokens: Tensor, prefix_start: int = 0, prefix_length: int = 0) -> None:
-        """Lay `tokens` as one segment, if there are any, and pad it."""
+    def append(self, tokens: Tensor, positions: Tensor, prefix_start: int = 0, prefix_length: int = 0) -> None:
+        """Lay `tokens` at `positions` (`[n]` or `[3, n]`) as one segment, if there are any, and pad it."""
         if not len(tokens):
             return
         self.segments.append(Segment(self.length, len(tokens), prefix_start, prefix_length))
-        self._add(tokens, torch.arange(prefix_length, prefix_length + len(tokens)))
+        self._add(tokens, positions)
         self.pad_to(self.segment_multiple)
         self.end = self.length
 
@@ -205,10 +217,26 @@ class _StreamBuilder:
         padding = torch.zeros(-self.length % multiple, dtype=torch.long)
         self._add(padding, padding)
 
+    def position_ids(self) -> Tensor:
+        """`[S]`, or `[3, S]` if any of the tokens has a position on each axis."""
+        if any(positions.dim() == 2 for positions in self.positions):
+            return torch.cat([positions.expand(3, -1) for positions in self.positions], dim=1)
+        return torch.cat(self.positions)
+
     def _add(self, tokens: Tensor, positions: Tensor) -> None:
         self.tokens.append(tokens)
         self.positions.append(positions)
         self.length += len(tokens)
+
+
+def _positions(unit: Unit) -> tuple[Tensor, int]:
+    """Those of a prompt's tokens, and the one that a response begins with."""
+    length = len(unit.prompt_ids)
+    if unit.positions is None:
+        return torch.arange(length), length
+    if unit.positions.shape != (3, length):
+        raise ValueError(f"a prompt of {length} tokens has positions {list(unit.positions.shape)}; they must be [3, {length}]")
+    return unit.positions, int(unit.positions.max()) + 1
 
 
 def pack(
@@ -228,21 +256,26 @@ def pack(
     targets: list[Tensor] = []
     owners: list[tuple[int, Tensor, int]] = []
     columns: dict[str, list[Tensor]] = {}
+    shown: list[tuple[Media, int]] = []
     for unit in units:
         prompt_length, prompt_start = len(unit.prompt_ids), laid.length
+        of_prompt, first = _positions(unit)
+        shown += ((media, prompt_start) for media in unit.media)
         shared = len(unit.responses) != 1
         if shared:
-            laid.append(unit.prompt_ids)
+            laid.append(unit.prompt_ids, of_prompt)
         for response in unit.responses:
             length = len(response.token_ids)
             places = response.mask.nonzero().flatten()
             kept = response.token_ids[: length if position is ScorePosition.AT else max(length - 1, 0)]
+            follow = torch.arange(first, first + len(kept))
             if shared:
                 at = laid.length
-                laid.append(kept, prompt_start, prompt_length)
+                laid.append(kept, follow, prompt_start, prompt_length)
             else:
                 at = prompt_start + prompt_length
-                laid.append(torch.cat([unit.prompt_ids, kept]))
+                both = torch.cat([of_prompt, follow.expand(*of_prompt.shape[:-1], -1)], dim=-1)
+                laid.append(torch.cat([unit.prompt_ids, kept]), both)
             before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
             rows.append(at + places if position is ScorePosition.AT else before)
             targets.append(response.token_ids[places])
@@ -254,7 +287,7 @@ def pack(
     boundaries = [segment.start for segment in laid.segments] + [laid.end]
     return PackedStream(
         torch.cat(laid.tokens),
-        torch.cat(laid.positions),
+        laid.position_ids(),
         laid.segments,
         boundaries if laid.end == laid.length else [*boundaries, laid.length],
         torch.cat(rows),
@@ -263,4 +296,5 @@ def pack(
         torch.repeat_interleave(torch.arange(len(owners)), lengths),
         lengths,
         {name: torch.cat(parts) for name, parts in columns.items()},
+        laid_media(shown) if shown else None,
     )

@@ -6,17 +6,23 @@ response ends with its last trained token. Nothing is truncated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage, ChatTemplate, TrainedText
+from megarl.data.images import KeptPicture
+from megarl.data.media import Media
+from megarl.data.picture_reader import PictureReader
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Sample
-from megarl.errors import DataError, nearest
+from megarl.errors import DataError, PictureError, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
+_Spans = tuple[list[TrainedText], list[KeptPicture]]
+"""Pieces of a conversation, and the pictures in them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ class SupervisedSettings:
     chat_template: Literal["auto", "always", "never"] = "auto"
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
+    bad_pictures: Literal["error", "drop"] = "error"
 
 
 @dataclass
@@ -44,15 +51,16 @@ class _Tokens:
     prompt_ids: list[int]
     response_ids: list[int]
     mask: list[int]
+    media: list[Media]
     prompt_text: str = field(compare=False)
     response_text: str = field(compare=False)
 
 
 class SupervisedBuilder:
-    """Makes samples of one kind from rows. `dropped` counts rows left out as `overlong` or as `equal_pairs`."""
+    """Makes samples of one kind from rows. `dropped` counts rows left out, as `overlong`, `equal_pairs` or `bad_pictures`."""
 
-    def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings) -> None:
-        """Decide once whether the chat template is used.
+    def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings, pictures: PictureReader | None = None) -> None:
+        """Decide once whether the chat template is used. `pictures` reads those of rows; None: rows must have none.
 
         Raises:
             DataError: `kind` is unknown, or `settings.chat_template` is `always` and the tokenizer has none.
@@ -62,9 +70,10 @@ class SupervisedBuilder:
             raise DataError(f"the kind of rows is '{kind}'{nearest(kind, kinds)}; it must be one of {', '.join(kinds)}")
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
-        self.dropped = {"overlong": 0, "equal_pairs": 0}
+        self.pictures = pictures or PictureReader(PictureFields())
+        self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0}
 
-    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
+    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
         """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`.
 
         `row_id` is `<prefix>-<row number>`, and so is `group_id` until a sampler hands the row out. `labels` are set for
@@ -76,16 +85,27 @@ class SupervisedBuilder:
             origin: where the rows are from; None: the section `data.<prefix>`.
 
         Raises:
-            DataError: a row is not of the kind, is too long or has two equal sides where that is an error, or no row
-                is left.
+            DataError: a row is not of the kind, is too long, has two equal sides or a picture that cannot be used where
+                that is an error, or no row is left.
         """
         origin = origin or Origin(f"data.{prefix}")
         samples: list[Sample] = []
-        for number, row in enumerate(rows):
-            samples += self._of_row(row, f"{prefix}-{number}", RowPlace(origin, number))
+        read = 0
+        settings = self.settings
+        keys = [settings.prompt_key, settings.messages_key, settings.chosen_key, settings.rejected_key]
+        for place, row in self.pictures.light_rows(rows, origin, [key for key in keys if key is not None]):
+            read = place.number + 1
+            try:
+                if isinstance(row, PictureError):
+                    raise row
+                samples += self._of_row(row, f"{prefix}-{place.number}", place)
+            except PictureError:
+                if settings.bad_pictures == "error":
+                    raise
+                self.dropped["bad_pictures"] += 1
         if not samples:
             left = " and ".join(f"{count} dropped as {why}" for why, count in self.dropped.items() if count)
-            raise DataError(f"{origin} gives no samples: {f'of {len(rows)} rows {left}' if rows else 'it has no rows'}")
+            raise DataError(f"{origin} gives no samples: {f'of {read} rows {left}' if read else 'it has no rows'}")
         return samples
 
     def _of_row(self, row: Row, row_id: str, place: RowPlace) -> list[Sample]:
@@ -108,6 +128,7 @@ class SupervisedBuilder:
             Sample(
                 row_id + side, row_id, row_id, tokens.prompt_ids, tokens.response_ids, tokens.mask, [], [], "stop",
                 prompt_text=tokens.prompt_text, response_text=tokens.response_text, row=row, labels=labels,
+                media=tokens.media,
             )
             for side, tokens in sides.items()
         ]  # fmt: skip
@@ -141,18 +162,24 @@ class SupervisedBuilder:
             value = value_of(row, key, "data.messages_key", place)
             if isinstance(value, str):
                 raise DataError(f"{place} has text under '{key}', but data.messages_key names a list of chat messages")
-            messages = self.template.messages(value, key, place)
-            return self._tokenise(self.template.spans(self.template.with_system(messages, place), place))
+            messages = self.template.with_system(self.template.messages(value, key, place), place)
+            return self._tokenise(*self._spans(row, messages, place), place)
         response = self._text(row, settings.response_key, "data.response_key", place)
-        return self._tokenise(self._answered(row, response, place))
+        return self._tokenise(*self._answered(row, response, place), place)
 
-    def _answered(self, row: Row, response: str, place: RowPlace) -> list[TrainedText]:
+    def _spans(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int = 0) -> _Spans:
+        messages, pictures = self.pictures.arrange(row, messages, place)
+        return self.template.spans(messages, place, after=after), pictures
+
+    def _answered(self, row: Row, response: str, place: RowPlace) -> _Spans:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
         prompt = value_of(row, self.settings.prompt_key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
-            return [(self.template.plain_prompt(prompt), False), (response, True)]
+            self.pictures.check_texts([{"role": "assistant", "content": response}], place)
+            text, pictures = self.pictures.arrange_text(row, self.template.plain_prompt(prompt), place)
+            return [(text, False), (response, True)], pictures
         asked = self._prompt_messages(row, place)
-        return self.template.spans([*asked, {"role": "assistant", "content": response}], place, after=len(asked))
+        return self._spans(row, [*asked, {"role": "assistant", "content": response}], place, len(asked))
 
     def _prompt_messages(self, row: Row, place: RowPlace) -> list[ChatMessage]:
         key = self.settings.prompt_key
@@ -165,7 +192,7 @@ class SupervisedBuilder:
         values = {key: value_of(row, key, name, place) for key, name in keys.items()}
         if all(isinstance(value, str) for value in values.values()):
             texts = [self._text(row, key, name, place) for key, name in keys.items()]
-            return [self._tokenise(self._answered(row, text, place)) for text in texts]
+            return [self._tokenise(*self._answered(row, text, place), place) for text in texts]
         for key, value in values.items():
             if isinstance(value, str):
                 raise DataError(
@@ -185,7 +212,7 @@ class SupervisedBuilder:
                     f"{place}: where its two sides part (message {shared}, counted from 0), '{key}' has the {role}, but "
                     "they must share their beginning and part in an assistant turn"
                 )
-        return [self._tokenise(self.template.spans(side, place, after=shared)) for side in sides.values()]
+        return [self._tokenise(*self._spans(row, side, place, shared), place) for side in sides.values()]
 
     def _side(self, row: Row, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
         """One side as a whole conversation: a list that begins with an assistant turn answers the row's prompt."""
@@ -213,13 +240,13 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {len(labels)} labels under '{label_key}' for {len(steps)} steps under '{key}'")
         lines = [step.removesuffix("\n") + "\n" for step in steps[:-1]] + [steps[-1].removesuffix("\n")]
         content = "".join(lines)
-        *asked, (turn, _) = self._answered(row, content, place)
+        (*asked, (turn, _)), pictures = self._answered(row, content, place)
         start = turn.find(content)
         if start < 0:
             raise DataError(f"{place}: the chat template changes the text of the response, so its steps are not found in it")
         ends = [start + sum(map(len, lines[: count + 1])) for count in range(len(lines) - 1)]
         pieces: list[TrainedText] = [(turn[a:b], True) for a, b in zip([0, *ends], [*ends, len(turn)], strict=True)]
-        return self._tokenise([*asked, *pieces], only_ends=True), [float(label) for label in labels]
+        return self._tokenise([*asked, *pieces], pictures, place, only_ends=True), [float(label) for label in labels]
 
     def _text(self, row: Row, key: str, name: str, place: RowPlace) -> str:
         value = value_of(row, key, name, place)
@@ -227,9 +254,12 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {value!r:.80} under '{key}' ({name}); it must be text that is not empty")
         return value
 
-    def _tokenise(self, spans: Sequence[TrainedText], *, only_ends: bool = False) -> _Tokens:
-        """Tokens of `spans`; with `only_ends` the mask is 1 only on the last token of every trained span.
+    def _tokenise(
+        self, spans: Sequence[TrainedText], pictures: Sequence[KeptPicture], place: RowPlace, *, only_ends: bool = False
+    ) -> _Tokens:
+        """Tokens of `spans`, whose `pictures` must all be in the prompt.
 
+        With `only_ends` the mask is 1 only on the last token of every trained span.
         Text before a boundary gives the tokens that it gives alone: a response does not change the ids of its prompt,
         just as when the prompt was sent to an engine. Plain text ends with the tokenizer's end token, if it has one.
         """
@@ -245,9 +275,10 @@ class SupervisedBuilder:
             if plain and at == len(spans) - 1 and end is not None:
                 more.append(end)
             ids += more
-            mask += [int(is_trained and (not only_ends or place == len(more) - 1)) for place in range(len(more))]
+            mask += [int(is_trained and (not only_ends or number == len(more) - 1)) for number in range(len(more))]
         texts = ["".join(piece for piece, _ in part) for part in (spans[:first], spans[first:])]
-        return _Tokens(ids[:start], ids[start:], mask[start:], texts[0], texts[1])
+        prompt, media = self.pictures.expand(ids[:start], ids[start:], pictures, place)
+        return _Tokens(prompt, ids[start:], mask[start:], media, texts[0], texts[1])
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])

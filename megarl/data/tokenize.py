@@ -1,19 +1,22 @@
 """From data rows to tokenised prompts, under the tokenizer's chat template where there is one.
 
-A prompt's ids are exactly what the engine is given; nothing is truncated silently.
+A prompt's ids are those of the model's own processor; nothing is truncated silently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
+from megarl.data.images import KeptPicture
+from megarl.data.picture_reader import PictureReader
+from megarl.data.picture_rules import load_processor_template
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Prompt
-from megarl.errors import DataError, ModelError, nearest
+from megarl.errors import DataError, ModelError, PictureError, nearest
 
 
 def load_tokenizer(path: str) -> Any:
@@ -30,26 +33,41 @@ def load_tokenizer(path: str) -> Any:
         raise ModelError(f"there is no folder '{path}'{nearest(str(folder), siblings)}; a tokenizer comes from a model folder")
     try:
         # a folder's own code is never run: without False, transformers would ask on a terminal whether it may
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{path}' has no tokenizer that can be loaded: {type(error).__name__}: {reason}") from error
+    tokenizer.chat_template = load_processor_template(folder) or tokenizer.chat_template
+    return tokenizer
 
 
 class PromptBuilder:
-    """Makes prompts from rows as `data` says. `dropped` counts the rows left out because they were too long."""
+    """Makes prompts from rows as `data` says. `dropped` counts the rows left out as `overlong` or for their `bad_pictures`."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig, tools: Sequence[dict[str, Any]] = ()) -> None:
-        """Decide once whether the chat template is used. `tools`: JSON schemas of what the policy may call.
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig,
+        tools: Sequence[dict[str, Any]] = (),
+        pictures: PictureReader | None = None,
+    ) -> None:
+        """Decide once whether the chat template is used.
+
+        Args:
+            tokenizer: the model's.
+            data: keys and limits.
+            tools: JSON schemas of what the policy may call.
+            pictures: reads those of rows; None: rows must have none.
 
         Raises:
             DataError: `data.chat_template` is `always`, and the tokenizer has none.
         """
         self.tokenizer, self.data = tokenizer, data
         self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools)
-        self.dropped = 0
+        self.pictures = pictures or PictureReader(data)
+        self.dropped = {"overlong": 0, "bad_pictures": 0}
 
-    def build(self, rows: Sequence[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
+    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
         """One prompt per row, `row_id` `<prefix>-<row number>`, in the rows' order; `group_id` is left to the sampler.
 
         Args:
@@ -58,38 +76,66 @@ class PromptBuilder:
             origin: where the rows are from; None: the section of `data` called `prefix`.
 
         Raises:
-            DataError: a row has no usable prompt, a prompt is too long and `data.overlong_prompts` is `error`, or no
-                row is left.
+            DataError: a row has no usable prompt, a prompt is too long and `data.overlong_prompts` is `error`, a picture
+                cannot be used and `data.bad_pictures` is `error`, or no row is left.
         """
         prompts = []
-        longest = self.data.max_prompt_tokens
+        read = 0
         origin = origin or Origin(f"data.{prefix}", getattr(self.data, prefix, None))
-        for number, row in enumerate(rows):
-            place = RowPlace(origin, number)
-            text = self._render(row, place)
-            # A template writes the special tokens itself; plain text gets those that the tokenizer adds (BOS).
-            ids = list(self.tokenizer(text, add_special_tokens=not self.template.is_used)["input_ids"])
-            if not ids:
-                raise DataError(f"{place} has an empty prompt under '{self.data.prompt_key}'")
-            if len(ids) > longest:
-                if self.data.overlong_prompts == "error":
-                    raise DataError(
-                        f"{place} has a prompt of {len(ids)} tokens, but data.max_prompt_tokens is {longest}; "
-                        "raise it, or set data.overlong_prompts to 'drop'"
-                    )
-                self.dropped += 1
+        before = dict(self.dropped)
+        for place, row in self.pictures.light_rows(rows, origin, [self.data.prompt_key]):
+            read = place.number + 1
+            try:
+                prompt = self._of_row(row, f"{prefix}-{place.number}", place)
+            except PictureError:
+                if self.data.bad_pictures == "error":
+                    raise
+                self.dropped["bad_pictures"] += 1
                 continue
-            prompts.append(Prompt(f"{prefix}-{number}", "", ids, text, row))
+            if prompt is not None:
+                prompts.append(prompt)
         if not prompts:
-            why = f"all {len(rows)} prompts are longer than data.max_prompt_tokens = {longest}" if rows else "it has no rows"
-            raise DataError(f"{origin} gives no prompts: {why}")
+            dropped = {why: count - before[why] for why, count in self.dropped.items() if count > before[why]}
+            raise DataError(f"{origin} gives no prompts: {self._why_none(read, dropped)}")
         return prompts
 
-    def _render(self, row: Row, place: RowPlace) -> str:
-        """The prompt of `row` as the text that is tokenised."""
+    def _why_none(self, rows: int, dropped: dict[str, int]) -> str:
+        if not rows:
+            return "it has no rows"
+        if dropped == {"overlong": rows}:
+            return f"all {rows} prompts are longer than data.max_prompt_tokens = {self.data.max_prompt_tokens}"
+        return f"of {rows} rows {' and '.join(f'{count} dropped as {why}' for why, count in dropped.items())}"
+
+    def _of_row(self, row: Row | PictureError, row_id: str, place: RowPlace) -> Prompt | None:
+        """The prompt of a light row; None: it is too long, and counted."""
+        if isinstance(row, PictureError):
+            raise row
+        text, pictures = self._render(row, place)
+        # A template writes the special tokens itself; plain text gets those that the tokenizer adds (BOS).
+        ids = list(self.tokenizer(text, add_special_tokens=not self.template.is_used)["input_ids"])
+        if not ids:
+            raise DataError(f"{place} has an empty prompt under '{self.data.prompt_key}'")
+        ids, media = self.pictures.expand(ids, [], pictures, place)
+        if len(ids) <= self.data.max_prompt_tokens:
+            return Prompt(row_id, "", ids, text, row, media)
+        if self.data.overlong_prompts == "error":
+            of_pictures, lower = "", ""
+            if media:
+                of_pictures = f", {sum(one.tokens for one in media)} of them for pictures"
+                lower = "lower data.max_pixels, "
+            raise DataError(
+                f"{place} has a prompt of {len(ids)} tokens{of_pictures}, but data.max_prompt_tokens is "
+                f"{self.data.max_prompt_tokens}; raise it, {lower}or set data.overlong_prompts to 'drop'"
+            )
+        self.dropped["overlong"] += 1
+        return None
+
+    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[KeptPicture]]:
+        """The prompt of `row` as the text that is tokenised, and its pictures."""
         key = self.data.prompt_key
         prompt = value_of(row, key, "data.prompt_key", place)
         if isinstance(prompt, str) and not self.template.is_used:
-            return self.template.plain_prompt(prompt)
+            return self.pictures.arrange_text(row, self.template.plain_prompt(prompt), place)
         messages = self.template.with_system(self.template.messages(prompt, key, place), place)
-        return self.template.render(messages, place, ask=True)
+        messages, pictures = self.pictures.arrange(row, messages, place)
+        return self.template.render(messages, place, ask=True), pictures

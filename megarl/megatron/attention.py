@@ -80,7 +80,7 @@ def stream_attention(stream: PackedStream, share: StreamShard, dtype: torch.dtyp
         for runs in _runs(stream, len(share.layout), share.rank)
         for _, together in groupby(sorted(runs, key=lambda run: run.call), key=lambda run: run.call)
     ]
-    return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=stream.position_ids[share.positions])
+    return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=stream.position_ids[..., share.positions])
 
 
 def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,19 @@ from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.layout import Layout
+from megarl.data.media import PictureRules
+from megarl.data.picture_rules import load_picture_rules
+from megarl.data.pixels import Pictures
+from megarl.errors import ModelError
 from megarl.megatron import layer_specs
 from megarl.megatron.heads import LogProbHead, ValueHead
-from megarl.megatron.model_config import ddp_config, fuses_gradient_accumulation, refused, transformer_config
+from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.seeing import SeeingModel, build_tower
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
+from megarl.models.vision import Vision, part_of
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:
@@ -45,13 +52,14 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     architecture = architecture_for(hf_config)
     config = transformer_config(options, hf_config)
     try:
-        chunks = [_build_chunk(options, architecture.gpt_kwargs(hf_config), config, stage) for stage in _stages(options)]
+        chunks = [_build_chunk(options, folder, config, stage) for stage in _stages(options)]
     except (ValueError, AssertionError) as error:
         if not options.megatron:
             raise
         raise refused(options, options.megatron, error) from error
+    mrope = architecture.vision(hf_config).mrope if architecture.vision else None
     for chunk in chunks:
-        layer_specs.set_rotary_embedding(chunk, options.layer_spec, hf_config)
+        layer_specs.set_rotary_embedding(chunk, options.layer_spec, architecture.text_config(hf_config), mrope)
         chunk.to(device=torch.cuda.current_device())
         if fuses_gradient_accumulation(options):
             fuse_gradient_accumulation(chunk)
@@ -59,6 +67,8 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         for chunk in chunks:
             chunk.requires_grad_(False)
         return chunks
+    for chunk in chunks:
+        _freeze(chunk, options)
     wrapped = [
         DistributedDataParallel(
             config,
@@ -91,31 +101,60 @@ def _finalize_without_rescaling(model: list[torch.nn.Module], num_tokens: Any = 
     finalize_model_grads(model, None, **kwargs)
 
 
+def _freeze(chunk: torch.nn.Module, options: ModelOptions) -> None:
+    """Leave the parts that the options name without gradients; a value head is none of them."""
+    for name, parameter in chunk.named_parameters():
+        is_value_head = options.head == "value" and name.startswith("output_layer.")
+        if part_of(name) in options.freeze and not is_value_head:
+            parameter.requires_grad_(False)
+
+
 def _stages(options: ModelOptions) -> list[int | None]:
     return list(range(options.layout.vpp)) if options.layout.vpp else [None]
 
 
-def _build_chunk(
-    options: ModelOptions, gpt_kwargs: dict[str, Any], config: TransformerConfig, vp_stage: int | None
-) -> GPTModel:
-    layout = options.layout
+def _picture_rules(folder: str | Path, vision: Vision) -> PictureRules:
+    """How the model in `folder` wants its pictures; raises ModelError if its processor's patches are not those of the tower."""
+    rules = load_picture_rules(folder)
+    for field in ("patch", "temporal", "merge"):
+        if getattr(rules, field) != getattr(vision, field):
+            raise ModelError(
+                f"'{folder}': the image processor's {field} is {getattr(rules, field)}, but config.json's vision_config says "
+                f"{getattr(vision, field)}; they must be equal"
+            )
+    return rules
+
+
+def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    layout, architecture = options.layout, architecture_for(folder.config)
     pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
     post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-    gpt_kwargs = dict(gpt_kwargs)
-    vocab_size = gpt_kwargs.pop("vocab_size")
+    kwargs = dict(architecture.gpt_kwargs(folder.config))
+    vocab_size = kwargs.pop("vocab_size")
     if options.head == "value":
-        gpt_kwargs["share_embeddings_and_output_weights"] = False
+        kwargs["share_embeddings_and_output_weights"] = False
     stages = layout.stage_layers(config.num_layers)
     layers = stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=layer_specs.block_spec(options.layer_spec, config, layers),
-        vocab_size=padded_vocab(vocab_size, layout.tp),
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        **gpt_kwargs,
-    )
+    vision = architecture.vision(folder.config) if architecture.vision else None
+    deepstack = len(vision.deepstack) if vision else 0
+    kwargs |= {
+        "config": config,
+        "transformer_layer_spec": layer_specs.block_spec(options.layer_spec, config, layers, deepstack),
+        "vocab_size": padded_vocab(vocab_size, layout.tp),
+        "pre_process": pre_process,
+        "post_process": post_process,
+        "vp_stage": vp_stage,
+    }
+    if vision is None:
+        model = GPTModel(**kwargs)
+    else:
+        pictures = None
+        if pre_process and options.media_folder is not None:
+            pictures = Pictures(Path(options.media_folder), _picture_rules(folder.path, vision))
+        recompute, dtype = options.recompute == "full", DTYPES[options.dtype]
+        tower = build_tower(folder.config, vision, dtype, recompute=recompute) if pre_process else None
+        eager = options.trainable and ddp_config(options).overlap_grad_reduce
+        model = SeeingModel(tower, pictures, eager=eager, **kwargs)
     model.model_type = ModelType.encoder_or_decoder
     if post_process:
         if options.head == "value":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.megatron.rank_model import RankModel
 from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.registry import architecture_for, sequence_classifier
 
 
 def write_role(role: RankModel, folder: str) -> None:
@@ -60,10 +61,7 @@ def _config(role: RankModel) -> dict[str, Any]:
     if config.get("num_nextn_predict_layers"):  # they are neither trained nor exported
         config["num_nextn_predict_layers"] = 0
     if role.options.head == "value":
-        config["architectures"] = [
-            name.replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures", [])
-        ]
-        config |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    elif "architectures" in config:
-        config["architectures"] = [name.replace("ForSequenceClassification", "ForCausalLM") for name in config["architectures"]]
+        return sequence_classifier(config)
+    if any(name.endswith("ForSequenceClassification") for name in config.get("architectures", [])):
+        config["architectures"] = [architecture_for(config).hf_classes[0]]
     return config

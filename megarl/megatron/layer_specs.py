@@ -7,6 +7,7 @@ with shared prompts, and latent attention. Its parameter names are those of `loc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
 from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.seeing import DeepstackLayer
 from megarl.models.rope_frequencies import inverse_frequencies
+from megarl.models.vision import Mrope
 
 
 class ReferenceRMSNorm(torch.nn.Module):
@@ -53,11 +56,12 @@ class DirectQueryLatentAttention(MLASelfAttention):
 class PackedRotaryEmbedding(torch.nn.Module):
     """Rotary angles for a stream whose tokens state their own positions; wraps the model's rotary embedding, if any."""
 
-    def __init__(self, rotary: torch.nn.Module | None) -> None:
+    def __init__(self, rotary: torch.nn.Module | None, axes: Tensor | None = None) -> None:
+        """`axes` int64 `[d]`: which of three positions each dimension goes by; None: tokens have one."""
         super().__init__()
-        self.rotary = rotary
+        self.rotary, self.axes = rotary, axes
         self.positions: tuple[Tensor, int] | None = None
-        """Of the tokens, and one more than the greatest."""
+        """Of the tokens, `[S]` or `[3, S]`, and one more than the greatest."""
 
     def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
         """Length of the table of angles that the current positions need."""
@@ -68,23 +72,36 @@ class PackedRotaryEmbedding(torch.nn.Module):
         """Angles `[S, 1, 1, d]` at the current positions."""
         assert self.rotary is not None, "this model's attention layers rotate by themselves"
         assert self.positions is not None, "set positions before the forward pass"
-        return self.rotary(rotary_seq_len, packed_seq=True)[self.positions[0]]
+        angles, positions = self.rotary(rotary_seq_len, packed_seq=True), self.positions[0]
+        if positions.dim() == 1:
+            return angles[positions]
+        assert self.axes is not None, "this model's tokens have one position"
+        place = torch.arange(len(self.axes), device=positions.device)
+        return angles[positions[self.axes].T, 0, 0, place][:, None, None]
 
 
-def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any]) -> None:
-    """Give a GPTModel the frequencies of the Hugging Face config, and, but for Transformer Engine, the stream's positions."""
+def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any], mrope: Mrope | None = None) -> None:
+    """Give a GPTModel the frequencies of the decoder's Hugging Face config and, where its layers need it, the positions.
+
+    Transformer Engine counts the positions of a sequence itself, but not those of three axes (`mrope`).
+    """
     if not model.config.multi_latent_attention:
         model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, model.config.kv_channels).to(torch.cuda.current_device())
-    if spec_name != "transformer_engine":
+    if spec_name != "transformer_engine" or mrope is not None:
+        axes = torch.tensor(mrope.axes() * 2, device=torch.cuda.current_device()) if mrope is not None else None
         # Latent attention rotates inside its layers, by the positions that travel with the stream.
-        model.rotary_pos_emb = PackedRotaryEmbedding(None if model.config.multi_latent_attention else model.rotary_pos_emb)
+        model.rotary_pos_emb = PackedRotaryEmbedding(
+            None if model.config.multi_latent_attention else model.rotary_pos_emb, axes
+        )
 
 
-def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
+def block_spec(name: str, config: TransformerConfig, layers: Sequence[int], deepstack: int = 0) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
+    Behind the model's first `deepstack` layers features of a vision tower are added.
+
     Raises:
-        LayoutError: `local` was asked for a model that it cannot run.
+        LayoutError: `local` was asked for a model that it cannot run, or features are to be added in several chunks.
     """
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(
@@ -99,7 +116,12 @@ def block_spec(name: str, config: TransformerConfig, layers: Sequence[int]) -> T
     ]
     specs = {kind: make(config, config.num_moe_experts if kind else None) for kind in set(has_experts)}
     norm = ReferenceRMSNorm if name == "reference" else LayerNormImpl
-    return TransformerBlockSubmodules(layer_specs=[specs[kind] for kind in has_experts], layer_norm=norm)
+    of_layers = [specs[kind] for kind in has_experts]
+    if layers[0] == 0:
+        of_layers = [replace(spec, module=DeepstackLayer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
+    if len(layers) < deepstack if layers[0] == 0 else layers[0] < deepstack:
+        raise LayoutError(f"the vision tower adds features behind {deepstack} layers; they must be in the first model chunk")
+    return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=norm)
 
 
 def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

@@ -66,6 +66,8 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         "calculate_per_token_loss": True,
         **_defaults(options, has_experts="num_moe_experts" in kwargs, is_latent=config_class is MLATransformerConfig),
     }
+    if architecture.vision is not None:
+        kwargs["apply_rope_fusion"] = False  # Transformer Engine's kernel counts one position for each token of a sequence
     given = fields_for(config_class, options, kind="model")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     given.pop("gradient_accumulation_fusion", None)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
-from megarl.config.presets import Fp8Format, Fp8RecipeName
+from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
 from megarl.errors import ConfigError
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -27,6 +27,7 @@ class ModelOptions:
     """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
+    `freeze`: parts that training leaves as they are. `media_folder`: where the pictures of prompts are; None: none shows any.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
@@ -45,6 +46,8 @@ class ModelOptions:
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
     deterministic: bool = False
+    freeze: tuple[ModelPart, ...] = ()
+    media_folder: str | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 

@@ -6,7 +6,7 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
-from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.data.stream import MicroBatch, ScorePosition, Unit
 from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
@@ -31,6 +31,7 @@ from megarl.megatron.step import LossFunction, PassProgress, forward, forward_ba
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
+from megarl.models.positions import prompt_positions
 from megarl.models.registry import architecture_for
 from megarl.platform.deterministic import make_deterministic
 
@@ -43,7 +44,9 @@ class RankModel:
         if options.deterministic:
             make_deterministic()
         folder = HFFolder(options.path)
-        self.weight_map = architecture_for(folder.config).weight_map(folder.config)
+        architecture = architecture_for(folder.config)
+        self.weight_map = architecture.weight_map(folder.config)
+        self.vision = architecture.vision(folder.config) if architecture.vision is not None else None
         self.chunks = build_model(options, folder)
         load_weights(self.chunks, options, folder, self.weight_map)
         self.optimizer: Any = None
@@ -64,7 +67,8 @@ class RankModel:
         """`{response index: float32 [L, C]}` on reporting ranks (see `step.forward`), else empty."""
         for chunk in self.chunks:
             chunk.eval()
-        results = forward(self.chunks, self.options, micro_batches, position=position, progress=self.progress)
+        laid = self._placed(micro_batches)
+        results = forward(self.chunks, self.options, laid, position=position, progress=self.progress)
         return results if self.reports else Answers.joined([])
 
     def update(
@@ -79,7 +83,8 @@ class RankModel:
         for chunk in self.chunks:
             chunk.train()
         watched = WatchedLoss(loss_function)
-        totals = forward_backward(self.chunks, self.options, micro_batches, watched, position=position, progress=self.progress)
+        laid = self._placed(micro_batches)
+        totals = forward_backward(self.chunks, self.options, laid, watched, position=position, progress=self.progress)
         metrics = totals if self.reports else {}
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -91,6 +96,19 @@ class RankModel:
         if torch.distributed.get_rank() == 0:
             metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
         return metrics
+
+    def _placed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The same micro-batches, in which prompts that show pictures have positions on three axes."""
+        vision = self.vision
+        if vision is None:
+            return micro_batches
+
+        def placed(unit: Unit) -> Unit:
+            if not unit.media or unit.positions is not None:
+                return unit
+            return replace(unit, positions=prompt_positions(len(unit.prompt_ids), unit.media, vision))
+
+        return [[placed(unit) for unit in units] for units in micro_batches]
 
     def copy_weights_from(self, other: RankModel) -> None:
         """Take over the weights of a role with the same layout and head. The optimizer, if any, is not touched."""

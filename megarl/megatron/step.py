@@ -29,10 +29,13 @@ from megarl.data.stream import (
     pack,
     split_shared_prompts,
 )
+from megarl.data.stream_media import StreamMedia
 from megarl.megatron.attention import stream_attention
 from megarl.megatron.context_parallel import gather_scored
+from megarl.megatron.layer_specs import PackedRotaryEmbedding
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.seeing import SeeingModel
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -175,13 +178,15 @@ def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, fl
 class _Prepared(NamedTuple):
     """A micro-batch on the device: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
-    `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know.
+    `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know. `seen` are the
+    pictures that this rank's tokens show.
     """
 
     stream: PackedStream
     share: StreamShard
     sequences: PackedSeqParams | None
     positions: int
+    seen: StreamMedia | None
     loss_function: LossFunction
 
 
@@ -201,7 +206,9 @@ def _pack(
     share = context_parallel_shard(stream, layout.cp, parallel_state.get_context_parallel_rank())
     on_device = stream.to(device)
     sequences = packed_lengths(on_device) if options.layer_spec == "transformer_engine" else None
-    return _Prepared(on_device, share.to(device), sequences, int(stream.position_ids.max()) + 1, loss_function)
+    seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
+    positions = int(stream.position_ids.max()) + 1
+    return _Prepared(on_device, share.to(device), sequences, positions, seen.to(device) if seen else None, loss_function)
 
 
 def _forward_step(
@@ -211,13 +218,17 @@ def _forward_step(
     options: ModelOptions,
     progress: PassProgress,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-    stream, share, sequences, positions, loss_function = next(inputs)
+    stream, share, sequences, positions, seen, loss_function = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
-    token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[share.positions]
-    # Both are read in this very forward call, outside the layers that may be recomputed later.
-    if options.layer_spec != "transformer_engine":
-        core.rotary_pos_emb.positions = (position_ids, positions)
+    token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
+    # All are read in this very forward call, outside the layers that may be recomputed later.
+    if isinstance(core.rotary_pos_emb, PackedRotaryEmbedding):
+        # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
+        whole = options.layer_spec == "transformer_engine"
+        core.rotary_pos_emb.positions = (stream.position_ids if whole else position_ids, positions)
+    if isinstance(core, SeeingModel):
+        core.seen = seen
     if core.post_process:
         core.output_layer.request = (share.rows, stream.targets[share.scored])
     mask, packed = _attention_inputs(stream, share, sequences, options)

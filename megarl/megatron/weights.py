@@ -23,6 +23,7 @@ from megarl.megatron.options import ModelOptions
 from megarl.megatron.shards import plain
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
+from megarl.models.registry import architecture_for
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 
@@ -282,4 +283,5 @@ def _is_value_head(name: str, options: ModelOptions) -> bool:
 
 
 def _padded_vocab(folder: HFFolder, options: ModelOptions) -> int:
-    return padded_vocab(folder.config["vocab_size"], options.layout.tp)
+    vocab_size = architecture_for(folder.config).gpt_kwargs(folder.config)["vocab_size"]
+    return padded_vocab(vocab_size, options.layout.tp)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.models.fused_experts import FusedExperts
+from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
 
 HFConfig = dict[str, Any]
@@ -51,3 +53,11 @@ class Architecture:
     """Hugging Face tensors to Megatron parameters, both ways."""
     sglang: SglangFacts = field(default_factory=SglangFacts)
     hub: HubNames = field(default_factory=HubNames)
+    text_config: Callable[[HFConfig], HFConfig] = lambda hf_config: hf_config
+    """The decoder's part of the config, with the fields that text families read."""
+    vision: Callable[[HFConfig], Vision] | None = None
+    """What a config says of the tower of a family that sees; None: the family only reads."""
+    other_names: tuple[tuple[str, str], ...] = ()
+    """What names of tensors begin with in folders that the hub does not have, and in those of the hub; the first one counts."""
+    fused_experts: Callable[[HFConfig], FusedExperts] | None = None
+    """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megarl.config import AnyConfig
 from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
 from megarl.config.layout import Layout
+from megarl.config.presets import ModelPart
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.registry import use_architecture
 from megarl.models.shape import ModelShape
@@ -18,7 +20,8 @@ def check_models(config: AnyConfig) -> None:
 
     Raises:
         ModelError: a folder, or its config.json, is missing or unreadable.
-        ConfigError: a layout does not divide heads, layers, feed-forward width or experts, or leaves widths unfit for FP8.
+        ConfigError: a layout does not divide heads, layers, feed-forward width or experts, or leaves widths unfit for FP8, or
+            a role freezes parts that its model does not have, or all of them.
     """
     use_architecture(config.model.architecture)
     for role in config.roles:
@@ -26,6 +29,8 @@ def check_models(config: AnyConfig) -> None:
         _check_layout(f"{role.name}.layout", layout, model.layout_sizes, config.model.layer_spec)
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
+        if role.trained is not None and role.trained.freeze:
+            _check_freeze(f"{role.name}.freeze", role.trained.freeze, sees=model.vision is not None)
     if config.sampling is not None:
         model = read_shape("model.path", config.model.path)
         # what training asks of layouts with experts is not asked of an engine
@@ -48,6 +53,15 @@ def read_shape(field: str, folder: str) -> ModelShape:
         return ModelShape.read(path)
     except ModelError as error:
         raise ModelError(f"{field} is '{folder}': {error}") from None
+
+
+def _check_freeze(field: str, parts: Sequence[ModelPart], *, sees: bool) -> None:
+    if not sees:
+        raise ConfigError.of(
+            field, list(parts), "names parts of a vision-language model, and this one only reads", allowed="[]"
+        )
+    if set(parts) == set(get_args(ModelPart)):
+        raise ConfigError.of(field, list(parts), "leaves nothing to train", allowed="at most two parts")
 
 
 def _check_layout(field: str, layout: Layout, sizes: dict[str, Any], layer_spec: str = "auto") -> None:

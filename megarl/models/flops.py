@@ -1,12 +1,13 @@
 """What a decoder computes: multiply-adds of its matrices, operations of a forward pass, operations of an update.
 
-Of any model that `shape.py` describes: dense, with experts, with latent attention.
+Of any model that `shape.py` describes: dense, with experts, with latent attention; and what a vision tower computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.shape import ModelShape
+from megarl.models.vision import PROJECTOR, TOWER, Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
@@ -49,6 +51,24 @@ class FlopsModel:
         total = sum(response_tokens)
         pairs = _pairs(prompt_tokens) + sum(prompt_tokens * r + _pairs(r) for r in response_tokens)
         return self.per_token * (prompt_tokens + total) + self.per_logit_row * total + self.per_pair * pairs
+
+
+def picture_flops(vision: Vision, grid: tuple[int, int, int]) -> int:
+    """Operations of a forward pass of a tower, projectors included, over a picture of `grid` patches (time, height, width)."""
+    time, height, width = grid
+    patches, tokens = time * height * width, time * height * width // vision.merge**2
+    products = 0
+    for name, shape in vision.shapes.items():
+        if len(shape) > 1 and name != "pos_embed.weight":
+            products += prod(shape) * (tokens if (TOWER + name).startswith(PROJECTOR) else patches)
+    rows, columns = (_parts(length, vision.window) if vision.window else [] for length in (height, width))
+    in_windows = sum((row * column) ** 2 for row in rows for column in columns)
+    pairs = (vision.depth - vision.window_layers) * (height * width) ** 2 + vision.window_layers * in_windows
+    return 2 * (products + time * pairs * 2 * vision.hidden)
+
+
+def _parts(length: int, most: int) -> list[int]:
+    return [min(most, length - start) for start in range(0, length, most)]
 
 
 def update_flops(

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
-from megarl.models.registry import load_hf_config
+from megarl.models.expert_tensors import ExpertSlice, joined
+from megarl.models.fused_experts import FusedExperts
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
 from megarl.system.atomic_files import whole_folder
@@ -41,12 +44,14 @@ COMPANIONS = (
 
 # Tensors that some checkpoints carry and no model reads: tables that follow from the config.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
-_TIED_OUTPUT = "lm_head.weight"
-_EMBEDDING = "model.embed_tokens.weight"
+_TIED_OUTPUT, _EMBEDDING = "lm_head.weight", "embedding.word_embeddings.weight"
 
 
 class HFFolder:
-    """A model folder opened for reading. Files are opened when first needed and mapped, not read."""
+    """A model folder opened for reading. Files are opened when first needed and mapped, not read.
+
+    Tensors have the names that the hub gives them, also where another version of transformers wrote others.
+    """
 
     def __init__(self, path: str | Path) -> None:
         """Read config and index.
@@ -59,7 +64,37 @@ class HFFolder:
         self._files: dict[str, Any] = {}
 
     @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """The name of each tensor in its file, by the hub's."""
+        return {self._hub_name(name): name for name in self._file_of_stored}
+
+    @cached_property
     def _file_of(self) -> Mapping[str, str]:
+        if len(self._stored) != len(self._file_of_stored):
+            twice = next(name for name in self._file_of_stored if self._stored[self._hub_name(name)] != name)
+            raise ModelError(f"tensor '{twice}' in '{self.path}' is there again as '{self._stored[self._hub_name(twice)]}'")
+        return {name: self._file_of_stored[stored] for name, stored in self._stored.items()}
+
+    @cached_property
+    def fused(self) -> FusedExperts | None:
+        """How its experts are stored, where not each one's tensors are."""
+        return fused_experts_of(self.config)
+
+    @cached_property
+    def _other_names(self) -> tuple[tuple[str, str], ...]:
+        try:
+            return architecture_for(self.config).other_names
+        except ModelError:  # whose names nobody knows
+            return ()
+
+    def _hub_name(self, stored: str) -> str:
+        for other, hub in self._other_names:
+            if stored.startswith(other):
+                return hub + stored.removeprefix(other)
+        return stored
+
+    @cached_property
+    def _file_of_stored(self) -> Mapping[str, str]:
         index = self.path / INDEX_FILE
         if not index.exists():
             if not (self.path / SINGLE_FILE).exists():
@@ -75,8 +110,8 @@ class HFFolder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor in the folder."""
-        return tuple(self._file_of)
+        """Every tensor in the folder; experts have tensors of their own, however they are stored."""
+        return tuple(self._file_of) if self.fused is None else tuple(chain(*map(self.fused.names_of, self._file_of)))
 
     def get_slice(self, name: str) -> Any:
         """A safetensors slice of a tensor: index it (`[a:b]`, `[:, a:b]`) to read that part; `[:]` for all.
@@ -84,11 +119,16 @@ class HFFolder:
         Raises:
             ModelError: there is no such tensor, or its file is missing or damaged.
         """
+        place = self.fused.place(name) if self.fused is not None else None
+        if place is not None and self.fused is not None:
+            source = self.get_slice(place.stored)
+            as_on_the_hub = self.fused.check(place.stored, tuple(source.get_shape()))
+            return ExpertSlice(source, place, as_on_the_hub=as_on_the_hub)
         file = self._file_of.get(name)
         if file is None:
             raise ModelError(f"model folder '{self.path}' has no tensor '{name}'{nearest(name, self._file_of)}")
         try:
-            return self._open(file).get_slice(name)
+            return self._open(file).get_slice(self._stored[name])
         except SafetensorError as error:
             raise ModelError(f"'{self.path / file}' does not give tensor '{name}': {error}") from None
 
@@ -102,7 +142,7 @@ class HFFolder:
         return (source[:1] if source.get_shape() else source[...]).dtype
 
     def entries(self) -> dict[str, tuple[str, Entry]]:
-        """(file, where it lies in the file) of every tensor, with the index checked against the files' own headers.
+        """(file, where it lies in the file) of every stored tensor, with the index checked against the files' own headers.
 
         Raises:
             ModelError: a file is missing or damaged, a tensor is in two files, or index and files contradict each other.
@@ -111,7 +151,8 @@ class HFFolder:
         for file in dict.fromkeys(self._file_of.values()):
             if not (self.path / file).exists():
                 raise ModelError(f"model folder '{self.path}' lacks '{file}', which {INDEX_FILE} names")
-            for name, entry in read_entries(self.path / file).items():
+            for stored, entry in read_entries(self.path / file).items():
+                name = self._hub_name(stored)
                 if name in found:
                     raise ModelError(f"tensor '{name}' in '{self.path}' is in '{found[name][0]}' and again in '{file}'")
                 if self._file_of.get(name) != file:
@@ -142,12 +183,13 @@ class HFFolder:
         for name in self.names:
             if name in expected or name in ignore or name.endswith(_DERIVED_SUFFIXES) or weight_map.leaves_out(name):
                 continue
-            if name == _TIED_OUTPUT and self.config.get("tie_word_embeddings"):
-                if torch.equal(self.get_slice(name)[:], self.get_slice(_EMBEDDING)[:]):
+            if name == _TIED_OUTPUT and architecture_for(self.config).text_config(self.config).get("tie_word_embeddings"):
+                [embedding] = weight_map.rule_for(_EMBEDDING).hf_names
+                if torch.equal(self.get_slice(name)[:], self.get_slice(embedding)[:]):
                     continue
                 raise ModelError(
                     f"config.json in '{self.path}' has tie_word_embeddings=true, but '{_TIED_OUTPUT}' differs from "
-                    f"'{_EMBEDDING}'; tie_word_embeddings must be false"
+                    f"'{embedding}'; tie_word_embeddings must be false"
                 )
             raise ModelError(f"tensor '{name}' in '{self.path}' has no place in the model that config.json describes")
 
@@ -173,7 +215,7 @@ def write_hf_folder(
     """Write a model folder that appears whole or not at all.
 
     Tensors are taken one at a time and at most `max_shard_bytes` (or one tensor) are held. `COMPANIONS` in
-    `extra_files_from` are copied along.
+    `extra_files_from` are copied along. Experts that the hub stores together are, however they come.
 
     Raises:
         ModelError: `path` is a file or a folder with something in it, or a tensor comes twice.
@@ -181,12 +223,22 @@ def write_hf_folder(
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
+    fused = fused_experts_of(config)
     with whole_folder(target) as staging:
         (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        _write_shards(staging, tensors, max_shard_bytes)
+        _write_shards(staging, tensors if fused is None else joined(fused, tensors), max_shard_bytes)
         if extra_files_from is not None:
             copy_companions(Path(extra_files_from), staging)
         _open_to_others(staging)
+
+
+def fused_experts_of(config: Mapping[str, Any]) -> FusedExperts | None:
+    """How folders of a model store experts, where not each one's tensors are; also of models that megarl does not know."""
+    try:
+        read = architecture_for(dict(config)).fused_experts
+    except ModelError:
+        return None
+    return read(dict(config)) if read is not None else None
 
 
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> None:

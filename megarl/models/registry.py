@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ModelError, nearest
-from megarl.models import deepseek_v3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.models import (
+    deepseek_v3,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3,
+    qwen3_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from megarl.models.architecture import Architecture
 from megarl.system.user_code import absolute_name, load_user_object
 
@@ -22,6 +34,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     mixtral.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
+    qwen2_vl.ARCHITECTURE,
+    qwen2_5_vl.ARCHITECTURE,
+    qwen3_vl.ARCHITECTURE,
+    qwen3_vl_moe.ARCHITECTURE,
 )
 
 
@@ -71,6 +87,14 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     if model_type is not None and model_type != found.name:
         raise ModelError(f"config.json: model_type is '{model_type}', but that of the architecture '{name}' is '{found.name}'")
     return found
+
+
+def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with a scalar head in place of its vocabulary, as critics and reward models have."""
+    names = list(hf_config.get("architectures") or ())
+    for head in ("ForCausalLM", "ForConditionalGeneration"):
+        names = [name.replace(head, "ForSequenceClassification") for name in names]
+    return {**hf_config, "architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
 
 
@@ -27,6 +28,7 @@ class ModelShape:
     """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
 
     `expert_layers` have `experts` of width `expert_ffn`, of which a token uses `top_k`, and a shared one of `shared_ffn`.
+    `vision` is the tower in front of it, if it has one.
     """
 
     config: dict[str, Any]
@@ -46,6 +48,7 @@ class ModelShape:
     expert_ffn: int
     shared_ffn: int
     expert_layers: frozenset[int]
+    vision: Vision | None = None
 
     @property
     def query(self) -> int:
@@ -80,6 +83,7 @@ class ModelShape:
             "ffn_size": self.divided_ffn,
             "num_experts": self.experts or None,
             "expert_ffn_size": self.expert_ffn or None,
+            "deepstack": len(self.vision.deepstack) if self.vision else 0,
         }
 
     @property
@@ -132,4 +136,5 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         expert_ffn=sizes.get("moe_ffn_hidden_size") or 0,
         shared_ffn=sizes.get("moe_shared_expert_intermediate_size") or 0,
         expert_layers=frozenset(n for n in range(layers) if experts and has_experts[n]),
+        vision=architecture.vision(hf_config) if architecture.vision else None,
     )

@@ -6,7 +6,7 @@ bias as a buffer; on the hub every expert has tensors of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -21,17 +21,26 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     A tied output layer appears once, as the embeddings.
     """
     own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    family = next((family for family in architectures() if family.name == model.config.model_type), None)
+    hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in own
-        for hub_name, view in _as_on_the_hub(name, tensor, model.config.model_type)
+        for hub_name, view in _as_on_the_hub(_with_prefix(name, others), tensor, hub)
     }
 
 
-def _as_on_the_hub(name: str, tensor: Tensor, model_type: str) -> Iterator[tuple[str, Tensor]]:
+def _with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:
+    """The name with what the hub's begins with; `others` as in `Architecture.other_names`."""
+    for other, on_the_hub in others:
+        if name.startswith(other):
+            return on_the_hub + name.removeprefix(other)
+    return name
+
+
+def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames) -> Iterator[tuple[str, Tensor]]:
     """A tensor's hub names and parts: fused experts `[E, 2F, H]` (gate over up) and `[E, H, F]` (down) come one by one."""
-    hub = next((family.hub for family in architectures() if family.name == model_type), HubNames())
     name = name.replace(".mlp.", f".{hub.block}.")
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")

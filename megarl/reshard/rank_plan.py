@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.reshard.plan import ReshardPlan, TransferBucket
 from megarl.reshard.relays import Machines
 from megarl.reshard.targets import EVERY_RANK
+from megarl.reshard.tensors import as_matrix
 
 
 class SliceKey(NamedTuple):
@@ -33,7 +34,7 @@ class SliceKey(NamedTuple):
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> SliceKey:
         """All of a tensor, for every rank."""
-        rows, cols = (*tensor.shape, 1)[:2]
+        rows, cols = as_matrix(tensor.shape)
         return cls(name, EVERY_RANK, rows, 0, 0, rows, cols)
 
     def ranks(self, of: int) -> Sequence[int]:
@@ -143,4 +144,4 @@ def _batches(buckets: Iterator[TransferBucket], limit_bytes: float) -> Iterator[
 def _piece(shards: Mapping[str, Tensor], held: SliceKey, parameter: str, row: int, col: int) -> WeightSlice:
     shard = shards[parameter]
     rows = shard[row : row + held.rows]
-    return WeightSlice(held, rows if shard.ndim == 1 else rows[:, col : col + held.cols])
+    return WeightSlice(held, rows if shard.ndim == 1 else rows.flatten(1)[:, col : col + held.cols])

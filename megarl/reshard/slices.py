@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megarl.reshard.targets import EngineTarget
-from megarl.reshard.tensors import Ints, TensorTable
+from megarl.reshard.tensors import Ints, TensorTable, as_matrix
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def engine_slices(tensors: TensorTable, target: EngineTarget, num_experts: int) 
             of_part = of_rule[tensors.part[of_rule] == part]
             low, high = np.array(target.intervals(rule, part), np.int64).T
             member = np.flatnonzero(high > low)
-            whole = np.zeros_like(member), np.full_like(member, (*shape, 1)[0 if axis == 1 else 1])
+            whole = np.zeros_like(member), np.full_like(member, as_matrix(shape)[0 if axis == 1 else 1])
             along = low[member], high[member] - low[member]
             box = (*whole, *along) if axis == 1 else (*along, *whole)
             tensor = np.repeat(of_part, len(member))

@@ -146,7 +146,7 @@ def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
     """
     architecture = architecture_for(hf_config)
     weight_map = architecture.weight_map(hf_config)
-    heads = int(hf_config["num_attention_heads"])
+    heads = int(architecture.text_config(hf_config)["num_attention_heads"])
     groups = {rule.packing.num_groups for rule in weight_map.rules if isinstance(rule.packing, GroupedQKV)}
     gated = [rule for rule in weight_map.rules if isinstance(rule.packing, GateUp)]
     widths = {rule.packing.hf_shapes[0][0] for rule in gated if not rule.is_expert}

@@ -14,7 +14,7 @@ from megarl.errors import LayoutError
 from megarl.models.weight_map import Rule
 from megarl.reshard.sources import Sources, shard_runs
 from megarl.reshard.targets import EngineTarget
-from megarl.reshard.tensors import Ints, TensorTable
+from megarl.reshard.tensors import Ints, TensorTable, as_matrix
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def engine_transfers(
 def _boxes(rule: Rule, part: int, runs: Iterable[tuple[int, int, int, int, int]], target: EngineTarget) -> dict[str, Ints]:
     """The transfers of one tensor, with `slot` in place of the source and `member` for the rank, from the first holder on."""
     axis = rule.packing.tp_axis
-    rows, cols = (*rule.packing.hf_shapes[part], 1)[:2]
+    rows, cols = as_matrix(rule.packing.hf_shapes[part])
     found = []
     for member, (low, high) in enumerate(target.intervals(rule, part)):
         for slot, _, start, stop, offset in runs:

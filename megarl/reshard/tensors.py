@@ -5,9 +5,10 @@ The order is that of `WeightMap.hf_names()`; names are made when they are asked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,15 @@ NONE = -1
 """Layer of a tensor outside the layers, expert of one that is no expert's."""
 
 
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) of a tensor seen as a matrix: a vector has one column, and all axes behind the first are columns."""
+    return shape[0], prod(shape[1:])
+
+
 @dataclass(frozen=True)
 class TensorTable:
     """Columns with one entry per tensor. `rule` and `part` say which of whose tensors it is; `rows` and `cols` are the whole
-    tensor's (one column if it has one axis), `itemsize` the bytes of an element.
+    tensor's (`as_matrix`), `itemsize` the bytes of an element.
     """
 
     rules: tuple[Rule, ...]
@@ -46,7 +52,7 @@ class TensorTable:
         for number, layer in _in_order(rules, weight_map.num_layers):
             rule = rules[number]
             size = ITEMSIZE[rule.dtype] if rule.dtype else itemsize
-            shapes = [(*shape, 1)[:2] for shape in rule.packing.hf_shapes]
+            shapes = [as_matrix(shape) for shape in rule.packing.hf_shapes]
             for expert in range(weight_map.num_experts) if rule.is_expert else (NONE,):
                 columns += [[number, part, layer, expert, *shape, size] for part, shape in enumerate(shapes)]
         return cls(rules, *np.array(columns, dtype=np.int64).T.copy())

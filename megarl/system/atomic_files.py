@@ -5,18 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 def write_text_atomically(path: str | Path, text: str) -> None:
-    """Write `text` to `path`, making its folder; a reader sees the old file or the new one, never half of one."""
+    """`write_bytes_atomically` of `text` in UTF-8."""
+    write_bytes_atomically(path, text.encode())
+
+
+def write_bytes_atomically(path: str | Path, content: bytes) -> None:
+    """Write `content` to `path`, making its folder; a reader sees the old file or the new one, never half of one.
+
+    Threads and processes may write the same path at once: one of them is the last.
+    """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
-        part.write_text(text)
+        part.write_bytes(content)
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)

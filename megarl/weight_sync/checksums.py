@@ -98,7 +98,7 @@ class EngineLayout:
         for held in self.slices[name]:
             # `row, col` are where the slice lies in the whole tensor
             rows = weight[held.row : held.row + held.rows]
-            part = rows if weight.ndim == 1 else rows[:, held.col : held.col + held.cols]
+            part = rows if weight.ndim == 1 else rows.flatten(1)[:, held.col : held.col + held.cols]
             if part.numel() != held.rows * held.cols:
                 raise EngineError(f"{name} was sent as {list(weight.shape)}, which is not the shape of the engine's")
             found.append(WeightSlice(held._replace(row=0, col=0), part))
@@ -141,6 +141,7 @@ def _refusal_on_cpu(config: HFConfig, tp: int) -> str | None:
     if config.get("quantization_config"):
         return "on a CPU it does not compute with quantised weights"
     unit = CPU_PADDING * tp
+    config = architecture_for(config).text_config(config)
     sizes = {field: config.get(field) or 0 for field in ("intermediate_size", "moe_intermediate_size")}
     padded = [f"{field} = {size}" for field, size in sizes.items() if size % unit]
     if padded:

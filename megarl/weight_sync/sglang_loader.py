@@ -48,6 +48,9 @@ OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.")
 """Fused parameters of which the first tensor may be of another length than the others: q beside k and v."""
 DERIVED_FROM = ".self_attn.kv_b_proj."
 """What multi-head latent attention computes with is not this parameter, but copies of its two halves (`w_kc`, `w_vc`)."""
+HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))
+"""What names of some vision-language models begin with on the hub, and in engines."""
+TOWER = "visual."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight(?P<scale>_scale_inv)?")
@@ -270,6 +273,11 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
 
     Experts' parameters have one more axis, the first, of which the tensor is in one entry.
     """
+    for hub, own in HUB_PREFIXES:
+        if name.startswith(hub):
+            name = own + name.removeprefix(hub)
+    if name.startswith(TOWER):
+        name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
     if expert := EXPERT.fullmatch(name):
         suffix, position, count = EXPERT_FUSED[expert["projection"]]
         return f"{expert['experts']}.{suffix}{expert['scale'] or ''}", position, count
@@ -290,9 +298,11 @@ def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
     if expert := EXPERT.fullmatch(held.tensor):
         parameter = parameter[int(expert["expert"]) % len(parameter)]
         position = count - 1 - position if name in parameters.up_first else position
-    matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter
+    matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter.flatten(1)
     first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
     of_one_length = count * held.of_rows == len(matrix)
+    if name.startswith(TOWER) and not of_one_length:  # padded at the end of each of its parts
+        first, of_one_length = len(matrix) // count * position, count * held.of_rows < len(matrix)
     is_full = of_one_length or name.endswith(VOCABULARY) or any(fused in name for fused in OF_TWO_LENGTHS)
     if not (is_full and 0 <= first <= len(matrix) - held.of_rows and held.col + held.cols <= matrix.shape[1]):
         raise ValueError(f"{held} has {held.of_rows} rows here, which have no place in {name} {list(parameter.shape)}")
@@ -320,12 +330,25 @@ def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
     return digests, uncovered
 
 
+def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) -> bool:
+    """Whether these parts, views that do not overlap, are all of a parameter, but for padding."""
+    count = sum(values.numel() for values in filled)
+    if count == parameter.numel() or name.endswith(VOCABULARY):
+        return True
+    if not name.startswith(TOWER) or not count:
+        return False
+    # SGLang pads feed-forward widths of towers with zeros, which an engine computes with
+    return int(parameter.count_nonzero()) == sum(int(values.count_nonzero()) for values in filled)
+
+
 def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], where: tuple[str, int], key: str) -> None:
     tensors = parameters.tensors
-    digests, elements = [], dict.fromkeys(tensors, 0)
+    digests: list[str] = []
+    filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
     for place in boxes:
         held = SliceKey(*place)
-        digests.append(digest(box(parameters, held)))
-        elements[engine_name(parameters, held.tensor)[0]] += held.rows * held.cols
-    uncovered = [name for name, count in elements.items() if count != tensors[name].numel() and not name.endswith(VOCABULARY)]
+        values = box(parameters, held)
+        digests.append(digest(values))
+        filled[engine_name(parameters, held.tensor)[0]].append(values)
+    uncovered = [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
     torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import ray
 
+from megarl.data.media import Media
 from megarl.errors import DeadlineError, MegarlError, WorkerError
 from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams
 
@@ -43,10 +44,18 @@ class EngineCalls:
         self.actor, self.number = actor, number
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int, keys: Sequence[str], deadline_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        keys: Sequence[str],
+        deadline_s: float,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         """The engine is told its deadline, too, and given a moment to say itself that it has passed."""
-        reference = submit(self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s)
+        more = {} if media is None else {"media": media}  # an engine of the user's own need not know of pictures
+        reference = submit(self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
         return await self._answer(reference, "generate", deadline_s + GRACE_S)
 
     async def health(self, *, deadline_s: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.stream import pack
 
@@ -40,6 +43,22 @@ def test_rows_are_padded_on_the_right_and_groups_follow_the_ids_not_the_places()
     ]  # fmt: skip
     assert batch.groups.tolist() == [0, 1, 0, 1, 0]
     assert (len(batch), batch.response_tokens) == (5, 6)
+
+
+def test_pictures_travel_with_their_prompts_and_tell_equal_ids_apart() -> None:
+    red, blue = (Media("image", (name,), (1, 2, 2), 0, 1) for name in ("red", "blue"))
+    samples = _batch().samples
+    samples[0].media, samples[2].media = [red], [blue]  # of one group, with equal ids
+    batch = Batch(samples)
+    whole = batch.unit_rows([0, 1, 2, 3, 4], share_prefix=True)
+    plan = [[[(0, (0,)), (1, (0, 1))], [(2, (0,)), (3, (0,))]]]
+    [share] = pickle.loads(pickle.dumps(batch.shares(whole, plan, [])))
+    units = [unit for units in share for unit in units]
+    assert [unit.media for unit in units] == [(red,), (), (blue,), ()]
+    first, second = share.cut([1, 1])
+    assert [unit.media for part in (first, second) for units in part for unit in units] == [(red,), (), (blue,), ()]
+    [without] = _batch().shares(whole, [[[(0, (0,))]]], [])
+    assert without.media == ()
 
 
 def answers_of(values: dict[int, Tensor]) -> Answers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
+from megarl.config.sections import PictureFields
 from megarl.data.inspect import STYLES, inspect
 from megarl.data.supervised import SupervisedSettings
 from megarl.errors import DataError
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
+from tests.data.seeing_folders import SPECIAL, picture, processed, seeing_folder
 
 SETTINGS = SupervisedSettings()
 
@@ -103,3 +107,41 @@ def test_folders_and_parquet_files_are_read_too(tmp_path: Path, capsys: pytest.C
     for path in (file, tmp_path / "data"):
         inspect(str(path), str(tmp_path / "model"), SETTINGS)
         assert "⟦r<|end|>⟧" in capsys.readouterr().out
+
+
+def test_pictures_are_shown_with_their_size_tokens_and_file(tmp_path: Path) -> None:
+    model = seeing_folder(tmp_path / "model")
+    for name, size in (("a", (640, 480)), ("b", (56, 84))):
+        picture(*size).save(tmp_path / f"{name}.png")
+    rows = [{"problem": "<image>\nHow <image> many?", "images": ["a.png", "b.png"]}, {"problem": "1 + 1?"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+
+    def shown(**fields: Any) -> str:
+        stream = io.StringIO()
+        settings = SupervisedSettings(prompt_key="problem")
+        pictures = PictureFields(image_folder=str(tmp_path), **fields)
+        inspect(str(file), str(model), settings, console=Console(file=stream, width=60), pictures=pictures)
+        return stream.getvalue()
+
+    out = shown(media_folder=str(tmp_path / "media"))
+    kept = sorted((tmp_path / "media").iterdir())
+    first = re.search(r"picture 1: 252x168 px, patches 1x12x18, 54 tokens from (\d+) on, (.*)\n", out)
+    second = re.search(r"picture 2: 56x84 px, patches 1x6x4, 6 tokens from (\d+) on, (.*)\n", out)
+    assert first is not None
+    assert second is not None
+    assert sorted([Path(first[2]), Path(second[2])]) == kept
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    assert f"user\n{mark}\nHow {mark} many?<|im_end|>" in out
+    parts = [{"type": "image"}, {"type": "text", "text": "\nHow "}, {"type": "image"}, {"type": "text", "text": " many?"}]
+    whole = processed("qwen2_vl", [{"role": "user", "content": parts}], [picture(640, 480), picture(56, 84)])
+    ids = whole["input_ids"][0].tolist()
+    places = [at for at, token in enumerate(ids) if token == SPECIAL.index("<|image_pad|>")]
+    assert f"row-0: {len(ids)} tokens" in out
+    assert [int(first[1]), int(second[1])] == [places[0], places[54]]
+    reduced = shown(max_pixels=28 * 28 * 16)
+    assert "picture 1: 112x84 px, patches 1x6x8, 12 tokens" in reduced
+    temporary = re.search(r"from \d+ on, (/.*/megarl-media-[^/]*)/", reduced)
+    assert temporary is not None
+    assert len([*Path(temporary[1]).iterdir()]) == 2
+    shutil.rmtree(temporary[1])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.config.sections import DataConfig, SourceConfig
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.tokenize import PromptBuilder
 from megarl.errors import EpisodeError
@@ -246,6 +248,18 @@ def test_what_cannot_work_is_said_before_the_run(
 ) -> None:
     with pytest.raises(EpisodeError, match=sentence):
         opened(byte_tokenizer(template), settings, **data)
+
+
+@pytest.mark.parametrize("kind", ["single", "tools"])
+def test_a_sample_has_its_prompts_pictures(kind: str) -> None:
+    tokenizer = byte_tokenizer()
+    seen = replace(PROMPT, media=[Media("image", ("a1",), (1, 2, 2), 1, 1)])
+    episode, context = opened(tokenizer, Settings(kind=kind, tools=[f"{HERE}:slow"] if kind == "tools" else ()))
+    try:
+        sample = asyncio.run(episode(seen, 0, Script([([*ids_of("yes"), END], "stop")]), context))
+    finally:
+        context.close()
+    assert sample.media == seen.media
 
 
 def test_prompts_say_which_tools_there_are() -> None:

@@ -19,6 +19,7 @@ from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import GateUp, Vocabulary
 from megarl.models.registry import architecture_for
+from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, Rule, WeightMap
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+\.")
@@ -80,7 +81,7 @@ class ModelNames:
             of = ".".join(map(str, place.prefix_sizes or (1,)))
             for key in place.keys:
                 module, _, name = key.rpartition(".")
-                if name != "weight" or module.endswith(_WITHOUT_EXTRA_STATE):
+                if name != "weight" or module.endswith(_WITHOUT_EXTRA_STATE) or key.startswith(TOWER):
                     continue
                 found[f"{module}._extra_state/shard_{index}_{of}"] = None
                 if module.endswith("self_attention.linear_proj"):
@@ -162,7 +163,8 @@ def chunks_of(rule: BoundRule, rows: int, cols: int, layout: Layout, weight_map:
     Raises:
         LayoutError: the layout does not divide the parameter.
     """
-    pp = stages[rule.layer] if rule.layer is not None else 0 if rule.megatron_name.startswith("embedding.") else layout.pp - 1
+    on_first = rule.megatron_name.startswith(("embedding.", TOWER))
+    pp = stages[rule.layer] if rule.layer is not None else 0 if on_first else layout.pp - 1
     first_rank = layout.rank(pp=pp)
     size = layout.tp
     if rule.expert is not None:
@@ -191,12 +193,6 @@ def stage_of_layers(layout: Layout, num_layers: int) -> list[int]:
         for layer in (layer for chunk in chunks for layer in chunk):
             found[layer] = stage
     return found
-
-
-def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the same model with a scalar head in place of its vocabulary, as critics and reward models have."""
-    names = [name.replace("ForCausalLM", "ForSequenceClassification") for name in hf_config.get("architectures") or ()]
-    return {**hf_config, "architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
 
 
 def without_quantization(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -19,9 +19,12 @@ import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
+from megarl.data.media import Media
+from megarl.data.picture_rules import sees
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import hub_tensors
+from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
 from megarl.rollout.engines.protocol import Engine, EnginePlace, FinishReason, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
 from megarl.weight_sync.model_compatibility import ServedModel
@@ -35,6 +38,7 @@ class _OpenResponse:
 
     prompt: list[int]
     generator: torch.Generator
+    seen: SeenPrompt | None = None
     response: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -45,7 +49,7 @@ class EmbeddedEngine(Engine):
     """Batched generation with a KV cache, left padding and one prefill per prompt.
 
     `max_batch_samples` responses are computed at once; the rest wait. `initial_version` declares which version the weights
-    in `model_path` are; None: none, weights must be sent first.
+    in `model_path` are; None: none, weights must be sent first. `media_folder` has the pictures that prompts show.
     """
 
     capabilities = EMBEDDED
@@ -53,7 +57,8 @@ class EmbeddedEngine(Engine):
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
         # one seed for all: a response is the same whichever engine samples it
-        return {"dtype": config.model.dtype, "seed": config.run.seed}
+        media_folder = config.data.kept_in(config.run_folder)
+        return {"dtype": config.model.dtype, "seed": config.run.seed, "media_folder": media_folder}
 
     def __init__(
         self,
@@ -64,16 +69,19 @@ class EmbeddedEngine(Engine):
         device: str = "cpu",
         max_batch_samples: int = EMBEDDED.batch_samples,
         initial_version: int | None = None,
+        media_folder: Path | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+        kind = AutoModelForImageTextToText if sees(model_path) else AutoModelForCausalLM
         try:
             # a folder's own code is never run
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype), trust_remote_code=False)
+            model = kind.from_pretrained(model_path, dtype=getattr(torch, dtype), trust_remote_code=False)
             self._model = model.to(device).eval()
         except (OSError, ValueError) as error:
             raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
         self._model.requires_grad_(False)
+        self._sight = Sight.of(model_path, media_folder)
         self._held = hub_tensors(self._model)
         self._serves = ServedModel(load_hf_config(model_path), dtype)
         self._seed, self._max_batch_samples = seed, max_batch_samples
@@ -103,13 +111,21 @@ class EmbeddedEngine(Engine):
         n: int = 1,
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         check_request(prompts, n, keys, self.weight_version)
+        shown = media if media is not None else [()] * len(prompts)
+        if self._sight is None and any(shown):
+            raise EngineError("a prompt shows pictures, but the model takes none")
         self._calls += 1
         keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
         rows = [
-            _OpenResponse(list(prompt), torch.Generator().manual_seed(_seed(self._seed, key, index)))
-            for prompt, key in zip(prompts, keys, strict=True)
+            _OpenResponse(
+                list(prompt),
+                torch.Generator().manual_seed(_seed(self._seed, key, index)),
+                self._sight.prompt(prompt, of_prompt) if self._sight is not None else None,
+            )
+            for prompt, key, of_prompt in zip(prompts, keys, shown, strict=True)
             for index in range(n)
         ]
         cancelled = threading.Event()
@@ -135,7 +151,7 @@ class EmbeddedEngine(Engine):
         """Complete `rows`, `max_batch_samples` at a time."""
         begun = time.monotonic()
         for start in range(0, len(rows), self._max_batch_samples):
-            batch = _DecodeBatch(self._model, rows[start : start + self._max_batch_samples], params)
+            batch = _DecodeBatch(self._model, rows[start : start + self._max_batch_samples], params, self._sight)
             epoch = -1
             while batch.rows:
                 with self._turn:
@@ -229,8 +245,8 @@ class EmbeddedEngine(Engine):
 class _DecodeBatch:
     """Rows computed together. `prefill` before the first `next_token` and whenever the weights have changed."""
 
-    def __init__(self, model: Any, rows: list[_OpenResponse], params: SamplingParams) -> None:
-        self.rows = list(rows)
+    def __init__(self, model: Any, rows: list[_OpenResponse], params: SamplingParams, sight: Sight | None) -> None:
+        self.rows, self._sight = list(rows), sight
         self._model, self._params = model, params
         ends = model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
@@ -242,19 +258,23 @@ class _DecodeBatch:
     @torch.inference_mode()
     def prefill(self) -> None:
         """Compute the caches of all rows from their tokens; equal token sequences are computed once."""
-        sequences: dict[tuple[int, ...], int] = {}
-        where = [sequences.setdefault((*row.prompt, *row.response), len(sequences)) for row in self.rows]
-        longest = max(map(len, sequences))
-        ids = torch.tensor([[0] * (longest - len(s)) + list(s) for s in sequences], device=self._model.device)
-        mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in sequences], device=self._model.device)
-        output = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        rows = torch.tensor(where, device=self._model.device)
+        device = self._model.device
+        sequences: dict[tuple[Any, ...], int] = {}
+        media = [row.seen.media if row.seen is not None else () for row in self.rows]
+        keys = [(of_row, *row.prompt, *row.response) for row, of_row in zip(self.rows, media, strict=True)]
+        where = [sequences.setdefault(key, len(sequences)) for key in keys]
+        ids_of = [list(key[1:]) for key in sequences]
+        longest = max(map(len, ids_of))
+        ids = torch.tensor([[0] * (longest - len(s)) + s for s in ids_of], device=device)
+        mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in ids_of], device=device)
+        more = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        if self._sight is not None:
+            first = [self.rows[where.index(number)] for number in range(len(sequences))]
+            prompts = [row.seen for row in first if row.seen is not None]
+            given = self._sight.inputs(prompts, [len(row.response) for row in first])
+            more = {name: value.to(device) for name, value in given.items()}
+        output = self._model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **more)
+        rows = torch.tensor(where, device=device)
         self._cache = output.past_key_values
         self._cache.batch_select_indices(rows)
         self._mask, self._logits = mask[rows], output.logits[rows, -1]
@@ -269,7 +289,7 @@ class _DecodeBatch:
             row.versions.append(version)
             if token in self._ends:
                 row.finish_reason = "stop"
-            elif len(row.response) == self._params.max_new_tokens:
+            elif token in self._params.cut_token_ids or len(row.response) == self._params.max_new_tokens:
                 row.finish_reason = "length"
         going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
         if going_on and len(going_on) < len(self.rows):
@@ -282,11 +302,18 @@ class _DecodeBatch:
             output = self._model(
                 input_ids=tokens[:, None],
                 attention_mask=self._mask,
-                position_ids=self._mask.sum(1, keepdim=True) - 1,
+                position_ids=self._next_positions(),
                 past_key_values=self._cache,
                 use_cache=True,
             )
             self._logits = output.logits[:, -1]
+
+    def _next_positions(self) -> torch.Tensor:
+        """Those of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""
+        if self._sight is None:
+            return self._mask.sum(1, keepdim=True) - 1
+        last = [row.seen.positions_with(len(row.response))[:, -1:] for row in self.rows if row.seen is not None]
+        return torch.stack(last, dim=1).to(self._mask.device)
 
 
 def _sample(

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
+from megarl.data.media import Media
 from megarl.errors import EngineError
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_senders import ServerEndpoint
@@ -29,6 +30,7 @@ class SamplingParams:
     what may be sampled, not the log-probs, which are those of the full distribution. `greedy` takes the likeliest token and
     reports log-probs at temperature 1. A response ends after the model's own end tokens, any of `stop_token_ids`, or
     `max_new_tokens` tokens; the end token is part of the response. With `ignore_eos` only the last of these ends it.
+    `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on.
     """
 
     max_new_tokens: int
@@ -36,6 +38,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    cut_token_ids: tuple[int, ...] = ()
     greedy: bool = False
     ignore_eos: bool = False
 
@@ -153,8 +156,12 @@ class Engine(ABC):
         n: int = 1,
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         """Sample `n` responses to each prompt of token ids; the answer is `[prompt][sample]`.
+
+        `media` are the pictures of each prompt, in the order of their places among its ids. None, and not given to engines
+        whose capabilities do not say `sees`: there are none.
 
         `keys` names the prompts (one each); seeded and replaying engines identify a sample by (key, sample index).
         Cancelling the call stops the engine's work on it.

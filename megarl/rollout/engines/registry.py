@@ -8,6 +8,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import RUNNING, capabilities_of, is_users_own, kind_of
 from megarl.config.rollout import RolloutConfig
 from megarl.config.rollout_checks import check_rollout
+from megarl.data.picture_rules import sees
 from megarl.errors import ConfigError
 from megarl.rollout.engines.protocol import Engine
 from megarl.system.user_code import absolute_name, load_user_function
@@ -51,6 +52,12 @@ def check_engine(config: Config, platform: str) -> type[Engine]:
         EngineError: engines of this kind cannot serve the model.
     """
     engine = load_engine(engine_path(config.rollout))
-    check_rollout(config, capabilities_of(config.rollout))
+    able = capabilities_of(config.rollout)
+    check_rollout(config, able)
+    if sees(config.model.path) and not able.sees:
+        reason = "has no answers to prompts that show pictures, which model.path is made for"
+        raise ConfigError.of(
+            "rollout.engine", config.rollout.engine, reason, allowed="'embedded', or 'sglang' with servers of the run's own"
+        )
     engine.check(config, platform)
     return engine

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config import Config
 from megarl.config.engine_kinds import REPLAY
+from megarl.data.media import Media
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EngineError, nearest
 from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
@@ -64,6 +65,7 @@ class ReplayEngine(Engine):
         n: int = 1,
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         check_request(prompts, n, keys, self._version)
         if keys is None:

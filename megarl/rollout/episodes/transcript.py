@@ -73,4 +73,5 @@ class Transcript:
             rewards=dict(rewards or {}),
             row=prompt.row,
             turns=self.turns if len(self.turns) > 1 else [],
+            media=prompt.media,
         )

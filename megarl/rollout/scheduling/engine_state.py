@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError
 from megarl.observe.trace import BusySpans
@@ -20,7 +21,14 @@ class EngineHandle(Protocol):
     """
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int, keys: Sequence[str], deadline_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        keys: Sequence[str],
+        deadline_s: float,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]: ...
 
     async def health(self, *, deadline_s: float) -> None: ...
@@ -73,7 +81,14 @@ class EngineState:
         return sum(request.load for request in self.requests.values())
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, n: int, keys: Sequence[str], deadline_s: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        n: int,
+        keys: Sequence[str],
+        deadline_s: float,
+        media: Sequence[Sequence[Media]],
     ) -> list[list[Generation]]:
         """`Engine.generate`, once no update keeps requests out."""
         try:
@@ -82,7 +97,9 @@ class EngineState:
         except TimeoutError:
             raise DeadlineError(f"engine {self.number} was not open for requests again within {deadline_s:.0f} s") from None
         with self.busy:
-            return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s)
+            if not any(media):  # engines that do not see need not know of pictures
+                return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s)
+            return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s, media=media)
 
 
 @dataclass(eq=False)

@@ -19,7 +19,12 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
 
     async def generate_groups(engine: EngineState, prompts: Sequence[Prompt]) -> list[list[Sample]]:
         answers = await engine.generate(
-            [prompt.prompt_ids for prompt in prompts], params, n=n, keys=[_key(p) for p in prompts], deadline_s=deadline_s
+            [prompt.prompt_ids for prompt in prompts],
+            params,
+            n=n,
+            keys=[_key(prompt) for prompt in prompts],
+            deadline_s=deadline_s,
+            media=[prompt.media for prompt in prompts],
         )
         return [
             [single_sample(prompt, number, generation, tokenizer) for number, generation in enumerate(group)]
@@ -36,7 +41,8 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
         async def sample(token_ids: list[int], max_new_tokens: int) -> Generation:
             key = f"{_key(prompt)}/{number}/{len(token_ids)}"  # a seeded engine draws by it
             turn = replace(params, max_new_tokens=max_new_tokens)
-            return (await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s))[0][0]
+            answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=[prompt.media])
+            return answer[0][0]
 
         return sample
 

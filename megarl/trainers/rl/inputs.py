@@ -11,7 +11,8 @@ from megarl import platform
 from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
 from megarl.data.mixture import build_parts
-from megarl.data.prompts import load_rows
+from megarl.data.picture_reader import open_pictures
+from megarl.data.prompts import rows_of
 from megarl.data.sample import Prompt
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
@@ -34,6 +35,8 @@ class RlInputs:
     held_out: list[Prompt]
     train_rows: int
     """Rows of all parts before those were left out that are held out, too."""
+    dropped: dict[str, int]
+    """Rows, of both, that were left out because they do not fit, by the reason."""
     rewards: RewardSources
 
     @property
@@ -63,14 +66,16 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         if kind.kind != "single":
             episodes = open_episodes(kind, data, tokenizer, config.rollout.max_new_tokens)
             opened.callback(episodes.close)
-        builder = PromptBuilder(tokenizer, data, episodes.tool_schemas if episodes is not None else ())
-        held_out = builder.build(load_rows(data.eval), prefix="eval") if data.eval is not None else []
+        tools = episodes.tool_schemas if episodes is not None else ()
+        pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
+        builder = PromptBuilder(tokenizer, data, tools, pictures)
+        held_out = builder.build(rows_of(data.eval), prefix="eval") if data.eval is not None else []
         parts = build_parts(builder, data.train, prefix="train") if train else []
         kept = [drop_eval_overlap(prompts, held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         opened.pop_all()
-    return RlInputs(tokenizer, episodes, kept, held_out, sum(map(len, parts)), rewards)
+    return RlInputs(tokenizer, episodes, kept, held_out, sum(map(len, parts)), builder.dropped, rewards)
 
 
 def _platform_of(config: Config) -> str:

@@ -8,6 +8,7 @@ from megarl.algorithms import token_weights
 from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.picture_reader import open_pictures
 from megarl.data.sampler import build_sampler
 from megarl.data.supervised import SupervisedBuilder, SupervisedSettings
 
@@ -28,8 +29,10 @@ class PtxExamples:
             system_prompt=config.data.system_prompt,
             chat_template=config.data.chat_template,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            bad_pictures=config.data.bad_pictures,
         )
-        builder = SupervisedBuilder(tokenizer, "sft", settings)
+        pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
+        builder = SupervisedBuilder(tokenizer, "sft", settings, pictures)
         parts = build_parts(builder, source, prefix="ptx", section="ptx.data")
         self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed)
         self._per_update = config.ptx.samples_per_step // config.algorithm.mini_batches

@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.reshard.relays import Machines
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
@@ -51,6 +52,11 @@ class Rollouts:
         engine = check_engine(config, cluster.platform.name)
         self.stale = False
         self.version = 0
+        hf_config = load_hf_config(config.model.path)
+        read_vision = architecture_for(hf_config).vision
+        vision = read_vision(hf_config) if read_vision is not None else None
+        # one that is sampled would be taken for a picture by whoever reads the response
+        self._placeholders = (vision.image_token, vision.video_token) if vision is not None else ()
         logs = Path(cluster.log_folder)
         logs.mkdir(parents=True, exist_ok=True)
         threads = rollout.threads or max(1, cluster.cores // (1 if rollout.schedule.mode == "sync" else 2))
@@ -205,6 +211,7 @@ class Rollouts:
             greedy=greedy or rollout.greedy,
             ignore_eos=rollout.ignore_eos,
             stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),
+            cut_token_ids=self._placeholders,
         )
         n, deadline_s = 1 if greedy else rollout.samples_per_prompt, rollout.deadlines.generate_s
         if self.episodes is not None:

@@ -73,6 +73,9 @@ class RlRun(Run):
         if self.inputs.overlap:
             overlap, rows = self.inputs.overlap, self.inputs.train_rows
             self.progress.say(f"{overlap} of {rows} training rows are held-out prompts too: left out")
+        for why, count in self.inputs.dropped.items():
+            if count:
+                self.progress.say(f"{count} rows left out as {why}")
         logged, after = config.run.log_samples, self.step or None
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)

@@ -116,6 +116,8 @@ class Roles:
             fp8_param=config.model.fp8_param,
             fp8_bf16_layers=config.model.fp8_bf16_layers,
             deterministic=config.run.deterministic,
+            freeze=spec.trained.freeze if spec.trained is not None else (),
+            media_folder=str(config.data.kept_in(config.run_folder)),
             megatron=megatron_of(config, role),
             section=f"{role}.megatron",
         )

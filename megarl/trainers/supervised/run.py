@@ -13,6 +13,7 @@ from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.picture_reader import open_pictures
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.data.stream import ScorePosition, pack
@@ -45,7 +46,9 @@ class SupervisedRun(Run):
             check_architectures(config)
             names = [field.name for field in fields(SupervisedSettings)]
             settings = SupervisedSettings(**{name: getattr(config.data, name) for name in names})
-            builder = SupervisedBuilder(load_tokenizer(config.model.path), self._kind(), settings)
+            tokenizer = load_tokenizer(config.model.path)
+            pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
+            builder = SupervisedBuilder(tokenizer, self._kind(), settings, pictures)
             train = build_parts(builder, config.data.train, prefix="train")
             held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
         self.held_out = [sample for part in held_out for sample in part]
@@ -185,7 +188,10 @@ class SupervisedRun(Run):
         """KTO's reference point, from every prompt with the response to the next one (docs/methods.md#objective-kto)."""
         shifted = [*batch.samples[1:], batch.samples[0]]
         mismatched = Batch(
-            [replace(after, prompt_ids=sample.prompt_ids) for sample, after in zip(batch.samples, shifted, strict=True)]
+            [
+                replace(after, prompt_ids=sample.prompt_ids, media=sample.media)
+                for sample, after in zip(batch.samples, shifted, strict=True)
+            ]
         )
         with self.phases("reference"):
             self.roles.forward(POLICY, mismatched, ["log_probs", "entropy"])

@@ -1,4 +1,4 @@
-"""The parity report that the matrix fills."""
+"""The parity reports that the matrices fill."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from tests.themes.parallel.report import Report
 @pytest.fixture(scope="session")
 def parity_report(request: pytest.FixtureRequest) -> Iterator[Report]:
     """Written to the document of `--parity-report` at the end of the run, if one is named."""
-    report = Report()
+    yield from written(Report("parity matrix"), request)
+
+
+@pytest.fixture(scope="session")
+def seeing_report(request: pytest.FixtureRequest) -> Iterator[Report]:
+    """As `parity_report`, of models that see."""
+    yield from written(Report("parity of models that see"), request)
+
+
+def written(report: Report, request: pytest.FixtureRequest) -> Iterator[Report]:
     yield report
     document = request.config.getoption("--parity-report")
     if document is not None:

@@ -10,13 +10,12 @@ import megatron.core
 import torch
 import transformers
 
-BEGIN, END = "<!-- parity matrix: begin -->", "<!-- parity matrix: end -->"
-
 
 class Report:
-    """Collects cells; `write` makes a table of those that a run has filled."""
+    """Collects cells; `write` makes a table of those that a run has filled, between the marks of `name` in a document."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._marks = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         self._worst: dict[tuple[str, str], tuple[float, float]] = {}
         self._modes: list[str] = []
 
@@ -44,7 +43,10 @@ class Report:
         return "\n".join(lines)
 
     def write(self, document: Path) -> None:
-        """Put the table between the marks of `document`."""
-        before, rest = document.read_text().split(BEGIN)
-        after = rest.split(END)[1]
-        document.write_text(f"{before}{BEGIN}\n{self.table()}\n{END}{after}")
+        """Put the table between its marks in `document`, if there is any."""
+        if not self._worst:
+            return
+        begin, end = self._marks
+        before, rest = document.read_text().split(begin)
+        after = rest.split(end)[1]
+        document.write_text(f"{before}{begin}\n{self.table()}\n{end}{after}")

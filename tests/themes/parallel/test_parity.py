@@ -6,6 +6,7 @@ One call per layout and family fills the matrix; `--parity-report FILE` writes t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,14 +14,17 @@ import torch
 from torch import Tensor
 
 from tests.families import FAMILIES, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.themes.parallel.comparison import compare
 from tests.themes.parallel.report import Report
-from tests.themes.parallel.worlds import LAYOUTS, MODES, TEMPERATURE, layout_for, run_family, units
+from tests.themes.parallel.worlds import LAYOUTS, TEMPERATURE, layout_for, run_family, units
 from tests.world import World
 
-TOLERANCE = 1e-5
-"""Relative: of log-probs and entropies in nats of their size or 1, of a gradient's elements to the largest of its tensor."""
-
-CELLS = [(layout, family) for layout in LAYOUTS for family in FAMILIES if layout_for(family, layout) is not None]
+CELLS = [
+    (layout, name)
+    for layout in LAYOUTS
+    for name, family in FAMILIES.items()
+    if layout_for(layout, experts=family.num_experts is not None) is not None
+]
 
 
 def representatives() -> set[tuple[str, str]]:
@@ -87,35 +91,6 @@ def test_every_layout_computes_what_hugging_face_computes(
     parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
 ) -> None:
     expected = reference(family)
-    size = LAYOUTS[layout].world_size
-    answers = parity_world.call(run_family, expected["folder"], family, layout, size=size)
-    exported = _joined(answer["exported"] for answer in answers)
-    assert exported.keys() == expected["tensors"].keys()
-    for name, tensor in expected["tensors"].items():
-        assert exported[name].dtype == tensor.dtype, name
-        assert torch.equal(exported[name], tensor), name
-    for name, mode in MODES.items():
-        gradients = _joined(answer["modes"][name]["gradients"] for answer in answers)
-        found = _deviations(gradients, expected["gradients"], lambda wanted: wanted.abs().max().clamp_min(1e-30))
-        of_values = 0.0
-        if mode.recompute == "none":
-            values = _joined(answer["modes"][name]["values"] for answer in answers)
-            found |= _deviations(values, expected["values"], lambda wanted: wanted.abs().clamp_min(1.0))
-            of_values = max(found[index] for index in values)
-        parity_report.add(layout, family, name, of_values, max(found[tensor] for tensor in expected["gradients"]))
-        assert {what: deviation for what, deviation in found.items() if deviation > TOLERANCE} == {}, name
-
-
-def _joined(parts: Any) -> dict[Any, Tensor]:
-    """What the ranks gave, together; nothing may come twice."""
-    whole: dict[Any, Tensor] = {}
-    for part in parts:
-        assert not whole.keys() & part.keys()
-        whole |= part
-    return whole
-
-
-def _deviations(found: dict[Any, Tensor], expected: dict[Any, Tensor], scale: Callable[[Tensor], Tensor]) -> dict[Any, float]:
-    """The largest deviation of each tensor's elements, in units of `scale`; a buffer has no gradient."""
-    assert not expected.keys() - found.keys()
-    return {name: float(((found[name].double() - wanted) / scale(wanted)).abs().max()) for name, wanted in expected.items()}
+    of_ranks = layout_for(layout, experts=FAMILIES[family].num_experts is not None)
+    answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=LAYOUTS[layout].world_size)
+    compare(expected, answers, partial(parity_report.add, layout, family))

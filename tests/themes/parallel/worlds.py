@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
-from tests.families import VARIANTS, VOCAB_SIZE
+from tests.families import VOCAB_SIZE
 
 LAYOUTS: dict[str, Layout] = {
     "tp2": Layout(tp=2),
@@ -53,14 +54,14 @@ MODES = {
 }
 
 
-def layout_for(family: str, name: str) -> Layout | None:
-    """The layout called `name`, None where the family has no cell of its own in that row.
+def layout_for(name: str, *, experts: bool) -> Layout | None:
+    """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout).
     """
     layout = LAYOUTS[name]
-    if VARIANTS[family].num_experts is None:
+    if not experts:
         return layout if layout.ep == 1 else None
     if name == "tp2":  # would be tp2+sp
         return None
@@ -88,12 +89,12 @@ def units() -> list[Unit]:
     return found
 
 
-def micro_batches(mode: Mode, dp: int) -> list[list[MicroBatch]]:
+def micro_batches(units: list[Unit], mode: Mode, dp: int) -> list[list[MicroBatch]]:
     """Per data-parallel rank its micro-batches; together they always hold the same responses."""
     if mode.packed:
-        shares = [units()[rank::dp] for rank in range(dp)]
+        shares = [units[rank::dp] for rank in range(dp)]
         return [[share[: len(share) // 2], share[len(share) // 2 :]] if len(share) > 1 else [share] for share in shares]
-    alone = split_shared_prompts(units())
+    alone = split_shared_prompts(units)
     return [[[unit] for unit in alone[rank::dp]] for rank in range(dp)]
 
 
@@ -102,27 +103,45 @@ def objective(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
     return -(stream.columns["weights"] * (output[:, 0] + 0.3 * output[:, 1])).sum(), {}
 
 
-def run_family(rank: int, world_size: int, folder: Path, family: str, layout_name: str) -> dict[str, Any]:
-    """`exported`: the untouched weights; per mode `values` (log-prob, entropy by response) and `gradients` by hub name."""
+def run_family(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    layout: Layout,
+    units: list[Unit],
+    media_folder: Path | None = None,
+    names: Sequence[str] = tuple(MODES),
+    layer_spec: str = "reference",
+) -> dict[str, Any]:
+    """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response) and `gradients` by hub
+    name.
+    """
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
 
-    layout = layout_for(family, layout_name)
-    assert layout is not None
     initialize_layout(layout, seed=1)
     answer: dict[str, Any] = {"modes": {}}
-    for recompute in ("none", "full", "selective"):
-        options = ModelOptions(str(folder), layout, temperature=TEMPERATURE, logit_chunk_tokens=5, recompute=recompute)
+    modes = {name: MODES[name] for name in names}
+    for recompute in dict.fromkeys(mode.recompute for mode in modes.values()):
+        options = ModelOptions(
+            str(folder),
+            layout,
+            temperature=TEMPERATURE,
+            logit_chunk_tokens=5,
+            recompute=recompute,
+            layer_spec=layer_spec,
+            media_folder=str(media_folder) if media_folder else None,
+        )
         role = RankModel(options, OptimizerOptions(lr=1e-3))
-        if recompute == "none":
+        if "exported" not in answer:
             answer["exported"] = {name: tensor.clone() for name, tensor in role.export()}
         weights = [parameter.detach().clone() for chunk in role.chunks for parameter in chunk.parameters()]
-        for name, mode in MODES.items():
+        for name, mode in modes.items():
             if mode.recompute != recompute:
                 continue
-            mine = micro_batches(mode, layout.dp)[layout.coords(rank).dp]
+            mine = micro_batches(units, mode, layout.dp)[layout.coords(rank).dp]
             values = role.forward(mine) if recompute == "none" else None  # without gradients nothing is recomputed
             for chunk in role.chunks:
                 chunk.train()

@@ -16,6 +16,7 @@ import aiohttp
 
 from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
@@ -48,7 +49,7 @@ class SglangClient:
 
     async def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[AskedPrompt],
         params: SamplingParams,
         *,
         n: int,
@@ -58,8 +59,8 @@ class SglangClient:
         """`Engine.generate`; `version` is that of tokens for which the server names none."""
         ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
         async with self._session(None) as session:
-            call = _GenerateCall(session, _sampling(params), version)
-            work = asyncio.gather(*(self._group(call, list(p), group) for p, group in zip(prompts, ids, strict=True)))
+            call = _GenerateCall(session, params, version)
+            work = asyncio.gather(*(self._group(call, p, group) for p, group in zip(prompts, ids, strict=True)))
             try:
                 return await asyncio.wait_for(work, deadline_s)
             except BaseException as error:
@@ -71,16 +72,18 @@ class SglangClient:
                     ) from error
                 raise
 
-    async def _group(self, call: _GenerateCall, prompt: list[int], ids: Sequence[str]) -> list[Generation]:
+    async def _group(self, call: _GenerateCall, prompt: AskedPrompt, ids: Sequence[str]) -> list[Generation]:
         """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
         if len(ids) > 1:
-            warm_up = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
-            await self._post(call.session, "generate", warm_up)
+            warm_up = {"sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
+            await self._post(call.session, "generate", prompt.body | warm_up)
         return list(await asyncio.gather(*(self._sample(call, prompt, rid) for rid in ids)))
 
-    async def _sample(self, call: _GenerateCall, prompt: list[int], rid: str) -> Generation:
-        body = {"input_ids": prompt, "sampling_params": call.sampling, "rid": rid, "return_logprob": True}
-        generation = _generation(await self._post(call.session, "generate", body), call.version, self.server.url)
+    async def _sample(self, call: _GenerateCall, prompt: AskedPrompt, rid: str) -> Generation:
+        body = prompt.body | {"sampling_params": call.sampling, "rid": rid, "return_logprob": True}
+        answer = await self._post(call.session, "generate", body)
+        prompt.check(answer, self.server.url)
+        generation = _generation(answer, call, self.server.url)
         call.answered += 1
         return generation
 
@@ -176,8 +179,10 @@ class SglangClient:
 class _GenerateCall:
     """One call of `generate`: what its requests have in common, and how many have been answered."""
 
-    def __init__(self, session: aiohttp.ClientSession, sampling: dict[str, Any], version: int) -> None:
-        self.session, self.sampling, self.version = session, sampling, version
+    def __init__(self, session: aiohttp.ClientSession, params: SamplingParams, version: int) -> None:
+        """`version` is that of tokens for which the server names none."""
+        self.session, self.sampling, self.version = session, _sampling(params), version
+        self.cut_token_ids = params.cut_token_ids
         self.answered = 0
 
 
@@ -188,18 +193,18 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "temperature": 0.0 if params.greedy else params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k if params.top_k > 0 else -1,
-        "stop_token_ids": list(params.stop_token_ids),
+        "stop_token_ids": [*params.stop_token_ids, *params.cut_token_ids],
         "ignore_eos": params.ignore_eos,
     }
 
 
-def _generation(answer: Mapping[str, Any], version: int, url: str) -> Generation:
-    """SGLang's answer to one request as a Generation; `version` is that of the tokens it names none for."""
+def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Generation:
+    """SGLang's answer to one request as a Generation."""
     try:
         info = answer["meta_info"]
         ids = [int(token) for token in answer["output_ids"]]
         log_probs = [float(entry[0]) for entry in info["output_token_logprobs"]][: len(ids)]
-        versions = [version] * len(ids)
+        versions = [call.version] * len(ids)
         for start, end, name in _version_spans(info.get("weight_versions")):
             versions[start:end] = [int(name)] * (min(end, len(ids)) - start)
         reason = info["finish_reason"]["type"]
@@ -207,7 +212,8 @@ def _generation(answer: Mapping[str, Any], version: int, url: str) -> Generation
         raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"{url}/generate ended a response with the unknown reason {reason!r}")
-    return Generation(ids, log_probs, versions, reason)
+    is_cut = reason == "stop" and ids[-1:] and ids[-1] in call.cut_token_ids
+    return Generation(ids, log_probs, versions, "length" if is_cut else reason)
 
 
 def _version_spans(spans: Any) -> list[tuple[int, int, str]]:

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 
 from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
+from megarl.data.picture_rules import load_picture_rules, sees
 from megarl.errors import ConfigError, EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
@@ -33,6 +34,14 @@ from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
+
+
+def picture_arguments(config: Config) -> dict[str, Any]:
+    """SGLang's arguments without which it would resize pictures again that have the size which the run gave them."""
+    if not sees(config.model.path):
+        return {}
+    rules = load_picture_rules(config.model.path, config.data.min_pixels, config.data.max_pixels)
+    return {"mm_process_config": {"image": {"min_pixels": rules.min_pixels, "max_pixels": rules.max_pixels}}}
 
 
 class SglangEngine(ServedEngine):
@@ -60,6 +69,7 @@ class SglangEngine(ServedEngine):
         requests = rollout.groups_per_engine * rollout.samples_per_prompt
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         on_cpu = place.platform == "cpu"
+        chosen = rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
         return {
             "log_file": place.log_folder / f"engine-{place.number}.log",
             "device": place.platform,
@@ -72,8 +82,9 @@ class SglangEngine(ServedEngine):
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,
             "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,
-            "extra": rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served},
+            "extra": {**picture_arguments(config), **chosen},
             "start_timeout_s": config.resources.deadlines.start_s,
+            "media_folder": config.data.kept_in(config.run_folder),
         }
 
     @classmethod
@@ -116,7 +127,7 @@ class SglangEngine(ServedEngine):
         store: TCPStore | None = None,
     ) -> None:
         """`store` is where the server's ranks leave digests and meet their senders; None: no server takes part."""
-        super().__init__(server, initial_version)
+        super().__init__(server, initial_version, server.options.media_folder)
         self.server = server
         self._store = store
         where = (host(), store.port if store is not None else 0)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from megarl.data.media import Media
 from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams, check_request
+from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
 from megarl.weight_sync.weight_state import WeightState
 
@@ -13,8 +16,10 @@ from megarl.weight_sync.weight_state import WeightState
 class ServedEngine(Engine):
     """An engine that asks `server`; `initial_version` is that of the weights it serves (None: not known)."""
 
-    def __init__(self, server: AskedServer, initial_version: int | None = None) -> None:
+    def __init__(self, server: AskedServer, initial_version: int | None = None, media_folder: Path | None = None) -> None:
+        """`media_folder` has the pictures that prompts show; the server must see it, too."""
         self._client = SglangClient(server)
+        self.media_folder = media_folder
         self._weights = WeightState(initial_version)
 
     @property
@@ -29,9 +34,12 @@ class ServedEngine(Engine):
         n: int = 1,
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
+        media: Sequence[Sequence[Media]] | None = None,
     ) -> list[list[Generation]]:
         version = check_request(prompts, n, keys, self.weight_version)
-        return await self._client.generate(prompts, params, n=n, version=version, deadline_s=deadline_s)
+        shown = media if media is not None else [()] * len(prompts)
+        asked = [AskedPrompt.seeing(*both, self.media_folder) for both in zip(prompts, shown, strict=True)]
+        return await self._client.generate(asked, params, n=n, version=version, deadline_s=deadline_s)
 
     async def abandon_update(self) -> None:
         # sampling stays paused, and an update that the server has begun stays open, until the next one

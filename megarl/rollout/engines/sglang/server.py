@@ -68,6 +68,7 @@ class ServerOptions:
     beside_bytes: int = 0
     memory_saver: bool = True
     start_timeout_s: float = 300.0
+    media_folder: Path | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int, start_id: str) -> list[str]:
@@ -125,6 +126,8 @@ class ServerOptions:
         """Environment of the server: `base` and, on a CPU, which cores it may use and how it waits and allocates."""
         here = str(Path(__file__).parents[4])
         chosen = {**base, "PYTHONPATH": os.pathsep.join(filter(None, [here, base.get("PYTHONPATH", "")]))}
+        # by default features of pictures outlive the weights that made them: flushing the cache leaves them (0.5.23)
+        chosen |= {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
         if self.device == "cuda":
             return chosen
         cores = sorted(os.sched_getaffinity(0))

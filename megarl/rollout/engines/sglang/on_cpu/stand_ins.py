@@ -123,9 +123,27 @@ def install(torchvision_folder: Path) -> None:
     sys.path.append(str(torchvision_folder))
     if torch.version.cuda is None:
         _declare_torchvision_operators()
+    _declare_imported_operators()
 
 
 _KEEP: list[Any] = []  # a torch.library.Library takes its declarations back when it is collected
+
+
+IMPORTED_OPERATORS = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)  # fmt: skip
+"""Kernels of Qwen3.5, whose model SGLang imports with those of all Qwen models that see; only their names are asked for."""
+
+
+def _declare_imported_operators() -> None:
+    import torch
+
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    for name in IMPORTED_OPERATORS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            library.define(f"{name}() -> ()")
+    _KEEP.append(library)
 
 
 def _declare_torchvision_operators() -> None:

@@ -1,0 +1,408 @@
+"""Pictures and videos of rows: kept in the media folder, put in their places among messages, and counted in tokens.
+
+Two passes over a row. The first replaces every picture by the path of its kept file, so that rows are light from then on.
+The second finds the places: `<image>` and `<video>` in text, parts of messages, or before the text where there are none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from PIL import Image
+
+from megarl.config.sections import PictureFields
+from megarl.data.chat import ChatMessage
+from megarl.data.images import KeptPicture, describe_original, keep_picture, original_of, upright_rgb
+from megarl.data.media import Media, PictureRules
+from megarl.data.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, sees
+from megarl.data.rows import Origin, Row, RowPlace
+from megarl.data.video import chosen_frames, frames_of
+from megarl.errors import DataError, PictureError
+
+MARKS = {"image": "<image>", "video": "<video>"}
+READ_AHEAD = 4
+"""Rows that are in memory with their pictures, per thread."""
+USUAL_KEYS = ("image", "images", "video", "videos")
+SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("video", "video_url", "bytes", "path", "url")}
+"""Where a part of a message may have its picture or video; without one it takes the row's next."""
+REMEDY = "mend the row, or set data.bad_pictures to 'drop'"
+
+ContentParts = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class SeeingModel:
+    """What is read of a model that takes pictures, and the folder that keeps them."""
+
+    rules: PictureRules
+    tokens: PictureTokens
+    media_folder: Path
+
+
+def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, run_folder: str | Path) -> PictureReader:
+    """The reader of rows for the model in `model_folder`; one that refuses pictures where the model takes none.
+
+    Raises:
+        ModelError: the model takes pictures, and its folder does not say how.
+        DataError: the limits leave no size.
+    """
+    if not sees(model_folder):
+        return PictureReader(settings)
+    rules = load_picture_rules(model_folder, settings.min_pixels, settings.max_pixels)
+    smallest = (rules.patch * rules.merge) ** 2
+    if not rules.min_pixels <= rules.max_pixels or rules.max_pixels < smallest:
+        raise DataError(
+            f"pictures of {rules.min_pixels} to {rules.max_pixels} pixels are impossible for '{model_folder}'; data.max_pixels "
+            f"must be at least data.min_pixels and {smallest}, the pixels of one token"
+        )
+    tokens = load_picture_tokens(model_folder, tokenizer)
+    return PictureReader(settings, SeeingModel(rules, tokens, settings.kept_in(str(run_folder))))
+
+
+class PictureReader:
+    """Reads the pictures of rows as `settings` say; `model` None: there must be none."""
+
+    def __init__(self, settings: PictureFields, model: SeeingModel | None = None) -> None:
+        self.settings, self.model = settings, model
+        self._kept: dict[str, KeptPicture] = {}
+        self._keys = {kind: key for kind, key in (("image", settings.image_key), ("video", settings.video_key)) if key}
+        marks = "|".join(MARKS[kind] for kind in self._keys)
+        self._mark = re.compile(f"({marks})" if marks else r"(?!)")
+
+    # the first pass -----------------------------------------------------------------------------------------------
+
+    def light_rows(
+        self, rows: Iterable[Row], origin: Origin, message_keys: Sequence[str]
+    ) -> Iterator[tuple[RowPlace, Row | PictureError]]:
+        """Every row without bytes or decoded pictures, in order; paths of kept files are in their place, or the row's error.
+
+        Few rows are read ahead, so that bytes of pictures are not in memory all at once.
+        `message_keys`: where chat messages may be, also as JSON in a text if the model takes pictures.
+
+        Raises:
+            DataError: the model takes no pictures and a row has some, videos cannot be decoded here, or no row has the key
+                of the pictures, but they have others that look like it.
+        """
+        if self.model is None:
+            for number, row in enumerate(rows):
+                place = RowPlace(origin, number)
+                self._refuse_pictures(row, message_keys, place)
+                yield place, cast(Row, _without_bytes(row))
+            return
+        model, keys = self.model, set[str]()
+
+        def light(row: Row, place: RowPlace) -> Row | PictureError:
+            try:
+                return self._light(row, message_keys, place, model)
+            except PictureError as error:
+                return error
+
+        threads = os.cpu_count() or 1
+        ahead: deque[tuple[RowPlace, Future[Row | PictureError]]] = deque()
+        pool = ThreadPoolExecutor(threads, "pictures")  # Pillow decodes and resizes without the interpreter's lock
+        try:
+            for number, row in enumerate(rows):
+                keys.update(key for key, value in row.items() if value)
+                ahead.append((RowPlace(origin, number), pool.submit(light, row, RowPlace(origin, number))))
+                if len(ahead) > READ_AHEAD * threads:
+                    place, done = ahead.popleft()
+                    yield place, done.result()
+            while ahead:
+                place, done = ahead.popleft()
+                yield place, done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+        self._check_keys(keys, origin)
+
+    def _check_keys(self, keys: set[str], origin: Origin) -> None:
+        """`keys`: those under which any row has something."""
+        own = self.settings.image_key
+        others = [name for name in USUAL_KEYS if name in keys]
+        if own is not None and others and not keys & {own, self.settings.video_key}:
+            raise DataError(
+                f"{origin} has nothing under '{own}' (data.image_key), but under '{others[0]}'; set data.image_key to "
+                f"'{others[0]}', or to null to train on the text alone"
+            )
+
+    def _refuse_pictures(self, row: Row, message_keys: Sequence[str], place: RowPlace) -> None:
+        kinds = {kind: f"under '{key}' (data.{kind}_key)" for kind, key in self._keys.items() if row.get(key)}
+
+        def see(part: dict[str, Any]) -> dict[str, Any]:
+            if (kind := _kind_of(part)) is not None:
+                kinds.setdefault(kind, "in its messages")
+            return part
+
+        for key in message_keys:
+            for message in row[key] if isinstance(row.get(key), list) else []:
+                _with_parts(message, see)
+        for kind, where in kinds.items():
+            what = {"image": "pictures", "video": "videos"}[kind]
+            raise DataError(
+                f"{place} has {what} {where}, but the model takes none; train a vision-language model, or leave them out "
+                f"(data.{kind}_key: null leaves out those of a column)"
+            )
+
+    def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace, model: SeeingModel) -> Row:
+        row = {**row, **{key: _parsed(row[key]) for key in message_keys if isinstance(row.get(key), str)}}
+        for kind, key in self._keys.items():
+            if row.get(key) is None:
+                continue
+            many = isinstance(row[key], list | tuple)
+            values = list(row[key]) if many else [row[key]]
+            kept = [self._keep(kind, value, f"{n} of {len(values)}", place, model) for n, value in enumerate(values, 1)]
+            row[key] = kept if many else kept[0]
+        found = 0
+
+        def without(part: dict[str, Any]) -> dict[str, Any]:
+            nonlocal found
+            kind = _kind_of(part)
+            source = next((part[name] for name in SOURCES[kind] if part.get(name) is not None), None) if kind else None
+            if kind is None or source is None:
+                return part
+            found += 1
+            return {"type": kind, kind: self._keep(kind, source, f"{found} of its messages", place, model)}
+
+        lists = {key: row[key] for key in message_keys if isinstance(row.get(key), list)}
+        row.update({key: [_with_parts(message, without) for message in messages] for key, messages in lists.items()})
+        return cast(Row, _without_bytes(row))
+
+    def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: SeeingModel) -> str | list[str]:
+        """The path of the kept picture, or those of the frames of a video."""
+        settings = self.settings
+        try:
+            if kind == "image":
+                return self._file(upright_rgb(original_of(value, settings.image_folder)), model)
+            if isinstance(value, list | tuple):
+                chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
+                if not chosen:
+                    raise PictureError("has no frames")
+                return [self._file(upright_rgb(original_of(value[frame], settings.image_folder)), model) for frame in chosen]
+            original = original_of(value, settings.image_folder)
+            if isinstance(original, Image.Image):
+                raise PictureError("is a picture; it must be a path, bytes or a list of frames")
+            return frames_of(original, settings.fps, settings.max_frames, lambda frame: self._file(frame, model))
+        except PictureError as error:
+            name = "picture" if kind == "image" else "video"
+            raise PictureError(f"{place}: {name} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
+        except OSError as error:
+            raise DataError(f"the media folder '{model.media_folder}' cannot be written: {error}") from error
+
+    def _file(self, image: Image.Image, model: SeeingModel) -> str:
+        kept = keep_picture(image, model.rules, model.media_folder)
+        path = str(model.media_folder / f"{kept.digest}.png")
+        self._kept[path] = kept
+        return path
+
+    # the second pass ----------------------------------------------------------------------------------------------
+
+    def arrange(self, row: Row, messages: list[ChatMessage], place: RowPlace) -> tuple[list[ChatMessage], list[KeptPicture]]:
+        """`messages` of a light row with a part `{"type": "image"}` for each picture or frame, and these in their order.
+
+        Messages without pictures stay as they are. Pictures without any mark or part stand before the first user turn's
+        text, and so do videos.
+
+        Raises:
+            PictureError: marks and pictures do not go together, an assistant's turn has some, or a text has a token that
+                stands for a picture.
+        """
+        if self.model is None:
+            return messages, []
+        self.check_texts(messages, place)
+        waiting = self._of_columns(row)
+        numbers = {kind: len(items) for kind, items in waiting.items()}
+        asked = dict.fromkeys(MARKS, 0)
+        pictures: list[KeptPicture] = []
+
+        def frames_of_part(kind: str, part: dict[str, Any]) -> list[KeptPicture]:
+            own = part.get(kind)
+            if own is not None:
+                return [self._kept[path] for path in ([own] if isinstance(own, str) else own)]
+            asked[kind] += 1
+            return waiting[kind].pop(0) if waiting[kind] else []
+
+        def placed(content: str | ContentParts) -> str | ContentParts:
+            """`content` with its pictures' parts, taken in passing."""
+            parts: ContentParts = []
+            for part in _split(content, self._mark):
+                kind = _kind_of(part)
+                frames = frames_of_part(kind, part) if kind else []
+                pictures.extend(frames)
+                parts += [{"type": "image"}] * len(frames) if kind else [part]
+            return content if isinstance(content, str) and not any(map(_kind_of, parts)) else parts
+
+        arranged = [
+            {**message, "content": placed(message["content"])}
+            if message["role"] != "assistant" and isinstance(message["content"], str | list)
+            else message
+            for message in messages
+        ]
+        if not any(asked.values()) and any(waiting.values()):
+            if pictures:
+                raise self._error(place, "has pictures both in its messages and in a column; one of them must go")
+            first = [frame for kind in ("image", "video") for frames in waiting[kind] for frame in frames]
+            return _before_user_text(arranged, len(first), place), first
+        for kind, mark in MARKS.items():
+            if asked[kind] != numbers[kind]:
+                what = _several(numbers[kind], "picture" if kind == "image" else "video")
+                places = f"{_several(asked[kind], 'place')} for them ({mark})"
+                key = f"under '{self._keys[kind]}'" if kind in self._keys else f"as data.{kind}_key is null"
+                raise self._error(place, f"has {what} {key}, but {places}")
+        return arranged, pictures
+
+    def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[KeptPicture]]:
+        """`arrange` for a prompt without a chat template: the model's own tokens stand for each picture."""
+        if self.model is None:
+            return text, []
+        [message], pictures = self.arrange(row, [{"role": "user", "content": text}], place)
+        if isinstance(message["content"], str):
+            return message["content"], pictures
+        mark = self.model.tokens.mark
+        return "".join(part.get("text", mark) for part in message["content"]), pictures
+
+    def expand(
+        self, prompt: list[int], response: list[int], pictures: Sequence[KeptPicture], place: RowPlace
+    ) -> tuple[list[int], list[Media]]:
+        """`prompt` with the placeholder of each picture repeated once for each of its tokens, and where they are.
+
+        Raises:
+            PictureError: a picture is in `response`, which is what comes behind the first token that is trained on.
+            DataError: the chat template wrote another number of placeholders than there are pictures.
+        """
+        if self.model is None:
+            return prompt, []
+        rules, placeholder = self.model.rules, self.model.tokens.image_id
+        if (found := (prompt + response).count(placeholder)) != len(pictures):
+            raise DataError(
+                f"{place} has {_several(len(pictures), 'picture')}, but the chat template makes "
+                f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
+            )
+        if placeholder in response:
+            raise self._error(place, "has a picture behind its first answer; pictures must be in turns before it")
+        expanded: list[int] = []
+        media: list[Media] = []
+        for token in prompt:
+            count = 1
+            if token == placeholder:
+                picture = pictures[len(media)]
+                grid = (1, picture.height // rules.patch, picture.width // rules.patch)
+                count = grid[1] * grid[2] // rules.merge**2
+                media.append(Media("image", (picture.digest,), grid, len(expanded), count))
+            expanded += [token] * count
+        return expanded, media
+
+    def _of_columns(self, row: Row) -> dict[str, list[list[KeptPicture]]]:
+        """The row's pictures, each as one frame, and its videos, in the shapes that `_light` gives them."""
+        found: dict[str, list[list[KeptPicture]]] = {kind: [] for kind in MARKS}
+        for kind, key in self._keys.items():
+            value = row.get(key) or []
+            is_one = isinstance(value, str) or (kind == "video" and isinstance(value[0] if value else [], str))
+            for one in [value] if is_one else value:
+                found[kind].append([self._kept[path] for path in ([one] if isinstance(one, str) else one)])
+        return found
+
+    def check_texts(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
+        """Refuse texts with tokens that stand for pictures, pictures in assistant turns, and parts that are neither.
+
+        Raises:
+            DataError: `messages` have one of them; a PictureError but for the last.
+        """
+        if self.model is None:
+            return
+        for message in messages:
+            content, role = message["content"], message["role"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            for part in parts if isinstance(parts, list) else []:
+                text = part.get("text") if isinstance(part, dict) else None
+                is_picture = isinstance(part, dict) and _kind_of(part) is not None
+                if is_picture and role == "assistant":
+                    raise self._error(place, "has a picture in an assistant turn; it must be in another turn")
+                if not is_picture and not isinstance(text, str):
+                    raise DataError(f"{place} has {part!r:.80} in the {role}'s turn; it must be text, a picture or a video")
+                for token in self.model.tokens.reserved:
+                    if text is not None and token in text:
+                        raise self._error(place, f"has the text '{token}' in the {role}'s turn, which stands for a picture")
+
+    def _error(self, place: RowPlace, why: str) -> PictureError:
+        return PictureError(f"{place} {why}; {REMEDY}")
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _kind_of(part: dict[str, Any]) -> str | None:
+    """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
+    named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+    if part.get("type") is not None:
+        return named.get(str(part["type"]))
+    return next((kind for field, kind in named.items() if part.get(field) is not None), None)
+
+
+def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
+    """`content` as parts; a mark in a text is a part of its own."""
+    kinds = {text: kind for kind, text in MARKS.items()}
+    parts: ContentParts = []
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        if _kind_of(part) is not None:
+            parts.append(part)
+            continue
+        pieces = [piece for piece in mark.split(part["text"]) if piece]
+        is_mark = [mark.fullmatch(piece) is not None for piece in pieces]
+        parts += [
+            {"type": kinds[piece]} if stands else {"type": "text", "text": piece}
+            for piece, stands in zip(pieces, is_mark, strict=True)
+        ]
+    return parts
+
+
+def _before_user_text(messages: list[ChatMessage], count: int, place: RowPlace) -> list[ChatMessage]:
+    """`messages` with `count` pictures at the beginning of the first user turn."""
+    first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise PictureError(f"{place} has {_several(count, 'picture')}, but no user turn that they could be in; {REMEDY}")
+    content = messages[first]["content"]
+    text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    turn = {**messages[first], "content": [*[{"type": "image"}] * count, *text]}
+    return [*messages[:first], turn, *messages[first + 1 :]]
+
+
+def _with_parts(message: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A chat message with `change` made to every part of its content, if it has parts."""
+    content = message.get("content", message.get("value")) if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    parts = [change(part) if isinstance(part, dict) else part for part in content]
+    return {**message, "content" if "content" in message else "value": parts}
+
+
+def _parsed(text: str) -> Any:
+    """The chat messages of a JSON text (lmm-r1), or `text` itself if it holds none."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    is_chat = bool(messages) and all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in messages)
+    return messages if is_chat else text
+
+
+def _without_bytes(value: Any) -> Any:
+    """`value` with null for what is bytes or a decoded picture; the same object if there are none."""
+    if isinstance(value, bytes | bytearray | memoryview | Image.Image):
+        return None
+    if isinstance(value, dict):
+        light = {key: _without_bytes(inner) for key, inner in value.items()}
+        return light if any(light[key] is not value[key] for key in value) else value
+    if isinstance(value, list | tuple):
+        items = [_without_bytes(inner) for inner in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value

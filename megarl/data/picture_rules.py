@@ -1,0 +1,139 @@
+"""What a model's folder says about pictures: how it wants them, and which tokens stand in their place."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.data.media import PictureRules
+from megarl.errors import ModelError
+
+PROCESSOR = "Qwen2VLImageProcessor"
+"""The image processor whose sizes and patches `data/images.py` and `data/pixels.py` compute, of all Qwen-VL models."""
+TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
+"""Settings of the image processor, and what config.json calls them."""
+BICUBIC = 3
+"""PIL's number of the only filter that pictures are resized by."""
+
+
+@dataclass(frozen=True)
+class PictureTokens:
+    """The texts of the special tokens around a picture in a prompt, and the id of the one that is repeated.
+
+    A picture is `start`, `image` once for each of its tokens, `end`.
+    """
+
+    image_id: int
+    image: str
+    video: str
+    start: str
+    end: str
+
+    @property
+    def mark(self) -> str:
+        """A picture in a text whose placeholder was not repeated yet."""
+        return f"{self.start}{self.image}{self.end}"
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """Texts that no row may contain."""
+        return (self.image, self.video, self.start, self.end)
+
+
+def sees(folder: str | Path) -> bool:
+    """Whether the model in `folder` takes pictures, by its config.json; False where there is none."""
+    return "vision_config" in _config(folder)
+
+
+def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureRules:
+    """How the model in `folder` wants its pictures, by its image processor; other limits than its own are given.
+
+    Raises:
+        ModelError: the folder has no image processor, one that megarl does not compute, or one for another tower.
+    """
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ModelError(f"'{folder}' has no image processor that can be loaded: {type(error).__name__}: {reason}") from error
+    name = type(processor).__name__
+    if not name.startswith(PROCESSOR):
+        raise ModelError(f"'{folder}' has the image processor {name}, which megarl does not know; it must be {PROCESSOR}")
+    for field, value in (
+        ("resample", BICUBIC),
+        ("rescale_factor", 1 / 255),
+        ("do_resize", True),
+        ("do_rescale", True),
+        ("do_normalize", True),
+    ):
+        if getattr(processor, field) != value:
+            raise ModelError(f"'{folder}': its image processor's {field} is {getattr(processor, field)}; it must be {value}")
+    tower = _config(folder).get("vision_config") or {}
+    for field, name in TOWER_FIELDS.items():
+        if tower.get(name, getattr(processor, field)) != getattr(processor, field):
+            raise ModelError(
+                f"'{folder}': its image processor's {field} is {getattr(processor, field)}, but config.json's tower has "
+                f"{name} {tower[name]}"
+            )
+    rules = PictureRules(
+        patch=int(processor.patch_size),
+        temporal=int(processor.temporal_patch_size),
+        merge=int(processor.merge_size),
+        min_pixels=int(processor.size["shortest_edge"]),
+        max_pixels=int(processor.size["longest_edge"]),
+        mean=_colours(processor.image_mean),
+        std=_colours(processor.image_std),
+    )
+    return replace(rules, min_pixels=min_pixels or rules.min_pixels, max_pixels=max_pixels or rules.max_pixels)
+
+
+def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
+    """The tokens that stand for pictures in prompts to the model in `folder`.
+
+    Raises:
+        ModelError: config.json names none, or other tokens than the tokenizer has.
+    """
+    config = _config(folder)
+    texts: dict[str, str] = {}
+    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+        if not isinstance(config.get(name), int):
+            raise ModelError(f"'{folder}/config.json' has no {name}, but a model that sees must have one")
+        token = tokenizer.convert_ids_to_tokens(config[name])
+        if token is None or token not in tokenizer.get_added_vocab():
+            raise ModelError(f"'{folder}/config.json' has {name} {config[name]}, which is no special token of the tokenizer")
+        texts[name] = str(token)
+    image, video, start, end = texts.values()
+    return PictureTokens(int(config["image_token_id"]), image, video, start, end)
+
+
+def load_processor_template(folder: str | Path) -> str | None:
+    """The chat template of the processor where the tokenizer's file does not hold it (`chat_template.json`), else None.
+
+    Raises:
+        ModelError: the file is no JSON object with a template.
+    """
+    file = Path(folder) / "chat_template.json"
+    if not file.is_file() or (Path(folder) / "chat_template.jinja").is_file():
+        return None
+    try:
+        return str(json.loads(file.read_text())["chat_template"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"'{file}' holds no chat template: {type(error).__name__}: {error}") from None
+
+
+def _config(folder: str | Path) -> dict[str, Any]:
+    file = Path(folder) / "config.json"
+    try:
+        config = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise ModelError(f"'{file}' is not valid JSON: {error}") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _colours(values: Any) -> tuple[float, float, float]:
+    red, green, blue = map(float, values)
+    return red, green, blue

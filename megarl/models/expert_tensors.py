@@ -1,0 +1,63 @@
+"""Tensors of experts that a hub checkpoint stores together: each one's read out of them, and all written into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.errors import ModelError
+from megarl.models.fused_experts import ExpertPlace, FusedExperts
+
+
+def joined(fused: FusedExperts, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with all experts' of a block in one, as the hub has them; they may come in any order.
+
+    What is not complete is held, in main memory: a few tensors where a block's experts come one after another.
+
+    Raises:
+        ModelError: an expert is missing.
+    """
+    held: dict[str, tuple[Tensor, set[str]]] = {}
+    for name, tensor in tensors:
+        place = fused.place(name)
+        if place is None:
+            yield name, tensor
+            continue
+        if place.stored not in held:
+            whole = torch.empty(fused.shape(place.stored), dtype=tensor.dtype)
+            held[place.stored] = whole, set(fused.names_of(place.stored))
+        whole, missing = held[place.stored]
+        whole[place.expert, :, place.start : place.stop] = tensor.T
+        missing.discard(name)
+        if not missing:
+            yield place.stored, whole
+            del held[place.stored]
+    for stored, (_, missing) in held.items():
+        raise ModelError(f"'{stored}' cannot be written without '{min(missing)}'")
+
+
+class ExpertSlice:
+    """An expert's tensor in a stored one, read when it is indexed; as a safetensors slice."""
+
+    def __init__(self, source: Any, place: ExpertPlace, *, as_on_the_hub: bool) -> None:
+        self.source, self.place, self.as_on_the_hub = source, place, as_on_the_hub
+        shape = source.get_shape()
+        self.width = shape[1] if as_on_the_hub else shape[2]
+
+    def get_shape(self) -> list[int]:
+        """Rows and columns."""
+        return [self.place.stop - self.place.start, self.width]
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
+        given = () if key is ... else key if isinstance(key, tuple) else (key,)
+        rows, columns = [*given, slice(None), slice(None)][:2]
+        first, last, _ = rows.indices(self.place.stop - self.place.start)
+        box = slice(self.place.start + first, self.place.start + last)
+        if self.as_on_the_hub:
+            found: Tensor = self.source[self.place.expert, columns, box]
+            return found.T.contiguous()
+        return self.source[self.place.expert, box, columns]

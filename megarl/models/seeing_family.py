@@ -1,0 +1,70 @@
+"""A family that sees, made of a text family and of what its config says of the tower.
+
+Hub checkpoints of the families differ in the names of tower and decoder, as do folders that versions of transformers wrote: any
+of them is read, and the hub's are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megarl.errors import ModelError
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.fused_experts import FusedExperts
+from megarl.models.packings import Copy
+from megarl.models.vision import TOWER, Vision
+from megarl.models.weight_map import Rule, WeightMap
+
+
+def seeing(
+    name: str,
+    hf_class: str,
+    text: Architecture,
+    text_config: Callable[[HFConfig], HFConfig],
+    vision: Callable[[HFConfig], Vision],
+    *,
+    prefixes: tuple[str, str],
+    fused_experts: Callable[[HFConfig], FusedExperts] | None = None,
+) -> Architecture:
+    """A family whose decoder is `text`'s; `prefixes` are the hub's names of tower and decoder (`model.` in text families)."""
+
+    def checked(hf_config: HFConfig) -> Vision:
+        found, hidden = vision(hf_config), text_config(hf_config).get("hidden_size")
+        if found.out != hidden:
+            raise ModelError(
+                f"config.json: the tower's features have {found.out} numbers, but the decoder's hidden_size is {hidden}"
+            )
+        return found
+
+    def weight_map(hf_config: HFConfig) -> WeightMap:
+        of_text = text.weight_map(text_config(hf_config))
+        tower = [
+            Rule(TOWER + tensor, (prefixes[0] + tensor,), Copy(shape), stage="first")
+            for tensor, shape in checked(hf_config).shapes.items()
+        ]
+        return replace(of_text, rules=(*tower, *(_renamed(rule, prefixes[1]) for rule in of_text.rules)))
+
+    return Architecture(
+        name=name,
+        hf_classes=(hf_class, hf_class.replace("ForConditionalGeneration", "ForSequenceClassification")),
+        transformer_config_kwargs=lambda hf_config: text.transformer_config_kwargs(text_config(hf_config)),
+        gpt_kwargs=lambda hf_config: text.gpt_kwargs(text_config(hf_config)),
+        weight_map=weight_map,
+        sglang=SglangFacts(arguments={"mm_enable_dp_encoder": True}),  # every rank then has the whole tower
+        hub=text.hub,
+        text_config=text_config,
+        vision=checked,
+        other_names=_other_names(*prefixes),
+        fused_experts=fused_experts,
+    )
+
+
+def _other_names(tower: str, decoder: str) -> tuple[tuple[str, str], ...]:
+    """What names may begin with, and what the hub's begin with then; the first that fits counts."""
+    return (("model.visual.", tower), ("model.language_model.", decoder), ("visual.", tower), ("model.", decoder))
+
+
+def _renamed(rule: Rule, decoder: str) -> Rule:
+    names = (name.replace("model.", decoder, 1) if name.startswith("model.") else name for name in rule.hf_names)
+    return replace(rule, hf_names=tuple(names))

@@ -1,0 +1,118 @@
+"""Folders of tiny vision-language models for tests of rows: a config, a byte tokenizer, an image processor and a chat template.
+
+No weights: what rows become needs none. The template writes what those of Qwen2-VL to Qwen3-VL write for text and pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+MERGES = [("<", "|"), ("Ġ", "t"), ("Ġt", "h"), (">", "?"), ("Ċ", "Ċ"), ("H", "o"), ("Ho", "w")]
+"""Some of which would join text with what stands beside a picture, were that text, too."""
+TEMPLATE = """
+{%- for message in messages -%}
+    {%- if loop.first and message.role != 'system' -%}
+        {{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}
+    {%- endif -%}
+    {{- '<|im_start|>' + message.role + '\\n' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- else -%}
+        {%- for part in message.content -%}
+            {%- if part.type == 'image' or 'image' in part or 'image_url' in part -%}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+            {%- elif part.type == 'video' or 'video' in part -%}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+            {%- elif 'text' in part -%}
+                {{- part.text -}}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- endif -%}
+    {{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 64}},
+    "qwen3_vl": {
+        "patch_size": 16,
+        "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 64},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+}
+
+
+def seeing_tokenizer(template: str | None = TEMPLATE) -> Any:
+    """The tokens of `SPECIAL`, one per byte, and `MERGES`."""
+    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    backend = Tokenizer(models.BPE({token: number for number, token in enumerate(words)}, list(MERGES)))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
+
+
+def seeing_folder(folder: Path, family: str = "qwen2_vl", *, template: str | None = TEMPLATE, **processor: Any) -> Path:
+    """A model folder of `family`; `processor` changes its image processor."""
+    seeing_tokenizer(template).save_pretrained(folder)
+    Qwen2VLImageProcessorPil(**PROCESSORS[family] | processor).save_pretrained(folder)
+    config = {
+        "model_type": family,
+        "image_token_id": SPECIAL.index("<|image_pad|>"),
+        "video_token_id": SPECIAL.index("<|video_pad|>"),
+        "vision_start_token_id": SPECIAL.index("<|vision_start|>"),
+        "vision_end_token_id": SPECIAL.index("<|vision_end|>"),
+        "vision_config": {},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def processor_of(family: str) -> Any:
+    """transformers' own processor for the same model; without a video processor, which needs torchvision."""
+    kind = {"qwen2_vl": Qwen2VLProcessor, "qwen3_vl": Qwen3VLProcessor}[family]
+    images = Qwen2VLImageProcessorPil(**PROCESSORS[family])
+    return _without_video(kind)(images, seeing_tokenizer(), chat_template=TEMPLATE)
+
+
+def _without_video(kind: type) -> type:
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
+
+
+def processed(family: str, messages: Sequence[dict[str, Any]], pictures: Sequence[Image.Image], *, ask: bool = True) -> Any:
+    """What transformers' processor makes of a conversation with `pictures` at its parts of type image."""
+    processor = processor_of(family)
+    text = processor.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False)
+    return processor(text=[text], images=list(pictures) or None, return_tensors="pt")
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Colours that differ from pixel to pixel."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """The bytes of a file with `image`."""
+    stream = BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()

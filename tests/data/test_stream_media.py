@@ -1,0 +1,91 @@
+"""Pictures in streams: whose features go where, each picture once, and positions on three axes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megarl.data.media import Media
+from megarl.data.stream import Response, Unit, context_parallel_shard, pack, split_shared_prompts
+
+TALL = Media("image", ("tall",), (1, 4, 2), 1, 2)
+WIDE = Media("image", ("wide",), (1, 2, 6), 4, 3)
+
+
+def unit(index: int, length: int, *media: Media, positions: bool = True) -> Unit:
+    """Token `100 * index + n` is the prompt's n-th; two responses of three tokens each."""
+    responses = [Response(2 * index + n, torch.arange(3), torch.ones(3, dtype=torch.bool)) for n in range(2)]
+    of_axes = torch.stack([torch.arange(length) * factor for factor in (1, 2, 3)]) if positions else None
+    return Unit(100 * index + torch.arange(length), responses, media, of_axes)
+
+
+UNITS = [unit(1, 8, TALL, WIDE), unit(2, 4, positions=False), unit(3, 7, WIDE)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_placeholder_gets_its_own_feature_and_each_picture_is_there_once(shared: bool) -> None:
+    stream = pack(UNITS if shared else split_shared_prompts(UNITS), pad_to_multiple=16, segment_multiple=4)
+    assert stream.media is not None
+    assert [picture.digests for picture in stream.media.pictures] == [("tall",), ("wide",)]
+    found = dict(zip(stream.media.places.tolist(), stream.media.rows.tolist(), strict=True))
+    wanted = {101: 0, 102: 1, 104: 2, 105: 3, 106: 4, 304: 2, 305: 3, 306: 4}  # features by token
+    for place, token in enumerate(stream.token_ids.tolist()):
+        assert found.get(place) == wanted.get(token), place
+    assert len(found) == len(wanted) * (1 if shared else 2)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_context_parallel_ranks_share_the_features_out(cp: int) -> None:
+    stream = pack(UNITS, segment_multiple=2 * cp, pad_to_multiple=2 * cp)
+    assert stream.media is not None
+    all_rows = dict(zip(stream.media.places.tolist(), stream.media.rows.tolist(), strict=True))
+    names = [(picture.digests[0], number) for picture in stream.media.pictures for number in range(picture.tokens)]
+    found = {}
+    for rank in range(cp):
+        share = context_parallel_shard(stream, cp, rank)
+        own = stream.media.of_tokens(share.positions, len(stream.token_ids))
+        if own is None:
+            continue
+        mine = [(picture.digests[0], number) for picture in own.pictures for number in range(picture.tokens)]
+        assert {mine[row][0] for row in own.rows.tolist()} == {picture.digests[0] for picture in own.pictures}
+        found |= {int(share.positions[p]): mine[row] for p, row in zip(own.places.tolist(), own.rows.tolist(), strict=True)}
+    assert found == {place: names[row] for place, row in all_rows.items()}
+
+
+def test_a_rank_whose_tokens_show_nothing_has_no_pictures() -> None:
+    stream = pack(UNITS)
+    assert stream.media is not None
+    assert stream.media.of_tokens(torch.tensor([0, 3]), len(stream.token_ids)) is None
+    [only] = stream.media.of_tokens(torch.tensor([3, 4]), len(stream.token_ids)).pictures  # type: ignore[union-attr]
+    assert only is WIDE
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_responses_follow_the_largest_position_on_all_axes(shared: bool) -> None:
+    stream = pack(UNITS if shared else split_shared_prompts(UNITS))
+    assert stream.position_ids.shape == (3, len(stream.token_ids))
+    largest = [3 * 7, 3, 3 * 6]
+    for number, (segment, end) in enumerate(zip(stream.segments, pairwise(stream.boundaries), strict=True)):
+        of_unit = number // 3 if shared else number // 2
+        length = len(UNITS[of_unit].prompt_ids)
+        positions = stream.position_ids[:, slice(*end)]
+        if segment.prefix_length or not shared:
+            behind = positions if shared else positions[:, length:]
+            assert behind.tolist() == [[largest[of_unit] + 1, largest[of_unit] + 2]] * 3
+        if not segment.prefix_length:
+            factors = (1, 1, 1) if of_unit == 1 else (1, 2, 3)
+            assert positions[:, :length].tolist() == [[n * factor for n in range(length)] for factor in factors]
+
+
+def test_prompts_without_pictures_have_one_position_a_token_and_nothing_more() -> None:
+    stream = pack(UNITS[1:2])
+    assert stream.media is None
+    assert stream.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 4, 5]
+
+
+def test_positions_of_another_length_are_refused() -> None:
+    broken = Unit(torch.arange(3), UNITS[0].responses, (), torch.zeros(3, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"a prompt of 3 tokens has positions \[3, 4\]; they must be \[3, 3\]"):
+        pack([broken])

@@ -1,0 +1,128 @@
+"""Real SGLang servers of models that see: answers and updates against transformers, also for pictures asked before."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from megarl.data.stream import Unit
+from megarl.errors import EngineError
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.weight_sync.checksums import EngineLayout
+from tests import seeing
+from tests.models.test_transformers_names import other_values, stored, update
+from tests.rollout.tiny import Weights
+
+LIMITS = {"min_pixels": 32 * 32, "max_pixels": 10**6}
+"""Of a run's pictures, beyond those of the model's folder."""
+
+
+def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that SGLang serves on a CPU, with a tokenizer, and pictures in its folder `media`."""
+    entry = seeing.SEEING[family]
+    for width in ("intermediate_size", "moe_intermediate_size"):
+        monkeypatch.setitem(entry.text, width, 64)  # others are padded
+    monkeypatch.setitem(entry.vision, "in_chans", 3)  # as hub configs have it, and SGLang reads it
+    seeing.build_seeing_folder(family, path)
+    seeing.pictures(family, path / "media")
+    settings = json.loads((path / "preprocessor_config.json").read_text())
+    kind = "Qwen3VLProcessor" if family.startswith("qwen3") else f"{entry.class_prefix}Processor"
+    settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": kind}  # as on the hub
+    settings["max_pixels"] = LIMITS["min_pixels"]  # less than some of the pictures have
+    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+    words = [f"w{number}" for number in range(seeing.TEXT_IDS)]
+    special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*words, *special])}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(word, special=True) for word in special])
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="w0", pad_token="w1").save_pretrained(path)
+    return path
+
+
+def difference(model: Any, family: str, folder: Path, units: Sequence[Unit], groups: Sequence[Sequence[Generation]]) -> float:
+    """The largest difference of answers' log-probs from transformers'."""
+    worst = 0.0
+    for unit, group in zip(units, groups, strict=True):
+        for answer in group:
+            ids = torch.cat([unit.prompt_ids, torch.tensor(answer.response_ids[:-1], dtype=torch.long)])[None]
+            more: dict[str, Any] = seeing.inputs(family, folder / "media", unit)
+            more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int()} if unit.media else {}
+            with torch.no_grad():
+                logits = model(ids, **more).logits[0, len(unit.prompt_ids) - 1 :]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
+            worst = max(worst, float((expected - torch.tensor(answer.log_probs)).abs().max()))
+    return worst
+
+
+def with_values(folder: Path, weights: Weights, sent: Path) -> Any:
+    """transformers' model with these weights, by way of a folder."""
+    write_hf_folder(sent, weights, HFFolder(folder).config)
+    return AutoModelForImageTextToText.from_pretrained(sent, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        ("qwen2_5_vl", 2),
+        pytest.param("qwen2_vl", 1, marks=pytest.mark.exhaustive),
+        ("qwen3_vl", 1),
+        pytest.param("qwen3_vl_moe", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_before(
+    family: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = served_folder(family, tmp_path / "model", monkeypatch)
+    units = seeing.units(family)[:3]  # no picture, one, and two of which one is the same
+    prompts, media = [unit.prompt_ids.tolist() for unit in units], [unit.media for unit in units]
+    params = SamplingParams(max_new_tokens=6, cut_token_ids=(seeing.IMAGE, seeing.VIDEO))
+    options = ServerOptions(
+        str(folder), tmp_path / "log", tp=tp, threads=1, max_total_tokens=2048, max_running_requests=8,
+        start_timeout_s=400, media_folder=folder / "media", extra={"mm_process_config": {"image": LIMITS}},
+    )  # fmt: skip
+    original = stored(folder)
+    everything = other_values(folder)
+    tower = [(name, original[name] if "visual" not in name else value) for name, value in everything]
+
+    async def scenario() -> None:
+        engine = await SglangEngine.open(options, 0)
+        try:
+            groups = await engine.generate(prompts, params, n=3, media=media)
+            assert difference(seeing.hugging_face(family), family, folder, units, groups) < 1e-5
+            # whatever is sampled ends it, as a placeholder does
+            cut = replace(params, cut_token_ids=tuple(range(seeing.hf_config(family).text_config.vocab_size)))
+            for answer in await engine.generate(prompts, cut, media=media):
+                assert (len(answer[0].response_ids), answer[0].finish_reason) == (1, "length")
+            for version, weights in ((1, tower), (2, everything)):  # the tower alone, then the decoder
+                await update(engine, weights, version)
+                groups = await engine.generate(prompts, params, n=2, media=media)
+                assert difference(with_values(folder, weights, tmp_path / str(version)), family, folder, units, groups) < 1e-5
+            name = next(name for name, _ in everything if "visual" in name and "blocks.1.mlp" in name)
+            with pytest.raises(EngineError, match=f"nobody sent {name}@"):
+                await update(engine, [pair for pair in everything if pair[0] != name], 3)
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+def test_towers_are_whole_on_every_rank_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = served_folder("qwen2_5_vl", tmp_path / "model", monkeypatch)
+    layout = EngineLayout.of_model(folder, "float32", 2)
+    assert layout.server_arguments["mm_enable_dp_encoder"] is True
+    patches = layout.slices["visual.patch_embed.proj.weight"]
+    assert [(box.engine_rank, box.rows, box.cols) for box in patches] == [(rank, 16, 3 * 2 * 14 * 14) for rank in (0, 1)]

@@ -1,0 +1,285 @@
+"""One tiny random model of every family that sees, and prompts with pictures, for the tests that compare with transformers.
+
+`SEEING` holds one entry per family; `build_seeing_folder(family, path)` writes its folder as the hub has it, and
+`hugging_face(family)` is the same model as a transformers module. `pictures(family, folder)` writes a media folder, and
+`units(family)` are four prompts that show its pictures: none, one, two (one of them again), and a video with a picture behind.
+
+Decoders have the sizes of tests/families.py. Towers have two layers or three, windows of 2 x 2 tokens where there are any, and
+features added behind two layers where there is deepstack; no picture is square.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megarl.data.media import Media
+from megarl.data.stream import Response, Unit
+from megarl.models.hf_folder import write_hf_folder
+from megarl.models.positions import prompt_positions
+from megarl.models.registry import architecture_for
+from megarl.models.vision import Vision
+from tests.families import SIZES, SPREAD
+
+IMAGE, VIDEO, START, END = 120, 121, 122, 123
+TEXT_IDS = 120
+"""Ids below this are text."""
+SECONDS_PER_GRID = 1.3
+
+
+@dataclass(frozen=True)
+class SeeingFamily:
+    """`class_prefix` of transformers' classes, what the two configs have of their own, and whether embeddings are tied."""
+
+    class_prefix: str
+    vision: dict[str, Any]
+    text: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    num_experts: int | None = None
+    patch: int = 14
+    frames_apart: bool = False
+    """Whether a video's frames are told apart by text between them."""
+
+
+def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}}
+
+
+SEEING: dict[str, SeeingFamily] = {
+    "qwen2_vl": SeeingFamily(
+        "Qwen2VL",
+        {"depth": 2, "embed_dim": 16, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 32},
+        _rope([1, 2, 1]),
+    ),
+    "qwen2_5_vl": SeeingFamily(
+        "Qwen2_5_VL",
+        {
+            "depth": 2,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 20,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+            "window_size": 56,
+            "tokens_per_second": 2,
+        },
+        _rope([2, 1, 1]),
+        tied=True,
+    ),
+    "qwen3_vl": SeeingFamily(
+        "Qwen3VL",
+        {
+            "depth": 3,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 20,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 1],
+        },
+        _rope([2, 2, 2], mrope_interleaved=True) | {"head_dim": 12, "num_key_value_heads": 1},
+        patch=16,
+        frames_apart=True,
+    ),
+    "qwen3_vl_moe": SeeingFamily(
+        "Qwen3VLMoe",
+        {
+            "depth": 3,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 20,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0, 2],
+        },
+        _rope([2, 2, 2], mrope_interleaved=True)
+        | {"head_dim": 12, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "mlp_only_layers": [1]},
+        num_experts=4,
+        patch=16,
+        frames_apart=True,
+    ),
+}
+
+
+def hf_config(family: str) -> Any:
+    """transformers' config of `family`."""
+    import transformers
+
+    entry = SEEING[family]
+    text = {name: value for name, value in SIZES.items() if name != "tie_word_embeddings"}
+    return getattr(transformers, f"{entry.class_prefix}Config")(
+        text_config=text | {"bos_token_id": None, "eos_token_id": None} | entry.text,
+        vision_config={"patch_size": entry.patch} | entry.vision,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=entry.tied,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+
+
+def hugging_face(family: str) -> Any:
+    """The model of `family` in float32, in evaluation mode, with seeded random values everywhere."""
+    import transformers
+
+    model_class = getattr(transformers, f"{SEEING[family].class_prefix}ForConditionalGeneration")
+    model = model_class(hf_config(family)).float().eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            centre = 1.0 if ("norm" in name or "ln_q" in name) and name.endswith("weight") else 0.0
+            value.copy_(centre + SPREAD * torch.randn(value.shape, generator=generator))
+    return model
+
+
+def by_hub_name(family: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors named as the module's parameters (values or gradients), as a hub checkpoint has them."""
+    if family in ("qwen2_vl", "qwen2_5_vl"):
+        short = {"model.visual.": "visual.", "model.language_model.": "model."}
+        for long, hub in short.items():
+            named = {hub + n.removeprefix(long) if n.startswith(long) else n: tensor for n, tensor in named.items()}
+    # transformers has the experts' matrices transposed
+    return {name: tensor.mT.contiguous() if ".mlp.experts." in name else tensor for name, tensor in named.items()}
+
+
+def hub_tensors(family: str, model: Any) -> dict[str, Tensor]:
+    """What the model's safetensors file holds."""
+    left_out = {"lm_head.weight"} if SEEING[family].tied else set()
+    return by_hub_name(family, {name: value for name, value in model.state_dict().items() if name not in left_out})
+
+
+def hub_gradients(family: str, model: Any) -> dict[str, Tensor]:
+    """Gradients of every parameter after a backward pass, by hub name."""
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    return by_hub_name(family, gradients)
+
+
+def build_seeing_folder(family: str, path: Path) -> None:
+    """Write the model of `family` to the new folder `path`, with the settings of its processor."""
+    model = hugging_face(family)
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    write_hf_folder(path, hub_tensors(family, model).items(), config)
+    patch = SEEING[family].patch
+    settings = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": patch**2 * 4, "max_pixels": 10**6}
+    (path / "preprocessor_config.json").write_text(json.dumps(settings))
+
+
+def vision_of(family: str) -> Vision:
+    """What megarl reads of the family's config."""
+    config = hf_config(family).to_dict()
+    read = architecture_for(config).vision
+    assert read is not None
+    return read(config)
+
+
+GRIDS = {"wide": (4, 6), "high": (8, 4), "flat": (2, 4), **{f"frame{number}": (4, 6) for number in range(4)}}
+"""Height and width in patches of the pictures in a media folder."""
+
+
+def pictures(family: str, folder: Path) -> None:
+    """Noise, so that no two patches are alike."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(5)
+    for name, (height, width) in GRIDS.items():
+        size = (height * SEEING[family].patch, width * SEEING[family].patch, 3)
+        Image.fromarray(generator.integers(0, 256, size, dtype=np.uint8)).save(folder / f"{name}.png")
+
+
+def _shown(family: str, name: str) -> list[dict[str, Any]]:
+    """What a picture or the video is in a prompt, but for its place: one of the media, or one for each two frames."""
+    if name != "video":
+        return [{"kind": "image", "digests": (name,), "grid": (1, *GRIDS[name])}]
+    frames = tuple(f"frame{number}" for number in range(4))
+    if SEEING[family].frames_apart:
+        return [{"kind": "video", "digests": frames[at : at + 2], "grid": (1, *GRIDS["frame0"])} for at in (0, 2)]
+    return [{"kind": "video", "digests": frames, "grid": (2, *GRIDS["frame0"]), "seconds_per_grid": SECONDS_PER_GRID}]
+
+
+def units(family: str) -> list[Unit]:
+    """Four prompts with two responses each; single-token responses, and masks with holes, are among them."""
+    generator = torch.Generator().manual_seed(11)
+
+    def text(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(0, TEXT_IDS, (length,), generator=generator).tolist()
+
+    vision, found, index = vision_of(family), [], 0
+    for shown in ((), ("wide",), ("high", "wide"), ("video", "flat")):
+        ids, media = text(2, 6), []
+        for of_one in (part for name in shown for part in _shown(family, name)):
+            tokens = prod(of_one["grid"]) // vision.merge**2
+            media.append(Media(**of_one, place=len(ids) + 1, tokens=tokens))
+            ids += [START, *[VIDEO if of_one["kind"] == "video" else IMAGE] * tokens, END, *text(1, 4)]
+        responses = []
+        for _ in range(2):
+            answer = torch.tensor(text(1, 12))
+            mask = torch.rand(len(answer), generator=generator) < 0.8
+            responses.append(Response(index, answer, mask, {"weights": torch.randn(len(answer), generator=generator) / 20}))
+            index += 1
+        positions = prompt_positions(len(ids), media, vision) if media else None
+        found.append(Unit(torch.tensor(ids), responses, tuple(media), positions))
+    return found
+
+
+def inputs(family: str, folder: Path, unit: Unit) -> dict[str, Any]:
+    """What transformers takes beside ids: pixels by its own processor, and grids."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    patch = SEEING[family].patch
+    processor = Qwen2VLImageProcessorPil(patch_size=patch, min_pixels=1, max_pixels=10**7)
+    found: dict[str, Any] = {}
+    images = [media for media in unit.media if media.kind == "image"]
+    videos = [media for media in unit.media if media.kind == "video"]
+    if images:
+        read = processor([Image.open(file) for media in images for file in media.files(folder)], return_tensors="pt")
+        found |= {"pixel_values": read["pixel_values"], "image_grid_thw": read["image_grid_thw"]}
+    if videos:
+        files = [file for media in videos for file in media.files(folder)]
+        # a picture is two equal frames: of two frames the first one's first half and the second one's second half
+        halves = processor([Image.open(file) for file in files], return_tensors="pt")["pixel_values"]
+        halves = halves.view(len(files) // 2, 2, -1, 3, 2, patch**2)  # [grids, frames, patches, colours, frames, pixels]
+        both = torch.stack([halves[:, frame, :, :, frame] for frame in (0, 1)], dim=3)
+        found |= {"pixel_values_videos": both.reshape(-1, 6 * patch**2)}
+        found["video_grid_thw"] = torch.tensor([[len(files) // 2, *GRIDS["frame0"]]])
+    return found
+
+
+def positions_with(unit: Unit, response: Tensor) -> Tensor | None:
+    """int64 `[3, 1, P + L]`: those of a prompt and of a response behind it."""
+    if unit.positions is None:
+        return None
+    behind = int(unit.positions.max()) + 1 + torch.arange(len(response))
+    return torch.cat([unit.positions, behind.expand(3, -1)], dim=1)[:, None]
+
+
+def by_hugging_face(family: str, folder: Path, temperature: float) -> dict[str, Any]:
+    """Tensors, values by response and gradients: each response alone behind its prompt; log-softmax in float64.
+
+    Positions are transformers' own but for videos, which it places otherwise than the models were trained (transformers#45381).
+    """
+    model = hugging_face(family)
+    values: dict[int, Tensor] = {}
+    for unit in units(family):
+        of_prompt = inputs(family, folder, unit)
+        for response in unit.responses:
+            ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
+            more = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if unit.media else {}
+            if "video_grid_thw" in of_prompt:
+                more["position_ids"] = positions_with(unit, response.token_ids)
+            logits = model(ids, **of_prompt, **more).logits[0, len(unit.prompt_ids) - 1 : -1].double() / temperature
+            log_p = logits.log_softmax(-1)
+            both = torch.stack([log_p.gather(1, response.token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], -1)
+            loss = -(response.columns["weights"] * (both[:, 0] + 0.3 * both[:, 1]))[response.mask].sum()
+            loss.backward()
+            values[response.index] = both.detach() * response.mask[:, None]
+    return {"tensors": hub_tensors(family, model), "values": values, "gradients": hub_gradients(family, model)}

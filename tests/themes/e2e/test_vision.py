@@ -1,0 +1,134 @@
+"""Runs that see, from rows with pictures to exported weights, with real ranks and real SGLang servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+
+from megarl.cli import main
+from megarl.config import Config, SupervisedConfig, parse_config
+from megarl.config.load import parse_supervised_config
+from megarl.errors import ConfigError
+from megarl.observe import read_metrics
+from megarl.rollout.engines.registry import check_engine
+from megarl.trainers.rl.loop import train as train_rl
+from megarl.trainers.supervised.loop import train as train_supervised
+from tools.model import tiny_vision
+
+pytestmark = pytest.mark.usefixtures("local_ray")
+SHAPES = str(Path(__file__).parents[3] / "examples" / "vision" / "shapes.py") + ":count_shapes"
+
+
+@pytest.fixture(scope="module")
+def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of examples/vision before its warm-up."""
+    folder = tmp_path_factory.mktemp("models") / "tiny-vision"
+    tiny_vision.make(folder, untrained=True)
+    return folder
+
+
+def rl_config(model: Path, folder: Path, **sections: Any) -> Config:
+    rows = {"source": "python", "name": SHAPES, "args": {"rows": 32}}
+    reward = folder / "reward.py"  # tells almost any two responses apart
+    reward.write_text("def reward(samples):\n    return [float(sum(sample.response_ids) % 7) for sample in samples]\n")
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "folder": str(folder), "steps": 2, "save_every": 2},
+        "model": {"path": str(model), "dtype": "float32"},
+        "policy": {"layout": {"dp": 2}, "threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 256},
+        "data": {"train": rows, "prompt_key": "problem", "chat_template": "never", "max_prompt_tokens": 32},
+        "rollout": {"engine": "sglang", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4, "threads": 1},
+        "rewards": [{"name": f"{reward}:reward"}],
+    }
+    for name, values in sections.items():
+        tree[name] = tree.get(name, {}) | values
+    return parse_config(tree)
+
+
+def towers(folder: Path) -> dict[str, torch.Tensor]:
+    """The tower's tensors in a folder's file, by the name that they have in it."""
+    return {
+        name.split("visual.")[1]: value for name, value in load_file(folder / "model.safetensors").items() if "visual." in name
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("policy", "algorithm"),
+    [
+        ({"layout": {"tp": 2, "sequence_parallel": True}, "freeze": ["vision"]}, {}),
+        pytest.param({"layout": {"pp": 2}}, {"name": "ppo"}, marks=pytest.mark.exhaustive),
+        pytest.param({"layout": {"cp": 2}}, {"name": "reinforce_plus_plus"}, marks=pytest.mark.exhaustive),
+    ],
+    ids=["frozen tower", "a critic that sees", "context parallel"],
+)
+def test_engines_and_trainer_see_the_same_and_frozen_towers_keep_their_bytes(
+    policy: dict[str, Any], algorithm: dict[str, Any], seeing_model: Path, tmp_path: Path
+) -> None:
+    own = {"threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 256}
+    config = rl_config(seeing_model, tmp_path, policy=own | policy, algorithm=algorithm)
+    train_rl(config)
+    rows = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)
+    assert rows[0]["policy/grad_norm"] > 0
+    [checkpoint] = (Path(config.run_folder) / "checkpoints").glob("step_*/policy")
+    out = tmp_path / "exported"
+    assert main(["convert", "export", str(checkpoint), str(out)]) == 0
+    before, after = towers(seeing_model), towers(out)
+    assert before.keys() == after.keys()
+    frozen = "vision" in policy.get("freeze", ())
+    for name, value in before.items():
+        assert torch.equal(value, after[name]) == (frozen and not name.startswith("merger.")), name
+    assert (out / "preprocessor_config.json").read_bytes() == (seeing_model / "preprocessor_config.json").read_bytes()
+
+
+def supervised_config(model: Path, folder: Path, steps: int) -> SupervisedConfig:
+    return parse_supervised_config(
+        {
+            "run": {"name": "sft", "folder": str(folder), "steps": steps, "save_every": 2, "resume": "auto"},
+            "model": {"path": str(model), "dtype": "float32"},
+            "policy": {"layout": {"dp": 2}, "threads_per_rank": 1, "optimizer": {"lr": 0.01, "betas": [0.9, 0.95]}},
+            "objective": {"name": "sft"},
+            "data": {
+                "train": {"source": "python", "name": SHAPES, "args": {"rows": 8}},
+                "rows_per_step": 8,
+                "prompt_key": "problem",
+                "response_key": "answer",
+                "chat_template": "never",
+                "max_tokens": 64,
+            },
+        }
+    )
+
+
+@pytest.mark.slow
+def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(seeing_model: Path, tmp_path: Path) -> None:
+    """Four full-batch updates in one run, and in one that stops after two."""
+    train_supervised(supervised_config(seeing_model, tmp_path / "whole", 4))
+    for steps in (2, 4):
+        train_supervised(supervised_config(seeing_model, tmp_path / "parts", steps))
+    whole, parts = (list(read_metrics(tmp_path / name / "sft" / "metrics.jsonl")) for name in ("whole", "parts"))
+    exact = ("train/loss", "train/grad_norm")
+    assert [[row[name] for name in exact] for row in whole] == [[row[name] for name in exact] for row in parts]
+
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(seeing_model, dtype=torch.float32)
+    given, answers = tiny_vision.inputs(AutoTokenizer.from_pretrained(seeing_model), tiny_vision.examples(0, 8))
+    log_probs = model(**given).logits[:, -2:].log_softmax(-1)
+    loss = -(log_probs[:, 0].gather(1, answers[:, None])[:, 0] + log_probs[:, 1, tiny_vision.EOS]).sum() / 16
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert whole[0]["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert whole[0]["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+
+def test_engines_that_do_not_see_are_refused(seeing_model: Path, tmp_path: Path) -> None:
+    elsewhere = {"weight_transport": "folder", "servers": {"urls": ["http://engine:1"]}}
+    config = rl_config(seeing_model, tmp_path, rollout=elsewhere)
+    with pytest.raises(ConfigError, match=r"^rollout.engine is 'sglang', which .* pictures.*; it must be 'embedded', or"):
+        check_engine(config, "cpu")

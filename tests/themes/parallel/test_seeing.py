@@ -1,0 +1,147 @@
+"""Every layout of a model that sees computes what transformers computes in one process, tower included.
+
+As in test_parity.py, with a table of its own. A layout whose first chunk has fewer layers than those behind which
+features are added is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from megarl.data.stream import Unit
+from megarl.errors import LayoutError
+from megarl.models.expert_tensors import joined
+from megarl.models.hf_folder import fused_experts_of
+from megarl.models.shape import ModelShape
+from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, vision_of
+from tests.themes.parallel.comparison import TOLERANCE, compare
+from tests.themes.parallel.planted import run_spec, run_with_error
+from tests.themes.parallel.report import Report
+from tests.themes.parallel.worlds import LAYOUTS, TEMPERATURE, layout_for, run_family
+from tests.world import World, WorldFailure
+
+IN_EVERY_RUN = {
+    "qwen2_vl": {"cp2"},
+    "qwen2_5_vl": {"tp2·cp2+sp", "vpp2", "dp2"},
+    "qwen3_vl": {"tp2+sp", "pp2·cp2"},
+    "qwen3_vl_moe": {"ep2·tp2+sp"},
+}
+"""What `make test` computes of the matrix: together every dimension, and each family."""
+
+
+def first_chunk(layout_name: str) -> int:
+    """Layers of the first model chunk of four."""
+    return len(LAYOUTS[layout_name].stage_layers(4)[0][0])
+
+
+CELLS = [
+    pytest.param(layout, name, marks=() if layout in IN_EVERY_RUN[name] else pytest.mark.exhaustive, id=f"{name}-{layout}")
+    for name, family in SEEING.items()
+    for layout in LAYOUTS
+    if layout_for(layout, experts=family.num_experts is not None) and first_chunk(layout) >= len(vision_of(name).deepstack)
+]
+
+
+@pytest.fixture(scope="module")
+def parity_world() -> Iterator[World]:
+    with World(8) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """A family's folder, media folder, tensors, values by response and gradients, by transformers, each computed once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def get(family: str) -> dict[str, Any]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp("seeing") / family
+            build_seeing_folder(family, folder)
+            pictures(family, folder / "media")
+            found = by_hugging_face(family, folder / "media", TEMPERATURE)
+            known[family] = {"folder": folder, "media": folder / "media", **found}
+        return known[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "family"), CELLS)
+def test_every_layout_sees_what_transformers_sees(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], seeing_report: Report, layout: str, family: str
+) -> None:
+    expected = reference(family)
+    of_ranks = layout_for(layout, experts=SEEING[family].num_experts is not None)
+    answers = parity_world.call(
+        run_family, expected["folder"], of_ranks, units(family), expected["media"], size=LAYOUTS[layout].world_size
+    )
+    fused = fused_experts_of(hf_config(family).to_dict())
+    stored = (lambda tensors: dict(joined(fused, tensors.items()))) if fused else (lambda tensors: tensors)
+    compare(expected, answers, partial(seeing_report.add, layout, family), stored)
+
+
+def swapped_axes(shown: list[Unit]) -> list[Unit]:
+    """Height and width exchanged."""
+    return [replace(unit, positions=unit.positions[[0, 2, 1]]) if unit.positions is not None else unit for unit in shown]
+
+
+def later_places(shown: list[Unit]) -> list[Unit]:
+    """Features one token behind their place."""
+    return [replace(unit, media=tuple(replace(media, place=media.place + 1) for media in unit.media)) for unit in shown]
+
+
+@pytest.mark.parametrize(
+    ("family", "planted"),
+    [
+        ("qwen2_5_vl", swapped_axes),
+        ("qwen3_vl", swapped_axes),
+        ("qwen2_5_vl", later_places),
+        ("qwen2_5_vl", "windows"),
+        ("qwen2_5_vl", "sections"),
+        ("qwen3_vl", "sections"),
+        ("qwen3_vl", "deepstack"),
+    ],
+)
+def test_the_comparison_notices_a_planted_error(
+    parity_world: World,
+    reference: Callable[[str], dict[str, Any]],
+    family: str,
+    planted: str | Callable[[list[Unit]], list[Unit]],
+) -> None:
+    expected, given = reference(family), units(family)
+    error = planted if isinstance(planted, str) else None
+    given = given if isinstance(planted, str) else planted(given)
+    answers = parity_world.call(run_with_error, error, expected["folder"], given, expected["media"], size=1)
+    worst: list[float] = []
+    with pytest.raises(AssertionError):
+        compare(expected, answers, lambda mode, values, gradients: worst.extend((values, gradients)))
+    assert min(worst) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("layout", ["vpp2", "pp4", "pp2 uneven"])
+def test_features_behind_more_layers_than_the_first_chunk_has_are_refused(layout: str, reference: Any) -> None:
+    shape = ModelShape.read(reference("qwen3_vl")["folder"])
+    with pytest.raises(LayoutError, match="the vision tower adds features behind 2; it must be "):
+        LAYOUTS[layout].check_model(**shape.layout_sizes)
+    LAYOUTS["pp2"].check_model(**shape.layout_sizes)
+
+
+def test_the_refusal_on_ranks(parity_world: World, reference: Any) -> None:
+    with pytest.raises(
+        WorldFailure, match="the vision tower adds features behind 2 layers; they must be in the first model chunk"
+    ):
+        parity_world.call(run_family, reference("qwen3_vl")["folder"], LAYOUTS["vpp2"], units("qwen3_vl"), size=2)
+
+
+def test_copies_of_a_prompt_share_the_features_of_its_pictures(parity_world: World, reference: Any) -> None:
+    """megarl's `local` layer spec gives each response a prompt of its own; the tower still sees each picture once."""
+    expected = reference("qwen2_5_vl")
+    [answer] = parity_world.call(
+        run_spec, "local", expected["folder"], units("qwen2_5_vl"), expected["media"], size=1
+    )  # fmt: skip
+    compare(expected, [answer], lambda *of_mode: None)
+    assert answer["pictures"] == [["wide"], ["high", "wide", "frame0", "flat"]]
