@@ -89,12 +89,13 @@ def units() -> list[Unit]:
     return found
 
 
-def micro_batches(units: list[Unit], mode: Mode, dp: int) -> list[list[MicroBatch]]:
-    """Per data-parallel rank its micro-batches; together they always hold the same responses."""
+def micro_batches(mode: Mode, dp: int, given: list[Unit] | None = None) -> list[list[MicroBatch]]:
+    """Per data-parallel rank its micro-batches of `given`, or of `units()`; together they always hold the same responses."""
+    given = units() if given is None else given
     if mode.packed:
-        shares = [units[rank::dp] for rank in range(dp)]
+        shares = [given[rank::dp] for rank in range(dp)]
         return [[share[: len(share) // 2], share[len(share) // 2 :]] if len(share) > 1 else [share] for share in shares]
-    alone = split_shared_prompts(units)
+    alone = split_shared_prompts(given)
     return [[[unit] for unit in alone[rank::dp]] for rank in range(dp)]
 
 
@@ -141,7 +142,7 @@ def run_family(
         for name, mode in modes.items():
             if mode.recompute != recompute:
                 continue
-            mine = micro_batches(units, mode, layout.dp)[layout.coords(rank).dp]
+            mine = micro_batches(mode, layout.dp, units)[layout.coords(rank).dp]
             values = role.forward(mine) if recompute == "none" else None  # without gradients nothing is recomputed
             for chunk in role.chunks:
                 chunk.train()
