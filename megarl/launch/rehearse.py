@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config import AnyConfig, Config
+from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError
 from megarl.launch.small_run import small_run
@@ -54,7 +54,7 @@ def planned_placement(config: AnyConfig, gpus_per_node: int) -> Placement:
     """
     request = PlacementRequest.of(config)
     placement = place(request, planned_bundles(request.bundles, gpus_per_node))
-    if isinstance(config, Config):
+    if config.sampling is not None:
         check_transport(config, placement)
     return placement
 
@@ -106,23 +106,23 @@ def _members(at: list[Any], mine: Any, name: str) -> list[int]:
 
 def weights_way(config: AnyConfig, placement: Placement) -> dict[str, Any]:
     """How weights travel: bytes that each training rank sends, process groups, and what goes by relays; none without a plan."""
-    if not isinstance(config, Config) or capabilities_of(config.rollout).weights != "slices":
+    if config.sampling is None or capabilities_of(config.sampling).weights != "slices":
         return {}
-    plan = plan_of_run(config)
+    rollout, plan = config.sampling, plan_of_run(config)
     cost = cost_of(plan, ClusterRates(), colocated=config.resources.placement == "colocated")
     found: dict[str, Any] = {
-        "transport": config.rollout.weight_transport,
+        "transport": rollout.weight_transport,
         "bytes_sent": list(cost.sent),
         "bytes_received": list(cost.received),
     }
-    if config.rollout.weight_transport == "process_group":
+    if rollout.weight_transport == "process_group":
         groups = Communicators.of(plan)
         found["communicators"] = {
             "of_a_training_rank": list(groups.of_a_rank),
             "of_an_engine_rank": 1,
             "members": groups.members,
         }
-    elif config.rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
+    elif rollout.weight_transport == "shared_memory" and len(placement.machines) > 1:
         machines = Machines.of(placement)
         relayed = sum(
             bucket.nbytes

@@ -30,9 +30,9 @@ SUMS = [(f"{a} + {b} =", str(a + b)) for a in range(10) for b in range(10)]
 
 def small_run(config: AnyConfig, folder: Path, ray_address: str) -> AnyConfig:
     """The run made small, with its model and its rows written into `folder`."""
-    return (
-        _small_rl(config, folder, ray_address) if isinstance(config, Config) else _small_supervised(config, folder, ray_address)
-    )
+    if config.sampling is not None:
+        return _small_rl(config, folder, ray_address)
+    return _small_supervised(config, folder, ray_address)
 
 
 def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
