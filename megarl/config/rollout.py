@@ -88,8 +88,8 @@ class RolloutConfig(Section):
     tp: Positive = 1
     """Tensor-parallel ranks of each engine."""
     weight_transport: Literal["shared_memory", "process_group", "rdma", "folder"] = "shared_memory"
-    """How weights reach the engines: `shared_memory` (same machine), `process_group` (NCCL or Gloo), `rdma` (engines read the
-    ranks' buffers by NIXL; `pip install 'megarl[rdma]'`), or `folder` (Hugging Face files, for `servers.urls`)."""
+    """How weights reach the engines: `shared_memory` (same machine), `process_group` (NCCL or Gloo), `rdma` (NIXL:
+    `pip install 'megarl[rdma]'`), or `folder` (Hugging Face files, for `servers.urls`)."""
     delta_every: Count = 0
     """Send only changed weights, and all weights every this many updates. 0: all weights at every update."""
     verify_every: Positive = 1

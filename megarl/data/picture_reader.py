@@ -39,7 +39,7 @@ ContentParts = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class SeeingModel:
+class PictureSettings:
     """What is read of a model that takes pictures, and the folder that keeps them."""
 
     rules: PictureRules
@@ -64,13 +64,13 @@ def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, ru
             f"must be at least data.min_pixels and {smallest}, the pixels of one token"
         )
     tokens = load_picture_tokens(model_folder, tokenizer)
-    return PictureReader(settings, SeeingModel(rules, tokens, settings.kept_in(str(run_folder))))
+    return PictureReader(settings, PictureSettings(rules, tokens, settings.kept_in(str(run_folder))))
 
 
 class PictureReader:
     """Reads the pictures of rows as `settings` say; `model` None: there must be none."""
 
-    def __init__(self, settings: PictureFields, model: SeeingModel | None = None) -> None:
+    def __init__(self, settings: PictureFields, model: PictureSettings | None = None) -> None:
         self.settings, self.model = settings, model
         self._kept: dict[str, KeptPicture] = {}
         self._keys = {kind: key for kind, key in (("image", settings.image_key), ("video", settings.video_key)) if key}
@@ -150,7 +150,7 @@ class PictureReader:
                 f"(data.{kind}_key: null leaves out those of a column)"
             )
 
-    def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace, model: SeeingModel) -> Row:
+    def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace, model: PictureSettings) -> Row:
         row = {**row, **{key: _parsed(row[key]) for key in message_keys if isinstance(row.get(key), str)}}
         for kind, key in self._keys.items():
             if row.get(key) is None:
@@ -174,7 +174,7 @@ class PictureReader:
         row.update({key: [_with_parts(message, without) for message in messages] for key, messages in lists.items()})
         return cast(Row, _without_bytes(row))
 
-    def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: SeeingModel) -> str | list[str]:
+    def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: PictureSettings) -> str | list[str]:
         """The path of the kept picture, or those of the frames of a video."""
         settings = self.settings
         try:
@@ -195,7 +195,7 @@ class PictureReader:
         except OSError as error:
             raise DataError(f"the media folder '{model.media_folder}' cannot be written: {error}") from error
 
-    def _file(self, image: Image.Image, model: SeeingModel) -> str:
+    def _file(self, image: Image.Image, model: PictureSettings) -> str:
         kept = keep_picture(image, model.rules, model.media_folder)
         path = str(model.media_folder / f"{kept.digest}.png")
         self._kept[path] = kept
