@@ -117,9 +117,11 @@ class Batch:
             by_first = np.argsort(first)
             ordered, counts = ordered[np.argsort(first[unit], kind="stable")], counts[by_first]
         lengths, starts = self.lengths.numpy()[ordered].tolist(), starts_of(counts)
-        prompts = [len(self._prompt_ids[prompt]) for prompt in self._prompt_of_row[ordered[starts[:-1]]].tolist()]
-        ends = pairwise(starts.tolist())
-        sizes = (UnitSize(prompt, tuple(lengths[a:b])) for prompt, (a, b) in zip(prompts, ends, strict=True))
+        prompts, ends = self._prompt_of_row[ordered[starts[:-1]]].tolist(), pairwise(starts.tolist())
+        sizes = (
+            UnitSize(len(self._prompt_ids[prompt]), tuple(lengths[a:b]), tuple(shown.grid for shown in self._media[prompt]))
+            for prompt, (a, b) in zip(prompts, ends, strict=True)
+        )
         return UnitRows(ordered, starts, tuple(sizes))
 
     def shares(self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None) -> list[Share]:

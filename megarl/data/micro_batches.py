@@ -27,18 +27,23 @@ _IMBALANCE = 0.05
 """Units are split while the most expensive rank is this much above the mean and splitting helps."""
 
 
+Grid = tuple[int, int, int]
+"""Patches of a picture in time, height and width."""
+
+
 class UnitSize(NamedTuple):
-    """Lengths of a unit in tokens."""
+    """Lengths of a unit in tokens, and the grids of the prompt's pictures."""
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
+    grids: tuple[Grid, ...] = ()
 
 
 class CostModel(Protocol):
     """What a piece costs, in any unit: `models/flops.FlopsModel` in operations."""
 
-    def cost(self, prompt_tokens: int, response_tokens: Sequence[int]) -> int:
-        """A prompt computed once with responses that each attend to it and to themselves."""
+    def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid]) -> int:
+        """A prompt and its pictures computed once with responses that each attend to it and to themselves."""
 
 
 def plan_micro_batches(
@@ -52,7 +57,7 @@ def plan_micro_batches(
         ValueError: there are fewer responses than ranks, or a unit has none.
     """
     if whole_units:
-        joined = [UnitSize(unit.prompt_tokens, (sum(unit.response_tokens),)) for unit in units]
+        joined = [unit._replace(response_tokens=(sum(unit.response_tokens),)) for unit in units]
         plan = plan_micro_batches(joined, ranks=ranks, max_tokens=max_tokens, flops=flops)
         return [[[(u, tuple(range(len(units[u].response_tokens)))) for u, _ in pieces] for pieces in share] for share in plan]
     responses = sum(len(unit.response_tokens) for unit in units)
@@ -77,7 +82,8 @@ class _Planner:
 
     def cost(self, piece: UnitPart) -> int:
         if (known := self._costs.get(piece)) is None:
-            known = self._costs[piece] = self.flops.cost(self.units[piece[0]].prompt_tokens, self._lengths(piece))
+            unit = self.units[piece[0]]
+            known = self._costs[piece] = self.flops.cost(unit.prompt_tokens, self._lengths(piece), unit.grids)
         return known
 
     def tokens(self, piece: UnitPart) -> int:

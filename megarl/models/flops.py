@@ -5,14 +5,16 @@ Of any model that `shape.py` describes: dense, with experts, with latent attenti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from megarl.data.micro_batches import Grid
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.shape import ModelShape
@@ -29,12 +31,14 @@ class FlopsModel:
     """Floating-point operations of one forward pass (a backward pass is twice that, so shares stay the same).
 
     `per_token`: all layers' matrices, per token. `per_logit_row`: the output head, computed for response tokens only.
-    `per_pair`: attention scores and values of all layers, per pair of a token and one it attends to.
+    `per_pair`: attention scores and values of all layers, per pair of a token and one it attends to. `vision` is the tower of a
+    model that sees.
     """
 
     per_token: int
     per_logit_row: int
     per_pair: int
+    vision: Vision | None = field(default=None, hash=False)
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
@@ -44,16 +48,27 @@ class FlopsModel:
             per_token=2 * (shape.layers * per_token + _mlp_products(shape)),
             per_logit_row=2 * shape.hidden * shape.vocab,
             per_pair=2 * shape.layers * per_pair,
+            vision=shape.vision,
         )
 
-    def cost(self, prompt_tokens: int, response_tokens: Sequence[int]) -> int:
-        """Operations of a prompt computed once with responses that each attend to it and to themselves."""
+    def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid] = ()) -> int:
+        """Operations of a prompt computed once with responses that each attend to it and to themselves.
+
+        `grids` are those of the prompt's pictures (`data/media.py`).
+        """
         total = sum(response_tokens)
         pairs = _pairs(prompt_tokens) + sum(prompt_tokens * r + _pairs(r) for r in response_tokens)
-        return self.per_token * (prompt_tokens + total) + self.per_logit_row * total + self.per_pair * pairs
+        of_decoder = self.per_token * (prompt_tokens + total) + self.per_logit_row * total + self.per_pair * pairs
+        return of_decoder + self.tower(grids)
+
+    def tower(self, grids: Iterable[Grid]) -> int:
+        """Operations of the tower over pictures of these grids."""
+        if self.vision is None:
+            return 0
+        return sum(picture_flops(self.vision, grid) for grid in grids)
 
 
-def picture_flops(vision: Vision, grid: tuple[int, int, int]) -> int:
+def picture_flops(vision: Vision, grid: Grid) -> int:
     """Operations of a forward pass of a tower, projectors included, over a picture of `grid` patches (time, height, width)."""
     time, height, width = grid
     patches, tokens = time * height * width, time * height * width // vision.merge**2
@@ -77,10 +92,10 @@ def update_flops(
     """Floating-point operations of an update on all of `shares`, whoever computes them.
 
     Counted are the tokens that are fed (a response's last token only where scores are taken at tokens), the pairs of a token
-    and one it attends to, and, with `logits`, the output rows of scored tokens. Without `shared_prompts` each response has its
-    prompt to itself.
+    and one it attends to, the different pictures of each micro-batch, and, with `logits`, the output rows of scored tokens.
+    Without `shared_prompts` each response has its prompt to itself.
     """
-    tokens = pairs = rows = 0
+    tokens = pairs = rows = of_towers = 0
     for share in shares:
         fed = np.maximum(share.lengths - (position is ScorePosition.NEXT), 0)
         prompt_of = np.repeat(share.prompt_lengths, share.units)
@@ -88,7 +103,12 @@ def update_flops(
         tokens += int(prompts.sum() + fed.sum())
         pairs += int(_pairs(prompts).sum() + (prompt_of * fed + _pairs(fed)).sum())
         rows += int(share.mask.sum())
-    return PASSES * (flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits)
+        units = iter(share.media)
+        for count in share.micro_batches.tolist() if share.media else ():
+            pictures = {shown.pixels for media in islice(units, count) for shown in media}
+            of_towers += flops.tower(grid for _, grid in pictures)
+    of_decoder = flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits
+    return PASSES * (of_decoder + of_towers)
 
 
 def _attention_products(shape: ModelShape) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,15 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
-from megarl.models.flops import FlopsModel, update_flops
+from megarl.models.flops import FlopsModel, picture_flops, update_flops
 from megarl.models.shape import shape_of
 from megarl.planning.gpus import gpu_called, gpu_named
 from megarl.trainers.run.timeline import throughput
+from tests import seeing
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS = {
@@ -77,6 +80,30 @@ def test_only_what_is_fed_and_scored_counts() -> None:
     assert ours(flops, pair, shared_prompts=False) == 2 * ours(flops, one) == ours(flops, one, one)
     assert 2 * ours(flops, one) - ours(flops, pair) == 3 * (1000 * 5 + 5 * 6 // 2)
     assert ours(flops, responses(1, 5, 0, 0)) == ours(flops, responses(1, 5, 1, 0))  # nothing of it is fed
+
+
+def test_pictures_count_once_for_each_micro_batch_that_shows_them() -> None:
+    shape = shape_of(seeing.hf_config("qwen2_5_vl").to_dict())
+    assert shape.vision is not None
+    flops = FlopsModel.of(shape)
+    wide, high = (Media("image", (name,), grid, 1, 6) for name, grid in (("wide", (1, 4, 6)), ("high", (1, 8, 4))))
+    again = replace(wide, place=9)
+
+    def shares(*media: list[Media]) -> list[Share]:
+        samples = [
+            Sample("", str(group), "", [0] * 20, [0] * 4, [1] * 4, [], [], "stop", media=shown)
+            for group, shown in enumerate(media)
+        ]
+        batch = Batch(samples)
+        units = batch.unit_rows(range(len(samples)), share_prefix=True)
+        assert [size.grids for size in units.sizes] == [tuple(one.grid for one in shown) for shown in media]
+        return batch.shares(units, [[[(unit, (0,)) for unit in range(len(samples))]]], [])
+
+    of_wide, of_high = (picture_flops(shape.vision, one.grid) for one in (wide, high))
+    without = ours(flops, *shares([], []))
+    assert ours(flops, *shares([wide], [again])) == without + 3 * of_wide  # computed once
+    assert ours(flops, *shares([wide], [high, again])) == without + 3 * (of_wide + of_high)
+    assert flops.cost(20, [4], [wide.grid, high.grid]) == flops.cost(20, [4]) + of_wide + of_high
 
 
 def test_the_longest_rank_gives_the_time_and_a_known_gpu_the_share() -> None:

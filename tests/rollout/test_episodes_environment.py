@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.errors import EpisodeError, RewardError
 from megarl.rewards import build_rewards
@@ -55,6 +57,16 @@ def test_an_episode_begins_with_what_the_environment_says() -> None:
         ("system", "count"), ("user", "count to three")
     )
     assert run("Chatty").prompt_text.endswith("<|start|>assistant\n")
+
+
+def test_rows_with_pictures_begin_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = replace(PROMPT, media=[Media("image", ("red",), (1, 2, 2), 0, 1)])
+    monkeypatch.setattr("tests.rollout.test_episodes_environment.PROMPT", shown)
+    assert run("Silent").media == shown.media
+    with pytest.raises(
+        EpisodeError, match=r"^the environment begins row train-7 in its own words, but the row shows 1 pictures"
+    ):
+        run("Counting")
 
 
 def test_rewards_count_as_far_as_the_episode_came() -> None:

@@ -35,19 +35,21 @@ class SeenPrompt:
 class Sight:
     """The pictures of a run as the model in `folder` takes them."""
 
-    def __init__(self, vision: Vision, folder: str | Path, media_folder: Path) -> None:
+    def __init__(self, vision: Vision, folder: str | Path, media_folder: Path | None) -> None:
         self.vision = vision
-        self.pictures = Pictures(media_folder, load_picture_rules(folder))
+        self.pictures = Pictures(media_folder, load_picture_rules(folder)) if media_folder is not None else None
 
     @classmethod
     def of(cls, folder: str | Path, media_folder: Path | None) -> Sight | None:
         """None if the model does not see."""
         config = load_hf_config(folder)
         read = architecture_for(config).vision
-        return cls(read(config), folder, media_folder or Path("media").absolute()) if read is not None else None
+        return cls(read(config), folder, media_folder) if read is not None else None
 
     def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
-        """Raises EngineError if it shows a video as one, not by its frames."""
+        """Raises EngineError if it shows a video as one, not by its frames, or pictures that are in no folder."""
+        if media and self.pictures is None:
+            raise EngineError("a prompt shows pictures, but the engine was started without a media folder to read them from")
         if any(shown.kind == "video" for shown in media):
             raise EngineError("a prompt shows a video as one; the embedded engine is shown its frames as pictures")
         return SeenPrompt(tuple(media), prompt_positions(len(ids), media, self.vision))
@@ -65,7 +67,7 @@ class Sight:
                 kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1
         found: dict[str, Any] = {"position_ids": laid, "mm_token_type_ids": kinds}
         media = [shown for prompt in prompts for shown in prompt.media]
-        if media:
+        if media and self.pictures is not None:
             found["pixel_values"] = torch.cat([self.pictures.patches(shown) for shown in media])
             found["image_grid_thw"] = torch.tensor([shown.grid for shown in media])
         return found

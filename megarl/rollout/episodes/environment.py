@@ -66,6 +66,11 @@ def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Promp
     if observation is None:
         return prompt
     assert context.chat is not None
+    if prompt.media:
+        raise EpisodeError(
+            f"the environment begins row {prompt.row_id} in its own words, but the row shows {len(prompt.media)} pictures; "
+            "reset must return None for rows with pictures"
+        )
     messages = _messages(observation)
     if context.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": context.system_prompt}, *messages]
