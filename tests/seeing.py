@@ -170,7 +170,8 @@ def build_seeing_folder(family: str, path: Path) -> None:
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
     write_hf_folder(path, hub_tensors(family, model).items(), config)
     patch = SEEING[family].patch
-    settings = {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": patch**2 * 4, "max_pixels": 10**6}
+    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+    settings |= {"min_pixels": patch**2 * 4, "max_pixels": 10**6}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
 
 

@@ -54,6 +54,8 @@ _SGLANG_SET_ELSEWHERE = {
     "weight_version": "megarl, which counts the weights' versions",
     "skip_tokenizer_init": "megarl, which sends and takes token ids",
     "custom_weight_loader": "megarl, which sends the weights",
+    "mm_enable_dp_encoder": "megarl, which sends every rank of an engine the whole vision tower",
+    "mm_process_config": "data.min_pixels and data.max_pixels",
     "port": "rollout.servers.port",
     "model_path": "rollout.servers.model_path",
 }

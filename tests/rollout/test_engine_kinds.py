@@ -134,7 +134,7 @@ def test_a_server_on_gpus_is_told_which_are_its_own_and_sees_all(
     assert said == [*flags, str(len(gpus)), "cuda"]
     seen = options.environment({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "A": "1"})
     assert {name: value for name, value in seen.items() if name != "PYTHONPATH"} == {
-        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "A": "1"
+        "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "A": "1", "SGLANG_VLM_CACHE_SIZE_MB": "0"
     }  # fmt: skip
 
 

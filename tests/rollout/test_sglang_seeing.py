@@ -25,9 +25,6 @@ from tests import seeing
 from tests.models.test_transformers_names import other_values, stored, update
 from tests.rollout.tiny import Weights
 
-LIMITS = {"min_pixels": 32 * 32, "max_pixels": 10**6}
-"""Of a run's pictures, beyond those of the model's folder."""
-
 
 def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that SGLang serves on a CPU, with a tokenizer, and pictures in its folder `media`."""
@@ -40,7 +37,6 @@ def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     settings = json.loads((path / "preprocessor_config.json").read_text())
     kind = "Qwen3VLProcessor" if family.startswith("qwen3") else f"{entry.class_prefix}Processor"
     settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": kind}  # as on the hub
-    settings["max_pixels"] = LIMITS["min_pixels"]  # less than some of the pictures have
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     words = [f"w{number}" for number in range(seeing.TEXT_IDS)]
     special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
@@ -92,7 +88,7 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
     params = SamplingParams(max_new_tokens=6, cut_token_ids=(seeing.IMAGE, seeing.VIDEO))
     options = ServerOptions(
         str(folder), tmp_path / "log", tp=tp, threads=1, max_total_tokens=2048, max_running_requests=8,
-        start_timeout_s=400, media_folder=folder / "media", extra={"mm_process_config": {"image": LIMITS}},
+        start_timeout_s=400, media_folder=folder / "media",
     )  # fmt: skip
     original = stored(folder)
     everything = other_values(folder)

@@ -127,6 +127,13 @@ def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(seeing
     assert whole[0]["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.parametrize(("limit", "pixels"), [("min_pixels", 700), ("max_pixels", 10**5)])
+def test_limits_that_an_engine_would_not_keep_are_refused(limit: str, pixels: int, seeing_model: Path, tmp_path: Path) -> None:
+    sentence = rf"^data.{limit} is {pixels}, which SGLang does not do: .* it must be from 784 to 50176$"
+    with pytest.raises(ConfigError, match=sentence):
+        check_engine(rl_config(seeing_model, tmp_path, data={limit: pixels}), "cpu")
+
+
 def test_engines_that_do_not_see_are_refused(seeing_model: Path, tmp_path: Path) -> None:
     elsewhere = {"weight_transport": "folder", "servers": {"urls": ["http://engine:1"]}}
     config = rl_config(seeing_model, tmp_path, rollout=elsewhere)

@@ -36,12 +36,25 @@ MORE_TOKENS = 1024
 FEWEST_REQUESTS = 64
 
 
-def picture_arguments(config: Config) -> dict[str, Any]:
-    """SGLang's arguments without which it would resize pictures again that have the size which the run gave them."""
+def check_picture_limits(config: Config) -> None:
+    """Refuse limits beyond the model folder's own: SGLang would resize pictures again that have the size which the run gave them.
+
+    It takes other limits (`mm_process_config`), but then makes its own ids of the prompt's text (0.5.23: it counts a picture's
+    tokens by the folder's limits, and gives up keeping the ids that it was sent when the count differs).
+
+    Raises:
+        ConfigError: names the limit.
+    """
     if not sees(config.model.path):
-        return {}
-    rules = load_picture_rules(config.model.path, config.data.min_pixels, config.data.max_pixels)
-    return {"mm_process_config": {"image": {"min_pixels": rules.min_pixels, "max_pixels": rules.max_pixels}}}
+        return
+    own, data = load_picture_rules(config.model.path), config.data
+    for field, value, beyond in (
+        ("min_pixels", data.min_pixels, own.min_pixels), ("max_pixels", data.max_pixels, own.max_pixels)
+    ):  # fmt: skip
+        if value is not None and not own.min_pixels <= value <= own.max_pixels:
+            reason = f"SGLang does not do: the model folder's preprocessor_config.json says {beyond}"
+            allowed = f"from {own.min_pixels} to {own.max_pixels}"
+            raise ConfigError.of(f"data.{field}", value, reason, allowed=allowed)
 
 
 class SglangEngine(ServedEngine):
@@ -53,6 +66,7 @@ class SglangEngine(ServedEngine):
     def check(cls, config: Config, platform: str) -> None:
         check_engine_args(config.rollout.engine_args)
         check_model(config.model.path, config.rollout.tp, platform)
+        check_picture_limits(config)
         if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
             remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
             raise ConfigError.needs("rollout.weight_transport = 'rdma'", "NIXL, which is not installed", remedy)
@@ -69,7 +83,6 @@ class SglangEngine(ServedEngine):
         requests = rollout.groups_per_engine * rollout.samples_per_prompt
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         on_cpu = place.platform == "cpu"
-        chosen = rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
         return {
             "log_file": place.log_folder / f"engine-{place.number}.log",
             "device": place.platform,
@@ -82,7 +95,7 @@ class SglangEngine(ServedEngine):
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,
             "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,
-            "extra": {**picture_arguments(config), **chosen},
+            "extra": rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served},
             "start_timeout_s": config.resources.deadlines.start_s,
             "media_folder": config.data.kept_in(config.run_folder),
         }
