@@ -37,7 +37,7 @@ FEWEST_REQUESTS = 64
 
 
 def check_picture_limits(config: Config) -> None:
-    """Refuse limits beyond the model folder's own: SGLang would resize pictures again that have the size which the run gave them.
+    """Refuse limits beyond the model folder's own: SGLang would resize pictures again that have their final size.
 
     It takes other limits (`mm_process_config`), but then makes its own ids of the prompt's text (0.5.23: it counts a picture's
     tokens by the folder's limits, and gives up keeping the ids that it was sent when the count differs).
