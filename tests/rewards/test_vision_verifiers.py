@@ -141,7 +141,7 @@ def test_bad_arguments_and_rows_get_a_sentence(args: dict[str, Any], row: dict[s
 def test_a_picture_that_is_gone_is_said() -> None:
     sample = _sample("[1, 2, 3, 4]", [1, 2, 3, 4], images=["/nowhere/abcdef01.png"])
     sample.media = [Media("image", ("abcdef01",), (1, 4, 20), 0, 20)]
-    with pytest.raises(RewardError, match="the picture of row train-0 cannot be read: .*'/nowhere/abcdef01.png'"):
+    with pytest.raises(RewardError, match=r"the picture of row train-0 cannot be read: .*'/nowhere/abcdef01.png'"):
         _rewards("boxes", gold_coordinates="thousandths").score([sample])
 
 

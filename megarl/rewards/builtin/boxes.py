@@ -108,7 +108,7 @@ def iou(left: Box, right: Box) -> float:
     across = min(left[2], right[2]) - max(left[0], right[0])
     down = min(left[3], right[3]) - max(left[1], right[1])
     shared = max(across, 0.0) * max(down, 0.0)
-    return shared / (sum(areas) - shared) if shared and all(areas) else 0.0
+    return shared / (sum(areas) - shared) if shared else 0.0
 
 
 def matched(answered: Sequence[Box], gold: Sequence[Box], threshold: float) -> int:

@@ -41,8 +41,8 @@ class EditDistance:
 def edit_distance(left: str, right: str) -> int:
     """Levenshtein's distance, a column of the table at once in the bits of two integers.
 
-    Myers, "A fast bit-vector algorithm for approximate string matching based on dynamic programming", 1999, as Hyyrö gave it for
-    whole texts in 2001. A bit stands for a row: `up` where a row is one more than the row above it, `down` where it is one less.
+    Myers, "A fast bit-vector algorithm for approximate string matching based on dynamic programming", 1999, in Hyyrö's form for
+    whole texts, 2001. A bit stands for a row: `up` where it is one more than the row above it, `down` where it is one less.
     """
     if not left or not right:
         return len(left) + len(right)
