@@ -119,6 +119,7 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
     from rich.text import Text
 
     from megarl.observe.chat import printable
+    from megarl.observe.pictures import describe_media, shown_media
     from megarl.observe.run_record import reward_of
 
     (run,) = _read(arguments.runs)
@@ -142,6 +143,8 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
             f"step {sample['step']}  {sample['sample_id']}  reward {reward_of(sample):g} ({parts})  {sample['finish_reason']}"
         )
         console.print(Text(head, style="bold"))
+        for number, media in enumerate(shown_media(sample), start=1):
+            console.print(Text(printable(describe_media(number, media, run.media_folder))), soft_wrap=True)
         console.print(Text(printable(sample["prompt_text"]), style="dim"))
         console.print(Text(printable(sample["response_text"])))
         console.print()

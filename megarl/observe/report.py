@@ -1,7 +1,7 @@
 """`megarl report`: runs as one HTML file that needs nothing else, no network and no other file.
 
 Everything from the runs enters the page as JSON in which no `<` is left, and the page's scripts put it there as text, never as
-markup: prompts and responses are not to be trusted.
+markup: prompts and responses are not to be trusted. Pictures are decoded here and written anew, as data URLs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from urllib.parse import quote
 
 import yaml
 
+from megarl.data.final_answer import read_boxes
+from megarl.observe.pictures import PagePictures, frames_shown, shown_media
 from megarl.observe.run_record import RunRecord, differences, last_mean, repetitions, reward_of
 
 SAMPLES = 600
@@ -28,7 +30,7 @@ POINTS = 1000
 """Points of a curve in a page; of a longer run every n-th step and the last one."""
 SPANS = 20_000
 """Spans of a run's timeline in a page: those of its last steps."""
-PARTS = ("charts.js", "samples.js", "page.js")
+PARTS = ("charts.js", "pictures.js", "samples.js", "page.js")
 
 
 def build_page(runs: Sequence[RunRecord], place: str | Path = ".") -> str:
@@ -74,15 +76,18 @@ def as_inert_json(value: Any) -> str:
 
 def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, Any]:
     """All that the page shows."""
+    pictures = PagePictures()
     return {
-        "runs": [_run_data(run) | {"profiles": _links(run, Path(place))} for run in runs],
+        "runs": [_run_data(run, pictures) | {"profiles": _links(run, Path(place))} for run in runs],
+        "pictures": pictures.found,
+        "pictures_left_out": pictures.left_out,
         "repetitions": repetitions(runs),
         "differences": differences(runs),
         "last": {name: [last_mean(run.curve(name)) for run in runs] for name in _all_metrics(runs)},
     }
 
 
-def _run_data(run: RunRecord) -> dict[str, Any]:
+def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
     rows = list(run.metrics)
     every = -(-len(rows) // POINTS) if rows else 1
     kept = rows[::every] + (rows[-1:] if (len(rows) - 1) % every else [])
@@ -96,8 +101,9 @@ def _run_data(run: RunRecord) -> dict[str, Any]:
         "curves": curves,
         "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
         "trace": _last_spans(run.trace),
-        "samples": [_sample_data(sample) for sample in _shown_samples(run)],
+        "samples": [_sample_data(sample, run, pictures) for sample in _shown_samples(run)],
         "samples_written": len(run.samples),
+        "boxes_in": _boxes_in(run),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
         "summary": {name: value for name, value in run.summary.items() if name in ("eval", "gates", "seconds_per_step")},
         "environment": {**run.summary.get("machine", {}), **run.summary.get("versions", {})},
@@ -112,7 +118,26 @@ def _links(run: RunRecord, place: Path) -> list[dict[str, str]]:
     return [{"name": name, "href": quote(path)} for name, path in found]
 
 
-def _sample_data(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _boxes_in(run: RunRecord) -> str:
+    """What the numbers of boxes are, by the config of the reward that compares them."""
+    boxes = [reward for reward in run.config.get("rewards") or () if reward.get("name") == "boxes"]
+    return str((boxes[0].get("args") or {}).get("coordinates", "pixels")) if boxes else "pixels"
+
+
+def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
+    """The pictures of a sample by digest, and the boxes of its answer and of the gold one; nothing for a sample of text."""
+    shown = shown_media(sample)
+    for media in shown:
+        for digest in frames_shown(media):
+            pictures.add(digest, run.media_folder)
+    if not shown:
+        return {}
+    parts = [{"kind": one.kind, "shown": frames_shown(one), "frames": len(one.digests)} for one in shown]
+    gold = read_boxes(sample.get("row", {}).get(run.answer_key))
+    return {"media": parts, "boxes": read_boxes(sample.get("response_text", "")), "gold_boxes": gold}
+
+
+def _sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
     """Of a sample what the browser shows; engine log-probs and what the step made of it are one list each over its tokens."""
     training = sample.get("training") or {}
     names = ("log_probs", "reference_log_probs", "advantages")
@@ -125,11 +150,12 @@ def _sample_data(sample: Mapping[str, Any]) -> dict[str, Any]:
         "reward": reward_of(sample),
         "rewards": sample.get("rewards", {}),
         "finish": sample.get("finish_reason", ""),
-        "answer": sample.get("row", {}).get("answer"),
+        "answer": sample.get("row", {}).get(run.answer_key),
         "pieces": training.get("pieces"),
         "sampled": sample.get("sampled_mask", []),
         "engine": _rounded(sample.get("rollout_log_probs", [])),
         **{name: _rounded(training[name]) for name in names if name in training},
+        **_sample_media(sample, run, pictures),
     }
 
 

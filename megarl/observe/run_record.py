@@ -44,6 +44,17 @@ class RunRecord:
         return {row["step"]: row[metric] for row in self.metrics if isinstance(row.get(metric), (int, float))}
 
     @property
+    def media_folder(self) -> Path:
+        """Where the pictures of its samples are: `data.media_folder`, or `media` in the folder, wherever that is now."""
+        given = (self.config.get("data") or {}).get("media_folder")
+        return Path(given) if given else self.folder / "media"
+
+    @property
+    def answer_key(self) -> str:
+        """Key of the gold answer in a sample's row."""
+        return str((self.config.get("data") or {}).get("answer_key") or "answer")
+
+    @property
     def metric_names(self) -> list[str]:
         """Every metric that some step has, in order of first appearance."""
         return list(dict.fromkeys(name for row in self.metrics for name in row if name != "step"))

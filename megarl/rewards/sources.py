@@ -13,7 +13,9 @@ from megarl.config.secrets import without_secrets
 from megarl.config.sections import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
+from megarl.rewards.builtin.boxes import Boxes
 from megarl.rewards.builtin.code_tests import CodeTests
+from megarl.rewards.builtin.edit_distance import EditDistance
 from megarl.rewards.builtin.environment import EnvironmentReward
 from megarl.rewards.builtin.exact_number import ExactNumber
 from megarl.rewards.builtin.exact_text import ExactText
@@ -36,6 +38,8 @@ BUILT_IN: dict[str, type[Any]] = {
     "multiple_choice": MultipleChoice,
     "exact_text": ExactText,
     "fuzzy_text": FuzzyText,
+    "edit_distance": EditDistance,
+    "boxes": Boxes,
     "json_object": JsonObject,
     "format_regex": FormatRegex,
     "code_tests": CodeTests,

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.config import load_any
 from megarl.config.sections import SourceConfig
 from megarl.data.prompts import load_rows
+from megarl.data.sample import Sample
+from megarl.rewards import build_rewards
+
+RECIPES = Path(__file__).parents[2] / "examples/vision"
 
 
 def _shapes(**args: Any) -> list[dict[str, Any]]:
@@ -57,3 +64,47 @@ def test_digits_are_split_and_whole() -> None:
     assert train[0]["images"][0].size == (56, 56)
     shown = np.asarray(held_out[-1]["images"][0])[3::7, 3::7, 0]  # the middle of each of the 8 x 8 squares
     np.testing.assert_array_equal(shown, np.round(found.images[-1] * 255 / 16))
+
+
+def test_an_instruction_stands_behind_each_prompt(tmp_path: Path) -> None:
+    lines = [{"problem": "<image>How many?", "answer": "3"}, {"problem": "Which?", "answer": "4"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    args = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "instruction": "Think."}
+    name = "examples/vision/instructed.py:instructed"
+    rows = load_rows(SourceConfig(source="python", name=name, args=args))
+    assert rows == [line | {"problem": f"{line['problem']} Think."} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gold", "rewards"),
+    [
+        (
+            "r1v_counting",
+            "<answer> 3 </answer>",
+            {"<think>a\n</think> <answer> 3 </answer>": 2, "<answer>3</answer>": 1, "4": 0},
+        ),
+        (
+            "geometry3k",
+            "\\frac{3}{2}",
+            {"<think>\n2</think> so \\boxed{\\frac{3}{2}}.": 1, "\\boxed{1.5}": 0.9, "<think></think>\\boxed{2}": 0.1},
+        ),
+        (
+            "lmm_r1",
+            "$\\boxed{60}$",
+            {
+                "<think>a\n</think><answer>It is $\\boxed{60}$</answer>": 1.5,
+                "<think>a</think> <answer>$60$</answer>": 1,
+                "<think>a</think><think>b</think><answer>$61$</answer>": 0,
+            },
+        ),
+        ("open_r1_video", "<answer>B</answer>", {"<think>A</think><answer>B. cats</answer>": 1, "<answer>A</answer>": 0}),
+        ("r1_onevision_grpo", "12", {"<think>a</think><answer>12</answer>": 2, "<think>a</think><answer>13</answer>": 1}),
+    ],
+)
+def test_recipes_reward_what_the_published_ones_do(recipe: str, gold: str, rewards: dict[str, float]) -> None:
+    config: Any = load_any(RECIPES / f"{recipe}.yaml")
+    row = {config.data.answer_key: gold}
+    samples = [Sample("s", "g", "train-0", [1], [], [], [], [], "stop", response_text=text, row=row) for text in rewards]
+    sources = build_rewards(config.rewards, config.data)
+    assert sources.score(samples) == pytest.approx(list(rewards.values()))
+    assert sources.failures == {}

@@ -6,6 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
+from megarl.data.images import keep_picture
+from megarl.data.media import PictureRules
+
 HARM = "</script><script>document.title='taken over'</script><img src=x onerror=\"document.title='taken over'\"><!--"
 
 
@@ -34,6 +40,28 @@ def write_run(folder: Path, *, seed: int = 0, lr: float = 1e-5, steps: int = 12)
     summary |= {"machine": {"cores": 2}, "versions": {"torch": "2.13.0", "apex": None}}
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
+
+
+def show_pictures(run: Path, folder: Path | None = None) -> list[str]:
+    """Give each sample of a written run one of two noisy pictures of 896x448 pixels, by turns; the digests of the two.
+
+    The second response gives a box, another that is outside, and harm; its gold answer is a box. The last sample has a video.
+    """
+    media = folder or run / "media"
+    media.mkdir(exist_ok=True, parents=True)
+    rules = PictureRules(14, 2, 2, 28 * 28, 10**7, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    noise = np.random.default_rng(0).integers(0, 256, (2, 448, 896, 3), dtype=np.uint8)
+    digests = [keep_picture(Image.fromarray(pixels), rules, media).digest for pixels in noise]
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    for place, sample in enumerate(samples):
+        picture = {"kind": "image", "digests": [digests[place % 2]], "grid": [1, 32, 64], "place": 3, "tokens": 512}
+        sample["media"] = [picture | {"seconds_per_grid": None}]
+    boxes = '{"bbox_2d": [90, 45, 180, 100], "label": "' + HARM.replace('"', "'") + '"} {"bbox_2d": [1, 2, 9999, 3]}'
+    samples[1] |= {"response_text": boxes, "row": {"answer": [100, 50, 200, 150]}}
+    samples[1]["training"]["pieces"] = [boxes, "", ""]
+    samples[-1]["media"][0] |= {"kind": "video", "digests": digests * 10, "grid": [10, 32, 64], "seconds_per_grid": 1.0}
+    _lines(run / "samples.jsonl", samples)
+    return digests
 
 
 def _sample(step: int, place: int) -> dict[str, Any]:

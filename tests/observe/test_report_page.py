@@ -10,7 +10,7 @@ import pytest
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
 from tests.observe.chromium import BINARY, Chromium
-from tests.observe.recorded import HARM, write_run
+from tests.observe.recorded import HARM, show_pictures, write_run
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="needs Chromium (apt-get install chromium)")
 
@@ -140,6 +140,55 @@ def test_profiled_steps_are_linked_from_where_the_page_is(browser: Chromium, tmp
     browser.open(page)
     assert texts(browser, ".profiles a") == ["profile/step_000003/policy-0.trace.json.gz"]
     assert browser.run("document.querySelector('.profiles a').href") == trace.as_uri()
+    assert browser.complaints == []
+
+
+def shapes(browser: Chromium, place: int) -> list[list[str]]:
+    """Class, x, y, width and height of the boxes over the pictures of a sample's card."""
+    card = f"document.querySelectorAll('#samples-list .sample')[{place}]"
+    names = "['class', 'x', 'y', 'width', 'height']"
+    return browser.run(f"[...{card}.querySelectorAll('rect')].map((box) => {names}.map((name) => box.getAttribute(name)))")
+
+
+def test_pictures_are_shown_with_the_boxes_of_the_answer(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r")
+    digests = show_pictures(run)
+    text = build_page([read_run(run)])
+    assert [text.count(f'"{digest}":{{"url":"data:image/jpeg;base64,') for digest in digests] == [1, 1]
+    (tmp_path / "report.html").write_text(text)
+    browser.open(tmp_path / "report.html")
+    cards = "[...document.querySelectorAll('#samples-list .sample')]"
+    labels = f"{cards}.slice(0, 3).map((card) => card.querySelector('svg.picture').getAttribute('aria-label'))"
+    assert browser.run(labels) == [f"picture {digests[place]}" for place in (0, 1, 0)]
+    box = "document.querySelector('svg.picture').getBoundingClientRect()"
+    assert browser.run(f"[{box}.width, {box}.height]") == pytest.approx([320, 160], abs=3)
+    drawn = "(async () => { const one = new Image(); one.src = document.querySelector('image').getAttribute('href');"
+    assert browser.run(f"{drawn} await one.decode(); return [one.width, one.height] }})()") == [320, 160]
+    gold, answered = ["box gold", "100", "50", "100", "100"], ["box answered", "90", "45", "90", "55"]
+    assert shapes(browser, 1)[:2] == [gold, answered]
+    assert shapes(browser, 0) == []
+    browser.fill("#sample-boxes", "thousandths")
+    assert shapes(browser, 1)[1] == ["box answered", "80.64", "20.16", "80.64", "24.64"]
+    browser.fill("#sample-boxes", "none")
+    assert shapes(browser, 1) == []
+    browser.fill("#sample-from", "12")
+    assert texts(browser, "#samples-list .sample:last-child .pictures .note") == ["video, 8 of 20 frames:"]
+    assert browser.run("document.querySelectorAll('#samples-list .sample:last-child svg.picture').length") == 8
+    assert browser.run("document.title") == "megarl: r"
+    assert browser.run("document.scripts.length") == 2
+    assert browser.complaints == []
+
+
+def test_pictures_that_are_not_there_are_said(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r")
+    missing, damaged = show_pictures(run)
+    (run / "media" / f"{missing}.png").unlink()
+    (run / "media" / f"{damaged}.png").write_bytes(b"\x89PNG")
+    (tmp_path / "report.html").write_text(build_page([read_run(run)]))
+    browser.open(tmp_path / "report.html")
+    notes = texts(browser, "#samples-list .picture.note")
+    assert notes[0] == f"{missing[:12]}: the file is missing"
+    assert notes[1].startswith(f"{damaged[:12]}: cannot be read: ")
     assert browser.complaints == []
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from reasoning_gym import create_dataset
 
 from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
+from megarl.data.final_answer import extract_answer
 from megarl.data.prompts import load_rows
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
 from megarl.rewards.builtin.exact_number import gold_number, last_number
-from megarl.rewards.builtin.reasoning_gym import extract_answer
 
 DATA = DataConfig(train=SourceConfig(source="jsonl", path="rows.jsonl"))
 

@@ -39,18 +39,19 @@ function tokensOf(sample, coloring) {
   });
 }
 
-function sampleCard(sample, coloring) {
+function sampleCard(sample, coloring, pictures, scale) {
   const facts = html("div", { class: "facts" }, `step ${sample.step} · ${sample.id} · `, html("b", {}, `reward ${short(sample.reward)}`));
   for (const [name, value] of Object.entries(sample.rewards)) facts.append(` · ${name} ${short(value)}`);
   if (sample.pieces) facts.append(` · ${sample.pieces.length} tokens`);
   if (sample.finish) facts.append(` · ended by ${sample.finish}`);
   if (sample.answer !== null && sample.answer !== undefined) facts.append(` · expected ${sample.answer}`);
   return html("article", { class: "sample" }, facts,
+    mediaOf(pictures, sample, scale),
     html("div", { class: "text prompt" }, sample.prompt),
     html("div", { class: "text response" }, ...tokensOf(sample, coloring)));
 }
 
-function samplesSection(runs) {
+function samplesSection(runs, pictures, leftOut) {
   const field = (label, input) => html("label", {}, label, input);
   const choice = (id, options) => html("select", { id }, ...options.map(([value, label]) => html("option", { value }, label)));
   const withSamples = runs.map((run, place) => [place, run]).filter(([, run]) => run.samples.length);
@@ -64,7 +65,9 @@ function samplesSection(runs) {
     text: html("input", { id: "sample-text", type: "search", placeholder: "in prompt or response" }),
     order: choice("sample-order", [["step", "step"], ["best", "best first"], ["worst", "worst first"]]),
     coloring: choice("sample-coloring", Object.entries(COLORINGS).map(([name, rule]) => [name, rule.title])),
+    boxes: choice("sample-boxes", Object.entries(BOX_SCALES)),
   };
+  const showBoxes = () => { inputs.boxes.value = runs[inputs.run.value].boxes_in; };
   const count = html("p", { class: "note", id: "sample-count" });
   const list = html("div", { id: "samples-list" });
   const more = html("button", { onclick: () => show(list.children.length + SHOWN_AT_ONCE) }, "show more");
@@ -82,16 +85,19 @@ function samplesSection(runs) {
 
   function show(atMost) {
     const found = chosen(), run = runs[inputs.run.value];
-    list.replaceChildren(...found.slice(0, atMost).map((sample) => sampleCard(sample, inputs.coloring.value)));
+    list.replaceChildren(...found.slice(0, atMost).map((sample) => sampleCard(sample, inputs.coloring.value, pictures, inputs.boxes.value)));
     count.textContent = `${Math.min(atMost, found.length)} shown of ${found.length} found among ${run.samples.length} `
-      + `in this page (${run.samples_written} in samples.jsonl)`;
+      + `in this page (${run.samples_written} in samples.jsonl)` + (leftOut ? `; ${leftOut} pictures are left out, as the page has room for no more` : "");
     more.hidden = found.length <= atMost;
   }
 
+  inputs.run.addEventListener("input", showBoxes);
   for (const input of Object.values(inputs)) input.addEventListener("input", () => show(SHOWN_AT_ONCE));
+  showBoxes();
   show(SHOWN_AT_ONCE);
   const filters = html("div", { class: "filters" },
     field("run", inputs.run), field("from step", inputs.from), field("to step", inputs.to), field("reward at least", inputs.least),
-    field("reward at most", inputs.most), field("text", inputs.text), field("order", inputs.order), field("colour by", inputs.coloring));
+    field("reward at most", inputs.most), field("text", inputs.text), field("order", inputs.order), field("colour by", inputs.coloring),
+    Object.keys(pictures).length ? field("boxes (blue: answered, green: gold)", inputs.boxes) : null);
   return [filters, count, list, more];
 }

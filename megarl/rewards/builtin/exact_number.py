@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.scorer import Verdict, gold_answer
 
@@ -24,7 +25,7 @@ _NUMBER = re.compile(
 
 
 class ExactNumber:
-    """The verifier over rows whose gold answer is a number, or text that ends in `#### number`."""
+    """The verifier over rows whose gold answer is a number, text that ends in `#### number`, or `<answer>number</answer>`."""
 
     def __init__(self, answer_key: str) -> None:
         self.answer_key = answer_key
@@ -50,7 +51,7 @@ def last_number(text: str) -> Fraction | None:
 
 def gold_number(gold: Any) -> Fraction | None:
     """The number that `gold` is, or that follows its last `####`; None if that is not exactly one number."""
-    text = str(gold).rpartition("####")[2].strip().replace("\N{MINUS SIGN}", "-").removeprefix("$")
+    text = extract_answer(str(gold)).rpartition("####")[2].strip().replace("\N{MINUS SIGN}", "-").removeprefix("$")
     match = _NUMBER.fullmatch(text)
     return _value(match) if match else None
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 
+from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
-from megarl.rewards.builtin.reasoning_gym import extract_answer
 from megarl.rewards.scorer import Verdict, gold_answer
 
 _AROUND = " \t\n.,;:!?\"'`*_“”‘’"

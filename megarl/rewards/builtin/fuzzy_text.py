@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.builtin.exact_text import gold_texts, normalised
-from megarl.rewards.builtin.reasoning_gym import extract_answer
 from megarl.rewards.sandbox.judge_pool import ChildPool, Question
 from megarl.rewards.scorer import Verdict, gold_answer
 

@@ -1,5 +1,7 @@
 """`math_verify`: 1 if math-verify finds the response's final answer equal to the gold answer, else 0.
 
+The final answer is in the text of the last `<answer>...</answer>`, or else in the whole response. So is the gold one.
+
 Each answer is judged in a confined process of its own that ends when it takes too long, so no response can stop a run.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.rewards.sandbox.judge_pool import ChildPool
 from megarl.rewards.scorer import Verdict, gold_answer
@@ -22,7 +25,8 @@ class MathVerify:
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """1.0 or 0.0, or None where the gold answer cannot be parsed or judging took too long."""
-        pairs = [((str(gold_answer(sample, self.answer_key, "math_verify")),), sample.response_text) for sample in samples]
+        golds = [extract_answer(str(gold_answer(sample, self.answer_key, "math_verify"))) for sample in samples]
+        pairs = [((gold,), extract_answer(sample.response_text)) for gold, sample in zip(golds, samples, strict=True)]
         return self._children.judge(pairs, until)
 
     def check(self, prompt: Prompt) -> None:

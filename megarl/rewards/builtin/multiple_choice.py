@@ -10,13 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.scorer import Verdict, gold_answer
 
 
 class MultipleChoice:
-    """The verifier over rows whose gold answer is a letter, alone or as in `(B)`, `B.` or `B) text`."""
+    """The verifier over rows whose gold answer is a letter, alone or as in `(B)`, `B.`, `B) text` or `<answer>B</answer>`."""
 
     def __init__(self, answer_key: str, *, choices: str = "ABCDEFGHIJ") -> None:
         """`choices`: the letters that may be stated; small ones in an answer count as their capitals.
@@ -55,5 +56,5 @@ class MultipleChoice:
         return str(stated[-1][str(stated[-1].lastgroup)]).upper() if stated else None
 
     def _judge(self, sample: Sample) -> Verdict:
-        gold: Any = self._gold.fullmatch(str(gold_answer(sample, self.answer_key, "multiple_choice")).strip())
+        gold: Any = self._gold.fullmatch(extract_answer(str(gold_answer(sample, self.answer_key, "multiple_choice"))))
         return None if gold is None else float(self.last_choice(sample.response_text) == gold["gold"].upper())

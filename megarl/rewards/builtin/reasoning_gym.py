@@ -6,17 +6,15 @@ as Python, so each answer is judged in a confined process of its own, where lite
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.data.final_answer import extract_answer
 from megarl.data.rows import DataSource
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.sandbox.judge_pool import ChildPool, Question
 from megarl.rewards.scorer import Verdict
-
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 class ReasoningGymTask:
@@ -68,9 +66,3 @@ def _task(of: Sample | Prompt) -> str:
             "reasoning_gym task"
         )
     return task
-
-
-def extract_answer(response: str) -> str:
-    """The text of the last `<answer>...</answer>`, or else the whole response, stripped."""
-    tagged = _ANSWER.findall(response)
-    return (tagged[-1] if tagged else response).strip()

@@ -1,0 +1,47 @@
+"""What an answer says in the end: the text of its `<answer>` tag, and the boxes that it gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import islice
+from typing import Any
+
+Box = tuple[float, float, float, float]
+"""x1, y1, x2, y2: the left upper corner and the right lower one."""
+
+BOXES = 1000
+"""Boxes of one answer at most; further ones are not read."""
+
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_NUMBER = r"\s{0,9}(-?\d{1,9}(?:\.\d{1,9})?)\s{0,9}"
+_POINT = rf"\({_NUMBER},{_NUMBER}\)"
+_LIST = rf"\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]"
+_FORMS = tuple(
+    re.compile(form)
+    for form in (
+        rf"""["']bbox(?:_2d)?["']\s{{0,9}}:\s{{0,9}}{_LIST}""",
+        rf"(?:<box>|<\|box_start\|>)\s{{0,9}}{_POINT}\s{{0,9}},\s{{0,9}}{_POINT}",
+        _LIST,
+    )
+)
+
+
+def extract_answer(response: str) -> str:
+    """The text of the last `<answer>...</answer>`, or else the whole response, stripped."""
+    tagged = _ANSWER.findall(response)
+    return (tagged[-1] if tagged else response).strip()
+
+
+def read_boxes(given: Any) -> list[Box]:
+    """The boxes in a text or a value of JSON, in their order; those of the first of these forms that it has.
+
+    `"bbox_2d": [x1, y1, x2, y2]` (or `bbox`), `<box>(x1,y1),(x2,y2)</box>` (or `<|box_start|>`), and lists of
+    four numbers. Of a text with `<answer>` tags the last one is read.
+    """
+    text = extract_answer(given) if isinstance(given, str) else json.dumps(given, default=str)
+    for form in _FORMS:
+        found = [tuple(map(float, match.groups())) for match in islice(form.finditer(text), BOXES)]
+        if found:
+            return [(x1, y1, x2, y2) for x1, y1, x2, y2 in found]
+    return []
