@@ -66,9 +66,12 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         "calculate_per_token_loss": True,
         **_defaults(options, has_experts="num_moe_experts" in kwargs, is_latent=config_class is MLATransformerConfig),
     }
-    if architecture.vision is not None:
-        kwargs["apply_rope_fusion"] = False  # Transformer Engine's kernel counts one position for each token of a sequence
     given = fields_for(config_class, options, kind="model")
+    if architecture.vision is not None:
+        kwargs |= dict.fromkeys(ONE_POSITION_KERNELS, False)
+        for name in ONE_POSITION_KERNELS & {name for name, value in given.items() if value is True}:
+            reason = "would give the tokens of pictures wrong angles: its kernel counts one position for each token"
+            raise ConfigError.of(f"{options.section}.{name}", True, reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     given.pop("gradient_accumulation_fusion", None)
     try:
@@ -126,6 +129,8 @@ NEEDS_TRANSFORMER_ENGINE = frozenset(
         "fp8_dot_product_attention", "fp8_multi_head_attention",
     }
 )  # fmt: skip
+ONE_POSITION_KERNELS = frozenset({"apply_rope_fusion", "fused_single_qkv_rope"})
+"""Fields whose kernels of Transformer Engine know no positions on three axes."""
 ENUMS = {"attention_backend": AttnBackend}
 
 

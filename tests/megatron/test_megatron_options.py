@@ -12,6 +12,7 @@ from megarl.config.layout import Layout
 from megarl.config.megatron_options import OWNED
 from megarl.errors import ConfigError
 from megarl.megatron.options import ModelOptions, OptimizerOptions
+from tests import seeing
 from tests.families import build_folder
 from tests.megatron.kernels import fused_kernels
 from tests.planning.test_memory import COMMON, MODELS
@@ -60,6 +61,17 @@ def test_options_reach_each_of_megatron_cores_configs(world: World) -> None:
     )[0]
     found = ddp | optimizer | transformer
     assert {name: found[name] for name in given} == given
+
+
+def test_kernels_that_count_one_position_are_never_used_by_models_that_see(world: World) -> None:
+    hf_config = seeing.hf_config("qwen2_5_vl").to_dict()
+    transformer, _, _ = world.call(configs, options(), hf_config, size=1)[0]
+    assert not transformer["apply_rope_fusion"]
+    [said] = world.call(configs, options(megatron={"apply_rope_fusion": True}), hf_config, size=1)
+    assert said == (
+        "policy.megatron.apply_rope_fusion is true, which would give the tokens of pictures wrong angles: "
+        "its kernel counts one position for each token; it must be false"
+    )
 
 
 @pytest.mark.parametrize("family", MODELS)
