@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.models import qwen3_moe
 from megarl.models.architecture import HFConfig
 from megarl.models.fused_experts import FusedExperts
@@ -35,12 +37,25 @@ def _head_dim(hf_config: HFConfig) -> int:
     return int(qwen3_moe.ARCHITECTURE.transformer_config_kwargs(text_config(hf_config))["kv_channels"])
 
 
-ARCHITECTURE = seeing(
+DEEPSTACK_OF_SGLANG = 3
+"""Decoder layers behind which SGLang's model adds features, whatever the config says (0.5.23: models/qwen3_vl_moe.py)."""
+
+
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    found = len(VISION(hf_config).deepstack)
+    if found == DEEPSTACK_OF_SGLANG:
+        return OF_ALL.sglang.refusal(hf_config)
+    return f"it adds features of the tower behind {DEEPSTACK_OF_SGLANG} decoder layers, and the model has {found} such layers"
+
+
+VISION = vision_with("Qwen3VLMoeVisionModel", _head_dim)
+OF_ALL = seeing(
     "qwen3_vl_moe",
     "Qwen3VLMoeForConditionalGeneration",
     qwen3_moe.ARCHITECTURE,
     text_config,
-    vision_with("Qwen3VLMoeVisionModel", _head_dim),
+    VISION,
     prefixes=("model.visual.", "model.language_model."),
     fused_experts=fused_experts,
 )
+ARCHITECTURE = replace(OF_ALL, sglang=replace(OF_ALL.sglang, refusal=_sglang_refusal))

@@ -51,7 +51,10 @@ def seeing(
         transformer_config_kwargs=lambda hf_config: text.transformer_config_kwargs(text_config(hf_config)),
         gpt_kwargs=lambda hf_config: text.gpt_kwargs(text_config(hf_config)),
         weight_map=weight_map,
-        sglang=SglangFacts(arguments={"mm_enable_dp_encoder": True}),  # every rank then has the whole tower
+        sglang=SglangFacts(
+            refusal=lambda hf_config: text.sglang.refusal(text_config(hf_config)),
+            arguments={**text.sglang.arguments, "mm_enable_dp_encoder": True},  # every rank then has the whole tower
+        ),
         hub=text.hub,
         text_config=text_config,
         vision=checked,

@@ -20,7 +20,7 @@ from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
-from megarl.weight_sync.checksums import EngineLayout
+from megarl.weight_sync.checksums import EngineLayout, check_model
 from tests import seeing
 from tests.models.test_transformers_names import other_values, stored, update
 from tests.rollout.tiny import Weights
@@ -32,6 +32,9 @@ def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     for width in ("intermediate_size", "moe_intermediate_size"):
         monkeypatch.setitem(entry.text, width, 64)  # others are padded
     monkeypatch.setitem(entry.vision, "in_chans", 3)  # as hub configs have it, and SGLang reads it
+    if entry.num_experts:  # what SGLang has whatever the config says
+        monkeypatch.setitem(entry.vision, "deepstack_visual_indexes", [0, 1, 2])
+        monkeypatch.setitem(entry.text, "mlp_only_layers", [])
     seeing.build_seeing_folder(family, path)
     seeing.pictures(family, path / "media")
     settings = json.loads((path / "preprocessor_config.json").read_text())
@@ -114,6 +117,26 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
             await engine.stop()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"deepstack_visual_indexes": [0, 2]}, "it adds features of the tower behind 3 decoder layers, and the model has 2"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+    ],
+)
+def test_what_sglang_would_compute_otherwise_is_refused(
+    changes: dict[str, Any], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = served_folder("qwen3_vl_moe", tmp_path / "model", monkeypatch)
+    check_model(folder)
+    config = json.loads((folder / "config.json").read_text())
+    part = config["text_config" if "mlp_only_layers" in changes else "vision_config"]
+    part |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=sentence):
+        check_model(folder)
 
 
 def test_towers_are_whole_on_every_rank_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
