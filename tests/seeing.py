@@ -178,9 +178,9 @@ def build_seeing_folder(family: str, path: Path) -> None:
 def vision_of(family: str) -> Vision:
     """What megarl reads of the family's config."""
     config = hf_config(family).to_dict()
-    read = architecture_for(config).vision
-    assert read is not None
-    return read(config)
+    found = architecture_for(config).vision(config)
+    assert found is not None
+    return found
 
 
 GRIDS = {"wide": (4, 6), "high": (8, 4), "flat": (2, 4), **{f"frame{number}": (4, 6) for number in range(4)}}

@@ -57,7 +57,8 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         if not options.megatron:
             raise
         raise refused(options, options.megatron, error) from error
-    mrope = architecture.vision(hf_config).mrope if architecture.vision else None
+    vision = architecture.vision(hf_config)
+    mrope = vision.mrope if vision is not None else None
     for chunk in chunks:
         layer_specs.set_rotary_embedding(chunk, options.layer_spec, architecture.text_config(hf_config), mrope)
         chunk.to(device=torch.cuda.current_device())
@@ -135,7 +136,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
         kwargs["share_embeddings_and_output_weights"] = False
     stages = layout.stage_layers(config.num_layers)
     layers = stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
-    vision = architecture.vision(folder.config) if architecture.vision else None
+    vision = architecture.vision(folder.config)
     deepstack = len(vision.deepstack) if vision else 0
     kwargs |= {
         "config": config,

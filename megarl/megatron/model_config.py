@@ -67,7 +67,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         **_defaults(options, has_experts="num_moe_experts" in kwargs, is_latent=config_class is MLATransformerConfig),
     }
     given = fields_for(config_class, options, kind="model")
-    if architecture.vision is not None:
+    if architecture.vision(hf_config) is not None:
         kwargs |= dict.fromkeys(ONE_POSITION_KERNELS, False)
         for name in ONE_POSITION_KERNELS & {name for name, value in given.items() if value is True}:
             reason = "would give the tokens of pictures wrong angles: its kernel counts one position for each token"

@@ -46,7 +46,7 @@ class RankModel:
         folder = HFFolder(options.path)
         architecture = architecture_for(folder.config)
         self.weight_map = architecture.weight_map(folder.config)
-        self.vision = architecture.vision(folder.config) if architecture.vision is not None else None
+        self.vision = architecture.vision(folder.config)
         self.chunks = build_model(options, folder)
         load_weights(self.chunks, options, folder, self.weight_map)
         self.optimizer: Any = None

@@ -55,8 +55,8 @@ class Architecture:
     hub: HubNames = field(default_factory=HubNames)
     text_config: Callable[[HFConfig], HFConfig] = lambda hf_config: hf_config
     """The decoder's part of the config, with the fields that text families read."""
-    vision: Callable[[HFConfig], Vision] | None = None
-    """What a config says of the tower of a family that sees; None: the family only reads."""
+    vision: Callable[[HFConfig], Vision | None] = lambda hf_config: None
+    """What a config says of the tower; None of a family that only reads."""
     other_names: tuple[tuple[str, str], ...] = ()
     """What names of tensors begin with in folders that the hub does not have, and in those of the hub; the first one counts."""
     fused_experts: Callable[[HFConfig], FusedExperts] | None = None

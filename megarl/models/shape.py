@@ -136,5 +136,5 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         expert_ffn=sizes.get("moe_ffn_hidden_size") or 0,
         shared_ffn=sizes.get("moe_shared_expert_intermediate_size") or 0,
         expert_layers=frozenset(n for n in range(layers) if experts and has_experts[n]),
-        vision=architecture.vision(hf_config) if architecture.vision else None,
+        vision=architecture.vision(hf_config),
     )

@@ -142,7 +142,7 @@ def test_a_config_means_the_same_as_transformers_5_writes_it(name: str) -> None:
     assert architecture.weight_map(written) == architecture.weight_map(config)
     assert architecture.transformer_config_kwargs(written) == architecture.transformer_config_kwargs(config)
     assert architecture.gpt_kwargs(written) == architecture.gpt_kwargs(config)
-    assert architecture.vision is not None
+    assert architecture.vision(written) is not None
     assert architecture.vision(written) == architecture.vision(config)
 
 

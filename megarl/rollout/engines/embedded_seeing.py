@@ -43,8 +43,8 @@ class Sight:
     def of(cls, folder: str | Path, media_folder: Path | None) -> Sight | None:
         """None if the model does not see."""
         config = load_hf_config(folder)
-        read = architecture_for(config).vision
-        return cls(read(config), folder, media_folder) if read is not None else None
+        vision = architecture_for(config).vision(config)
+        return cls(vision, folder, media_folder) if vision is not None else None
 
     def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
         """Raises EngineError if it shows a video as one, not by its frames, or pictures that are in no folder."""

@@ -53,8 +53,7 @@ class Rollouts:
         self.stale = False
         self.version = 0
         hf_config = load_hf_config(config.model.path)
-        read_vision = architecture_for(hf_config).vision
-        vision = read_vision(hf_config) if read_vision is not None else None
+        vision = architecture_for(hf_config).vision(hf_config)
         # one that is sampled would be taken for a picture by whoever reads the response
         self._placeholders = (vision.image_token, vision.video_token) if vision is not None else ()
         logs = Path(cluster.log_folder)
