@@ -4,6 +4,7 @@
 #   make tiny-model  models/tiny-arithmetic, where the examples in examples/tiny/ start from
 #   make tiny-calculator  models/tiny-calculator, where examples/tools/calculator.yaml starts from
 #   make tiny-vision  models/tiny-vision, where examples/vision/count.yaml starts from
+#   make tiny-digits  models/tiny-digits, where examples/vision/digits.yaml starts from
 #   make quickstart  trains that model with GRPO and prints its accuracy before and after
 #   make test-quick  tests that start no Ray, SGLang or ranks: what to run after every edit
 #   make test        everything that a change must pass: linters, types, import contracts and tests, of each large matrix a part
@@ -43,7 +44,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-calculator tiny-vision quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-calculator tiny-vision tiny-digits quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -97,6 +98,11 @@ tiny-vision: models/tiny-vision/config.json
 
 models/tiny-vision/config.json: | $(VENV)/.installed
 	$(BIN)/python tools/model/tiny_vision.py models/tiny-vision
+
+tiny-digits: models/tiny-digits/config.json
+
+models/tiny-digits/config.json: | $(VENV)/.installed
+	$(BIN)/python tools/model/tiny_vision.py models/tiny-digits --digits
 
 quickstart: venv model
 	$(BIN)/megarl train $(QUICKSTART)

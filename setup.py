@@ -99,6 +99,7 @@ TEST = [
     "types-PyYAML",
     *VIDEO,
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
+    "scikit-learn>=1.5",  # the handwritten digits of examples/vision
 ]
 
 setup(

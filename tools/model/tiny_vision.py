@@ -1,16 +1,20 @@
-"""Make a tiny Qwen2.5-VL that half knows how to count: where examples/vision/count.yaml starts from.
+"""Make a tiny Qwen2.5-VL that half knows how to count, or to read digits: where the examples in examples/vision start from.
 
-Usage: python tools/model/tiny_vision.py OUT_FOLDER [--untrained]. Random weights, then supervised training on pictures of one
-to five shapes (examples/vision/shapes.py), stopped when about half of its likeliest answers are right; --untrained leaves that
-out. The folder appears whole or not at all; it takes under a minute.
+Usage: python tools/model/tiny_vision.py OUT_FOLDER [--digits | --untrained]. Random weights, then supervised training on
+pictures of one to five shapes (examples/vision/shapes.py) or, with --digits, of handwritten digits (examples/vision/digits.py),
+stopped when about half of its likeliest answers are right; --untrained leaves that out. The folder appears whole or not at all;
+it takes under a minute.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +41,18 @@ SETTINGS = {
     "max_pixels": 64 * (PATCH * MERGE) ** 2,
 }
 BATCH, MOST_STEPS, LR = 64, 400, 1e-3
-ENOUGH = 0.5
-"""The share of right answers at which the warm-up ends."""
 FIRST_SEED = 10_000_000
-"""Of the warm-up's pictures: no example's."""
+"""Of the warm-up's pictures of shapes: no example's."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a warm-up teaches: the rows of each step, those that judge it, and the share of right answers at which it ends."""
+
+    rows_of_step: Callable[[int], list[Row]]
+    held_out: list[Row]
+    enough: float
 
 
 def make_model() -> Any:
@@ -72,18 +84,39 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
 
 
-def examples(first: int, count: int) -> list[dict[str, Any]]:
+def examples(first: int, count: int) -> list[Row]:
     """Rows of examples/vision/shapes.py."""
-    file = Path(__file__).parents[2] / "examples" / "vision" / "shapes.py"
-    spec = importlib.util.spec_from_file_location("shapes", file)
+    return list(_example("shapes").count_shapes(count, first))
+
+
+def counting() -> Task:
+    """Pictures of shapes, none of them twice."""
+    return Task(lambda step: examples(FIRST_SEED + step * BATCH, BATCH), examples(2 * FIRST_SEED, 256), 0.5)
+
+
+def reading() -> Task:
+    """Handwritten digits: the training split again and again, in one order; the example's held-out ones judge."""
+    digits = _example("digits")
+    rows = list(digits.digits("train"))
+    random.Random(0).shuffle(rows)
+    return Task(
+        lambda step: [rows[n % len(rows)] for n in range(step * BATCH, (step + 1) * BATCH)],
+        list(digits.digits("held_out")),
+        0.4,
+    )
+
+
+def _example(name: str) -> Any:
+    """A module of examples/vision."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / "vision" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    shapes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shapes)
-    return list(shapes.count_shapes(count, first))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def inputs(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> tuple[dict[str, Tensor], Tensor]:
+def inputs(tokenizer: PreTrainedTokenizerFast, rows: list[Row]) -> tuple[dict[str, Tensor], Tensor]:
     """What transformers takes of prompts with their answers, all of one length, and the answers' ids `[B]`."""
     processor = Qwen2VLImageProcessorPil(**{name: value for name, value in SETTINGS.items() if name != "image_processor_type"})
     read = processor([row["images"][0] for row in rows], return_tensors="pt")
@@ -95,20 +128,20 @@ def inputs(tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]]) -> tu
     return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **read}, answers
 
 
-def warm_up(model: Any, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Supervised training until `ENOUGH` of the likeliest answers are right; returns how many are."""
+def warm_up(model: Any, tokenizer: PreTrainedTokenizerFast, task: Task) -> float:
+    """Supervised training until enough of the likeliest answers are right; returns how many are."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.99))
-    held_out = inputs(tokenizer, examples(2 * FIRST_SEED, 256))
+    held_out = inputs(tokenizer, task.held_out)
     reached = 0.0
     for step in range(MOST_STEPS):
-        given, answers = inputs(tokenizer, examples(FIRST_SEED + step * BATCH, BATCH))
+        given, answers = inputs(tokenizer, task.rows_of_step(step))
         log_probs = model(**given).logits[:, -2:].log_softmax(-1)
         loss = -(log_probs[:, 0].gather(1, answers[:, None]).mean() + log_probs[:, 1, EOS].mean())
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 2 == 1 and (reached := accuracy(model, held_out)) >= ENOUGH:
+        if step % 2 == 1 and (reached := accuracy(model, held_out)) >= task.enough:
             break
     return reached
 
@@ -121,12 +154,12 @@ def accuracy(model: Any, rows: tuple[dict[str, Tensor], Tensor]) -> float:
     return float(((likeliest[:, 0] == answers) & (likeliest[:, 1] == EOS)).float().mean())
 
 
-def make(out: Path, *, untrained: bool = False) -> float:
-    """Write the model, its tokenizer and its processor's settings to `out`; returns its accuracy."""
+def make(out: Path, task: Callable[[], Task] | None = None) -> float:
+    """Write the model, its tokenizer and its processor's settings to `out`; returns its accuracy. No task: random weights."""
     torch.set_num_threads(1)  # so that the sums of floats, and with them the model, do not depend on the machine's cores
     torch.manual_seed(0)
     model, tokenizer = make_model(), make_tokenizer()
-    reached = 0.0 if untrained else warm_up(model, tokenizer)
+    reached = warm_up(model, tokenizer, task()) if task is not None else 0.0
     with whole_folder(out) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -136,15 +169,15 @@ def make(out: Path, *, untrained: bool = False) -> float:
 
 def main() -> None:
     """Make the model unless the folder is there already."""
-    untrained = sys.argv[2:] == ["--untrained"]
-    if len(sys.argv) != 2 + untrained:
-        sys.exit("usage: python tools/model/tiny_vision.py OUT_FOLDER [--untrained]")
+    tasks = {(): counting, ("--digits",): reading, ("--untrained",): None}
+    if len(sys.argv) < 2 or tuple(sys.argv[2:]) not in tasks:
+        sys.exit("usage: python tools/model/tiny_vision.py OUT_FOLDER [--digits | --untrained]")
     out = Path(sys.argv[1])
     if (out / "config.json").exists():
         print(f"{out} is already there")
         return
     started = time.monotonic()
-    reached = make(out, untrained=untrained)
+    reached = make(out, tasks[tuple(sys.argv[2:])])
     print(f"wrote {out}: {reached:.0%} of its answers are right, made in {time.monotonic() - started:.0f} s")
 
 

@@ -28,7 +28,7 @@ SHAPES = str(Path(__file__).parents[3] / "examples" / "vision" / "shapes.py") + 
 def seeing_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of examples/vision before its warm-up."""
     folder = tmp_path_factory.mktemp("models") / "tiny-vision"
-    tiny_vision.make(folder, untrained=True)
+    tiny_vision.make(folder)
     return folder
 
 

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Supervised training, then reinforcement learning, of a model that sees, on a CPU: R1-Onevision's two stages in small.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+[ -e models/tiny-vision-untrained ] || "$python" tools/model/tiny_vision.py models/tiny-vision-untrained --untrained
+"$python" -m megarl sft examples/vision/count_sft.yaml
+"$python" -m megarl train examples/vision/count.yaml run.name=count-after-sft model.path=runs/count-sft/model
