@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemReader, load
 
 from megarl.checkpoint.manifest import check, made_by
 from megarl.config import Config
-from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
+from tests.themes.e2e.records import curve, tensors
 
 pytestmark = pytest.mark.usefixtures("local_ray")
-TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu")
 STEPS, HALF = 4, 2
 SETTINGS: dict[str, Any] = {  # everything that remembers something from step to step
     "algorithm": {
@@ -37,21 +35,6 @@ SETTINGS: dict[str, Any] = {  # everything that remembers something from step to
     "run.eval_every": HALF,
     "data.train.limit": 10,  # fewer prompts than the steps need: the order of a second epoch is part of it
 }
-
-
-def curve(folder: Path) -> list[dict[str, float]]:
-    """Metrics of every step without what depends on the clock and the machine."""
-    rows = read_metrics(folder / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Everything that a role's checkpoint has, weights and moments, by key."""
-    reader = FileSystemReader(folder)
-    described = reader.read_metadata().state_dict_metadata
-    state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in described.items() if hasattr(v, "chunks")}
-    load(state, storage_reader=reader, no_dist=True)
-    return state
 
 
 def state(checkpoint: Path) -> dict[str, Any]:

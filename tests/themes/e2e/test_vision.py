@@ -18,6 +18,7 @@ from megarl.observe import read_metrics
 from megarl.rollout.engines.registry import check_engine
 from megarl.trainers.rl.loop import train as train_rl
 from megarl.trainers.supervised.loop import train as train_supervised
+from tests.themes.e2e.records import curve, tensors
 from tools.model import tiny_vision
 
 pytestmark = pytest.mark.usefixtures("local_ray")
@@ -86,6 +87,24 @@ def test_engines_and_trainer_see_the_same_and_frozen_towers_keep_their_bytes(
     for name, value in before.items():
         assert torch.equal(value, after[name]) == (frozen and not name.startswith("merger.")), name
     assert (out / "preprocessor_config.json").read_bytes() == (seeing_model / "preprocessor_config.json").read_bytes()
+
+
+def test_a_resumed_run_on_pictures_is_the_uninterrupted_one(seeing_model: Path, tmp_path: Path) -> None:
+    """Four steps of RLOO in one run, and in one that stops after two and goes on."""
+    embedded = {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4}
+    for name, stops in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in stops:
+            config = rl_config(seeing_model, tmp_path, algorithm={"advantage": "rloo"}, rollout=embedded)
+            changes = {"name": name, "steps": steps, "resume": "auto"}
+            train_rl(config.model_copy(update={"run": config.run.model_copy(update=changes)}))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert [row["step"] for row in curve(whole)] == [1, 2, 3, 4]
+    assert all(row["policy/grad_norm"] > 0 for row in curve(whole))
+    assert curve(parts) == curve(whole)
+    expected, found = (tensors(folder / "checkpoints" / "step_000004" / "policy") for folder in (whole, parts))
+    assert found.keys() == expected.keys()
+    assert any("visual" in key for key in expected)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def supervised_config(model: Path, folder: Path, steps: int) -> SupervisedConfig:
