@@ -167,10 +167,16 @@ def _training_commands(commands: Any) -> None:
 
 def _model_commands(commands: Any) -> None:
     evaluate = commands.add_parser(
-        "eval", help="evaluate a model on data.eval", description="Evaluate a model on data.eval with greedy decoding."
+        "eval",
+        help="evaluate a model on data.eval and evaluations",
+        description="Evaluate a model on data.eval, with greedy decoding, and on each set of evaluations as it says.",
     )
     _config_arguments(evaluate)
-    evaluate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to evaluate (default: model.path)")
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to evaluate (default: model.path)")
+    which.add_argument(
+        "--watch", action="store_true", help="evaluate each checkpoint of the run when it appears, until the run is finished"
+    )
     evaluate.set_defaults(run=_evaluate)
 
     generate = commands.add_parser(
@@ -270,12 +276,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from megarl.models.check_layouts import check_models
 
     config = load_config(arguments.config, arguments.overrides)
-    if config.data.eval is None:
-        raise ConfigError("data.eval is null, but eval needs rows to measure on")
     check_models(config)
-    from megarl.trainers.rl.evaluate import evaluate
+    from megarl.trainers.rl.evaluate import evaluate, watch
 
-    print(json.dumps(evaluate(config, arguments.checkpoint), indent=2))
+    if arguments.watch:
+        watch(config, lambda line: print(line, flush=True))
+    else:
+        print(json.dumps(evaluate(config, arguments.checkpoint), indent=2))
     return 0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from megarl.config.batch import batch_arithmetic
+from megarl.config.evaluations import check_evaluations
 from megarl.config.fp8 import check_fp8
 from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import closest, divisors
@@ -32,9 +33,14 @@ def check_fields_agree(config: Config) -> None:
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
-        _check_held_out(config.data.train, config.data.eval)
+        _check_held_out(config.data.train, "data.eval", config.data.eval)
+    for place, one in enumerate(config.evaluations):
+        check_source(f"evaluations[{place}].rows", one.rows)
+        _check_held_out(config.data.train, f"evaluations[{place}].rows", one.rows)
+    single_turn = config.rollout.episode.kind == "single"
+    check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)
-    check_run(config.run, evaluates=config.data.eval is not None)
+    check_run(config.run, evaluates=config.evaluates, remedy="set data.eval or evaluations")
     layouts = (config.policy.layout, config.critic.layout, config.reference.layout, config.reward_model.layout)
     check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
     if not config.rewards and not config.uses_reward_model:
@@ -76,7 +82,7 @@ def check_supervised(config: SupervisedConfig) -> None:
             allowed=closest(divisors(rows), dp),
             rule="does not divide data.rows_per_step",
         )
-    check_run(config.run, evaluates=config.data.eval is not None)
+    check_run(config.run, evaluates=config.data.eval is not None, remedy="set data.eval")
     check_profile(config.profile, config.run.steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
     check_fp8(config.model, trained={"policy": config.policy}, frozen=["the reference"] if config.uses_reference else [])
@@ -86,8 +92,8 @@ def check_supervised(config: SupervisedConfig) -> None:
         )
 
 
-def check_run(run: RunConfig, *, evaluates: bool) -> None:
-    """Check what `run` alone says, and what of it needs evaluations."""
+def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
+    """Check what `run` alone says, and what of it needs evaluations; `remedy`: what to do where there are none."""
     name = PurePosixPath(run.name)
     if not run.name.strip() or not run.name.isprintable() or name.is_absolute() or ".." in name.parts:
         raise ConfigError.of("run.name", run.name, "names no folder inside run.folder", allowed="a name such as 'run-1'")
@@ -97,9 +103,9 @@ def check_run(run: RunConfig, *, evaluates: bool) -> None:
             f"the guard '{back[0]}'", "checkpoints", "set run.save_every, or choose another action in run.guards"
         )
     if run.eval_every and not evaluates:
-        raise ConfigError.needs("run.eval_every", "an evaluation set", "set data.eval, or remove run.eval_every")
+        raise ConfigError.needs("run.eval_every", "an evaluation set", f"{remedy}, or remove run.eval_every")
     if run.keep_best is not None and not evaluates:
-        raise ConfigError.needs("run.keep_best", "an evaluation set", "set data.eval, or remove run.keep_best")
+        raise ConfigError.needs("run.keep_best", "an evaluation set", f"{remedy}, or remove run.keep_best")
 
 
 def check_pictures(data: PictureFields) -> None:
@@ -254,12 +260,12 @@ def _check_single_source(field: str, source: SourceConfig) -> None:
         raise ConfigError.of(f"{field}.name", source.name, allowed="'package.module:function' with source = 'python'")
 
 
-def _check_held_out(train: SourceConfig, held_out: SourceConfig) -> None:
+def _check_held_out(train: SourceConfig, field: str, held_out: SourceConfig) -> None:
     """A procedural row depends on seed + index and the arguments alone: overlapping ranges are the same rows."""
     for a, one in enumerate(train.parts or (train,)):
         for b, other in enumerate(held_out.parts or (held_out,)):
             train_field = f"data.train.parts[{a}]" if train.parts else "data.train"
-            _check_ranges(train_field, one, f"data.eval.parts[{b}]" if held_out.parts else "data.eval", other)
+            _check_ranges(train_field, one, f"{field}.parts[{b}]" if held_out.parts else field, other)
 
 
 def _check_ranges(train_field: str, train: SourceConfig, field: str, held_out: SourceConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from megarl.config.batch import batch_arithmetic
+from megarl.config.evaluations import EvaluationConfig
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.rollout import RolloutConfig
@@ -51,6 +52,8 @@ class Config(Questions):
     """The algorithm of a step: advantages, losses, KL."""
     data: DataConfig
     """Prompts for training and evaluation."""
+    evaluations: Annotated[tuple[EvaluationConfig, ...], Field(strict=False)] = ()
+    """Named evaluation sets, each with its own rows and sampling, in addition to `data.eval` (docs/evaluation.md)."""
     ptx: PtxConfig = PtxConfig()
     """Supervised examples in every policy update."""
     rollout: RolloutConfig = RolloutConfig()
@@ -103,6 +106,11 @@ class Config(Questions):
         critic = self.critic.init_from if self.uses_critic else None
         given = {"reference.path": self.reference.path, "critic.init_from": critic, "reward_model.path": self.reward_model.path}
         return {"model.path": self.model.path} | {field: path for field, path in given.items() if path is not None}
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.data.eval is not None or bool(self.evaluations)
 
     @property
     def sampling(self) -> RolloutConfig:

@@ -28,7 +28,7 @@ from megarl.config.presets import (
 from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section, UserFunction
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
-"""`limit` and `seed` of `data.eval` where it does not say: procedural rows keep clear of the training rows."""
+"""`limit` and `seed` of held-out rows that are generated: they keep clear of the training rows."""
 
 
 class RunConfig(Section):
@@ -317,6 +317,14 @@ class SourceConfig(Section):
     """Weight of this source among the parts of a mixture: rows are drawn in proportion to it."""
 
 
+def held_out_defaults(tree: Any, field: str) -> Any:
+    """A section as given, whose source of held-out rows under `field` keeps clear of training rows if it generates them."""
+    rows = tree.get(field) if isinstance(tree, dict) else None
+    if isinstance(rows, dict) and rows.get("source", "reasoning_gym") == "reasoning_gym":
+        return tree | {field: {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | rows}
+    return tree
+
+
 class PtxConfig(Section):
     """Supervised examples in every policy update, as in InstructGPT's PPO-ptx (docs/methods.md#supervised-mix-ptx)."""
 
@@ -379,9 +387,7 @@ class PromptFields(Section):
     @model_validator(mode="before")
     @classmethod
     def _keep_held_out_rows_apart(cls, tree: Any) -> Any:
-        if isinstance(tree, dict) and isinstance(tree.get("eval"), dict):
-            return tree | {"eval": {"limit": HELD_OUT_ROWS, "seed": HELD_OUT_SEED} | tree["eval"]}
-        return tree
+        return held_out_defaults(tree, "eval")
 
 
 class DataConfig(PictureFields, PromptFields):  # the last base's fields come first

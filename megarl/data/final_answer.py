@@ -14,6 +14,7 @@ BOXES = 1000
 """Boxes of one answer at most; further ones are not read."""
 
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 _NUMBER = r"\s{0,9}(-?\d{1,9}(?:\.\d{1,9})?)\s{0,9}"
 _POINT = rf"\({_NUMBER},{_NUMBER}\)"
 _LIST = rf"\[{_NUMBER},{_NUMBER},{_NUMBER},{_NUMBER}\]"
@@ -31,6 +32,17 @@ def extract_answer(response: str) -> str:
     """The text of the last `<answer>...</answer>`, or else the whole response, stripped."""
     tagged = _ANSWER.findall(response)
     return (tagged[-1] if tagged else response).strip()
+
+
+def last_boxed(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}` whose braces close, stripped; None if there is none."""
+    found, opened = None, list[int | None]()
+    for brace in _BRACE.finditer(text):
+        if brace[0] != "}":
+            opened.append(brace.end() if brace[0] != "{" else None)
+        elif opened and (start := opened.pop()) is not None and (found is None or start > found[0]):
+            found = (start, brace.start())
+    return None if found is None else text[slice(*found)].strip()
 
 
 def read_boxes(given: Any) -> list[Box]:

@@ -147,7 +147,7 @@ def drop_eval_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> li
     kept = [prompt for prompt in train if (tuple(prompt.prompt_ids), tuple(prompt.media)) not in known]
     if not kept:
         raise DataError(
-            f"data.train has no row that data.eval does not hold out ({len(train)} rows, all of them held-out prompts); "
-            "train on other rows, or set data.eval to null"
+            f"data.train has no row that data.eval and evaluations do not hold out ({len(train)} rows, all of them held-out "
+            "prompts); train on other rows, or remove those sets"
         )
     return kept

@@ -6,6 +6,7 @@ A prompt's ids are those of the model's own processor; nothing is truncated sile
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ class PromptBuilder:
         self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools)
         self.pictures = pictures or PictureReader(data)
         self.dropped = {"overlong": 0, "bad_pictures": 0}
+
+    def of_rows_like(self, data: DataConfig) -> PromptBuilder:
+        """One for rows with other keys, which counts what it drops with this one."""
+        other = copy(self)
+        other.data = data
+        return other
 
     def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
         """One prompt per row, `row_id` `<prefix>-<row number>`, in the rows' order; `group_id` is left to the sampler.

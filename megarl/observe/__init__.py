@@ -3,7 +3,7 @@
 from megarl.observe.distributions import distributions
 from megarl.observe.metrics import MetricsFile, read_metrics
 from megarl.observe.phases import Phases, StepTimes
-from megarl.observe.progress import Progress
+from megarl.observe.progress import Progress, evaluation_line
 from megarl.observe.summary import build_summary, machine, versions, write_summary
 from megarl.observe.trackers import Trackers, open_trackers
 
@@ -15,6 +15,7 @@ __all__ = [
     "Trackers",
     "build_summary",
     "distributions",
+    "evaluation_line",
     "machine",
     "open_trackers",
     "read_metrics",

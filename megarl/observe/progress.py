@@ -33,6 +33,22 @@ PhaseProgress = Callable[[], tuple[int, int]]
 """How far a phase is: what is done, and how much there is to do (0: not known)."""
 
 
+def evaluation_line(figures: Mapping[str, float]) -> str:
+    """The figures of an evaluation in one line, set by set, with standard errors and the number of prompts."""
+    sets: dict[str, list[str]] = {}
+    for path, value in figures.items():
+        of, _, name = path.rpartition("/")
+        if name not in ("seconds", "prompts") and not name.endswith("_se"):
+            error = figures.get(f"{path}_se")
+            sets.setdefault(of, []).append(f"{name} {value:.4g}" + (f" ± {error:.2g}" if error is not None else ""))
+    words = []
+    for of, shown in sets.items():
+        prompts = figures.get(f"{of}/prompts" if of else "prompts")
+        how_many = f" ({prompts:.0f} prompts)" if prompts is not None else ""
+        words.append((f"{of}: " if of else "") + ", ".join(shown) + how_many)
+    return "; ".join(words)
+
+
 class Progress:
     """Shows the steps of a run: `with Progress(total, phases) as progress: ... progress.step_done(step, metrics)`."""
 

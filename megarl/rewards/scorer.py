@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
@@ -21,6 +21,15 @@ class Scorer(Protocol):
 
     def check(self, prompt: Prompt) -> None:
         """Raise a RewardError if the responses to `prompt` could not be scored, whatever they are."""
+        ...
+
+
+@runtime_checkable
+class StatesAnswers(Protocol):
+    """A scorer that reads a final answer out of a response, so that responses may vote."""
+
+    def final_answer(self, response: str) -> str | None:
+        """The answer in one spelling, or None where the response states none."""
         ...
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megarl.config.secrets import without_secrets
 from megarl.config.sections import DataConfig
+from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.builtin.boxes import Boxes
@@ -27,7 +28,7 @@ from megarl.rewards.builtin.llm_judge import LlmJudge
 from megarl.rewards.builtin.math_verify import MathVerify
 from megarl.rewards.builtin.multiple_choice import MultipleChoice
 from megarl.rewards.builtin.reasoning_gym import ReasoningGymTask
-from megarl.rewards.scorer import Scorer, Verdict
+from megarl.rewards.scorer import Scorer, StatesAnswers, Verdict
 from megarl.rewards.user_reward import UserReward
 from megarl.system.user_code import FORMS
 
@@ -117,6 +118,13 @@ class RewardSources:
         for _, _, scorer in self.sources:
             for prompt in prompts:
                 scorer.check(prompt)
+
+    def final_answer(self, response: str) -> str | None:
+        """What a response answers, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
+        for _, _, scorer in self.sources:
+            if isinstance(scorer, StatesAnswers):
+                return scorer.final_answer(response)
+        return extract_answer(response) or None
 
     def score(self, samples: list[Sample], deadline_s: float = 600.0) -> list[float]:
         """One reward per sample, in order; what each source gave is left in `sample.rewards` under its label.

@@ -146,9 +146,35 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["rewards=[]"], ["needs a source of reward: set rewards, or set reward_model.path"]),
         (
             ["data.eval=null", "run.eval_every=2"],
-            ["run.eval_every needs an evaluation set: set data.eval, or remove run.eval_every"],
+            ["run.eval_every needs an evaluation set: set data.eval or evaluations, or remove run.eval_every"],
         ),
         (["data.eval=null", "run.keep_best=accuracy"], ["run.keep_best needs an evaluation set: set data.eval"]),
+        (
+            ["evaluations=[{name: sums, rows: {name: chain_sum}, samples_per_prompt: 8}]"],
+            [
+                "evaluations[0].temperature is 0.0",
+                "the 8 responses to a prompt equal",
+                "must be above 0, or evaluations[0].sam",
+            ],
+        ),
+        (["evaluations=[{name: a/b, rows: {name: chain_sum}}]"], ["evaluations[0].name is 'a/b'", "letters, digits"]),
+        (
+            ["evaluations=[{name: a, rows: {name: chain_sum}}, {name: a, rows: {name: chain_sum}}]"],
+            ["evaluations[1].name is 'a'", "names an earlier set"],
+        ),
+        (["evaluations=[{name: a, rows: {name: chain_sum}, rewards: []}]"], ["evaluations[0] needs functions that judge"]),
+        (["evaluations=[{name: a, rows: {name: nothing, source: jsonl}}]"], ["evaluations[0].rows"]),
+        (
+            ["evaluations=[{name: a, rows: {name: basic_arithmetic, seed: 5}}]"],
+            ["evaluations[0].rows.seed is 5", "gives rows that data.train trains on", "at least 1000"],
+        ),
+        (
+            [
+                "evaluations=[{name: a, rows: {name: chain_sum}, max_new_tokens: 9}]",
+                "rollout.episode={kind: tools, tools: ['a:b']}",
+            ],
+            ["evaluations[0].max_new_tokens needs single turns"],
+        ),
         (["run.name=../elsewhere"], ["run.name is '../elsewhere'", "no folder inside run.folder"]),
         (["run.guards=[stop when it hurts]"], ["run.guards[0] is 'stop when it hurts'", "a section such as {metric:"]),
         (

@@ -40,6 +40,7 @@ def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> No
             "policy.layout={tp: 2, sequence_parallel: true}",
             "reference.layout={dp: 2}",
             "run.guards=[{metric: kl/reference, above: 1, action: stop}]",
+            "evaluations=[{name: sums, rows: {name: basic_arithmetic}, source_key: task}]",
         ],
     )
     config = parse_config(tree)

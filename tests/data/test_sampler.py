@@ -76,5 +76,5 @@ def test_held_out_prompts_are_never_trained_on() -> None:
     held_out = [Prompt("eval-0", "", [2], ""), Prompt("eval-1", "", [4], "")]
     kept = drop_eval_overlap(train, held_out)
     assert [p.row_id for p in kept] == [f"train-{n}" for n in range(20) if n % 5 not in (2, 4)]
-    with pytest.raises(DataError, match=r"no row that data\.eval does not hold out"):
+    with pytest.raises(DataError, match=r"no row that data\.eval and evaluations do not hold out"):
         drop_eval_overlap(train[2:3], held_out)

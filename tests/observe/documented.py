@@ -12,17 +12,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 @cache
 def documented() -> dict[str, str]:
-    """By pattern of a name, its unit. `<phase>` stands for any word; names in a cell share its units or have one each."""
+    """By pattern of a name, its unit. `<phase>` stands for any name; names in a cell share its units or have one each."""
     found: dict[str, str] = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
-        names = re.findall(r"`([a-z0-9_]+/[a-z0-9_<>]+)`", cells[0]) if line.startswith("| `") else []
+        names = re.findall(r"`([a-z0-9_]+(?:/[a-z0-9_<>@]+)+)`", cells[0]) if line.startswith("| `") else []
         if names:
             assert len(cells) == 3, f"{PAGE.name} has a row without name, unit and meaning: {line}"
             units = cells[1].split(", ")
             assert len(units) in (1, len(names)), f"{PAGE.name} has {len(units)} units for {len(names)} names: {line}"
             for place, name in enumerate(names):
-                found[re.sub(r"<\w+>", r"\\w+", name)] = units[place if len(units) > 1 else 0]
+                found[re.sub(r"<\w+>", r"[\\w.-]+", name)] = units[place if len(units) > 1 else 0]
     return found
 
 

@@ -38,6 +38,11 @@ class ExactNumber:
         """Refuse a row without a gold answer."""
         gold_answer(prompt, self.answer_key, "exact_number")
 
+    def final_answer(self, response: str) -> str | None:
+        """The last number as a fraction; None if there is none."""
+        number = last_number(response)
+        return None if number is None else str(number)
+
     def _judge(self, sample: Sample) -> Verdict:
         gold = gold_number(gold_answer(sample, self.answer_key, "exact_number"))
         return None if gold is None else float(last_number(sample.response_text) == gold)

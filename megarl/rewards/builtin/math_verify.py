@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.data.final_answer import extract_answer
+from megarl.data.final_answer import extract_answer, last_boxed
 from megarl.data.sample import Prompt, Sample
+from megarl.rewards.builtin.exact_number import last_number
 from megarl.rewards.sandbox.judge_pool import ChildPool
 from megarl.rewards.scorer import Verdict, gold_answer
 
@@ -28,6 +29,14 @@ class MathVerify:
         golds = [extract_answer(str(gold_answer(sample, self.answer_key, "math_verify"))) for sample in samples]
         pairs = [((gold,), extract_answer(sample.response_text)) for gold, sample in zip(golds, samples, strict=True)]
         return self._children.judge(pairs, until)
+
+    def final_answer(self, response: str) -> str | None:
+        """The last `\\boxed{...}`, else the last number, else the text in `<answer>`; None where there is none of them."""
+        text = extract_answer(response)
+        if (boxed := last_boxed(text)) is not None:
+            return "".join(boxed.split())
+        number = last_number(text)
+        return str(number) if number is not None else (text if text != response.strip() else None)
 
     def check(self, prompt: Prompt) -> None:
         """Refuse a row without a gold answer."""

@@ -50,6 +50,10 @@ class MultipleChoice:
         """Refuse a row without a gold answer."""
         gold_answer(prompt, self.answer_key, "multiple_choice")
 
+    def final_answer(self, response: str) -> str | None:
+        """The letter stated last."""
+        return self.last_choice(response)
+
     def last_choice(self, response: str) -> str | None:
         """The letter stated last, as a capital; None if none is stated."""
         stated = list(self._stated.finditer(response))

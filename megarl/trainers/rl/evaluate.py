@@ -1,55 +1,150 @@
-"""`megarl eval`: answer the held-out prompts greedily with a model or a checkpoint of a run, and score the answers."""
+"""`megarl eval`: answer the held-out prompts with a model or with checkpoints of a run, and score the answers."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
 from megarl.data.sample import Sample
-from megarl.errors import ConfigError
-from megarl.trainers.rl.inputs import read_inputs
+from megarl.errors import CheckpointError, ConfigError
+from megarl.observe import evaluation_line, read_metrics
+from megarl.trainers.rl.eval_figures import evaluation
+from megarl.trainers.rl.inputs import RlInputs, read_inputs
 from megarl.trainers.rl.rollouts import Rollouts
-from megarl.trainers.run.roles import POLICY, group_requests
+from megarl.trainers.run.roles import POLICY, Roles, group_requests
 from megarl.trainers.run.start import open_cluster, open_roles
+
+POLL_S = 5.0
+"""Between two looks for a new checkpoint."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The rows, and engines that have the weights of a model or of a checkpoint."""
+
+    inputs: RlInputs
+    rollouts: Rollouts
+    roles: Roles | None
+    """None: the engines have the weights of `model.path`."""
+
+    def take(self, checkpoint: Path) -> None:
+        """Give the engines the policy saved in `checkpoint`."""
+        assert self.roles is not None, "weights come from roles"
+        self.roles.restore(str(checkpoint.resolve()), [POLICY])
+        self.rollouts.update_weights()
+
+    def measure(self) -> dict[str, float]:
+        """The figures of `data.eval` (`evaluation`) and of every set of `evaluations` (`set_figures`), and seconds."""
+        started = time.perf_counter()
+        figures: dict[str, float] = {}
+        if self.inputs.held_out:
+            samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
+            figures |= evaluation(samples, self.inputs.rewards.score(samples))
+        figures |= self.inputs.measure_sets(self.rollouts.sample)
+        return figures | {"seconds": time.perf_counter() - started}
 
 
 def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
-    """Evaluate `model.path`, or the policy saved in `checkpoint`, on `data.eval`.
+    """Evaluate `model.path`, or the policy saved in `checkpoint`, on `data.eval` and on every set of `evaluations`.
 
-    Returns the figures of `evaluation` and the seconds that generating and scoring took. Writes nothing.
-
-    Raises:
-        MegarlError: anything the user can mend, as one sentence.
-    """
-    if config.data.eval is None:
-        raise ConfigError("data.eval is null, but eval needs rows to measure on")
-    started = time.perf_counter()
-    samples, scores = answer(config, checkpoint, held_out=True)
-    return evaluation(samples, scores) | {"seconds": time.perf_counter() - started}
-
-
-def answer(config: Config, checkpoint: str | None, *, held_out: bool) -> tuple[list[Sample], list[float]]:
-    """Responses of `model.path`, or of the policy saved in `checkpoint`, and their rewards. A reward model is not asked.
-
-    `held_out`: one greedy response to every row of `data.eval`; else `rollout.samples_per_prompt` sampled ones to every row
-    of `data.train` that is not held out.
+    Returns the figures of `evaluation` for `data.eval`, those of `set_figures` as `NAME/figure` for each set, and the seconds
+    that generating and scoring took. Writes nothing. A reward model is not asked.
 
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    if not config.rewards:
+    _check_evaluates(config)
+    with answering(config, checkpoint, train=False) as answers:
+        return answers.measure()
+
+
+def watch(config: Config, say: Callable[[str], None]) -> None:
+    """Evaluate every checkpoint of the run of `config` when it appears, until the run is finished and the last one is done.
+
+    Each becomes a line of `evaluations.jsonl` in the run folder; steps that have one are left out. `say` is told what is done.
+
+    Raises:
+        MegarlError: anything the user can mend, as one sentence.
+    """
+    _check_evaluates(config)
+    folder = Path(config.run_folder)
+    checkpoints, file = CheckpointFolder(folder / "checkpoints"), folder / "evaluations.jsonl"
+    seen = {int(row["step"]) for row in read_metrics(file)} if file.exists() else set()
+    with ExitStack() as stack:
+        answers: Answering | None = None
+        for step, path in _new_checkpoints(checkpoints, folder / "summary.json", seen):
+            try:
+                checkpoints.resolve(str(path))
+                if answers is None:
+                    say(f"the first checkpoint is {path}: starting engines")
+                    answers = stack.enter_context(answering(config, str(path), train=False))
+                else:
+                    answers.take(path)
+            except CheckpointError:
+                if path.exists():
+                    raise
+                say(f"step {step}: {path} was removed before it was read; raise run.keep_checkpoints")
+                continue
+            figures = answers.measure()
+            with file.open("a") as lines:
+                lines.write(json.dumps({"step": step} | figures) + "\n")
+            say(f"step {step}: {evaluation_line(figures)}")
+
+
+def _new_checkpoints(checkpoints: CheckpointFolder, summary: Path, seen: set[int]) -> Iterator[tuple[int, Path]]:
+    """Step and folder of each checkpoint, oldest first, as they appear; ends with the run."""
+    while True:
+        is_finished = summary.exists()  # looked at first: what the run saved before that is there now
+        new = [(step, path) for path in checkpoints.all() if (step := int(path.name.rpartition("_")[2])) not in seen]
+        for step, path in new:
+            seen.add(step)
+            yield step, path
+        if not new and is_finished:
+            return
+        if not new:
+            time.sleep(POLL_S)
+
+
+def _check_evaluates(config: Config) -> None:
+    if not config.evaluates:
+        raise ConfigError("data.eval is null and evaluations is empty, but eval needs rows to measure on")
+
+
+def answer(config: Config, checkpoint: str | None) -> tuple[list[Sample], list[float]]:
+    """Sampled responses of `model.path`, or of the policy saved in `checkpoint`, and their rewards.
+
+    They are `rollout.samples_per_prompt` to every row of `data.train` that is not held out. A reward model is not asked.
+
+    Raises:
+        MegarlError: anything the user can mend, as one sentence.
+    """
+    with answering(config, checkpoint, train=True) as answers:
+        samples = answers.rollouts.generate([prompt for part in answers.inputs.train for prompt in part])
+        return samples, answers.inputs.rewards.score(samples)
+
+
+@contextmanager
+def answering(config: Config, checkpoint: str | None, *, train: bool) -> Iterator[Answering]:
+    """Read the rows (those of `data.train` only with `train`) and start engines.
+
+    Raises:
+        MegarlError: anything the user can mend, as one sentence.
+    """
+    if not config.rewards and (train or config.data.eval is not None):
         raise ConfigError("an evaluation needs a source of reward: set rewards (a source may have weight 0)")
     if checkpoint is None and (field := config.rollout.other_weights) is not None:
         raise ConfigError.needs(
             field, "a checkpoint whose weights the engines get first", f"name one with --checkpoint, or remove {field}"
         )
     folder = CheckpointFolder(config.run_folder).resolve(checkpoint) if checkpoint is not None else None
-    inputs = read_inputs(config, train=not held_out)
-    prompts = inputs.held_out if held_out else [prompt for part in inputs.train for prompt in part]
+    inputs = read_inputs(config, train=train)
     with ExitStack() as stack:
         stack.callback(inputs.close)
         requests = group_requests(config)[:1] if folder is not None else []
@@ -61,27 +156,8 @@ def answer(config: Config, checkpoint: str | None, *, held_out: bool) -> tuple[l
         if folder is not None:
             roles = open_roles(config, cluster.start_groups(config.run.seed))
             roles.load(POLICY)
-            roles.restore(str(folder.resolve()), [POLICY])
         rollouts.finish_start(starting, roles)
+        answers = Answering(inputs, rollouts, roles)
         if folder is not None:
-            rollouts.update_weights()
-        samples = rollouts.generate(prompts, greedy=held_out)
-        return samples, inputs.rewards.score(samples)
-
-
-def evaluation(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, float]:
-    """`reward` (mean), and `accuracy`: the share of responses that every function in `rewards` gave 1 or more.
-
-    A source of weight 0 takes part in the accuracy alone. There is no accuracy where only a reward model judges.
-    """
-    figures = {"reward": sum(scores) / len(scores), "prompts": float(len(scores))}
-    judged = [is_right(sample) for sample in samples]
-    if None not in judged:
-        figures["accuracy"] = sum(map(bool, judged)) / len(judged)
-    return figures
-
-
-def is_right(sample: Sample) -> bool | None:
-    """Whether every function gave the response 1 or more; None if none was asked."""
-    verdicts = [value >= 1 - 1e-9 for name, value in sample.rewards.items() if name != "reward_model"]
-    return all(verdicts) if verdicts else None
+            answers.take(folder)
+        yield answers

@@ -11,7 +11,8 @@ from megarl.config import Config
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.system.atomic_files import write_text_atomically
-from megarl.trainers.rl.evaluate import answer, is_right
+from megarl.trainers.rl.eval_figures import is_right
+from megarl.trainers.rl.evaluate import answer
 
 Form = Literal["samples", "sft", "pairs"]
 
@@ -43,7 +44,7 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
         raise ConfigError(f"--out is '{out}', but its folder is a file; name a file in a folder")
     if form == "pairs" and config.rollout.samples_per_prompt < 2:
         raise ConfigError("--as is 'pairs', but rollout.samples_per_prompt is 1; a pair is two responses to one prompt")
-    samples, scores = answer(config, checkpoint, held_out=False)
+    samples, scores = answer(config, checkpoint)
     makers = {"samples": _all, "sft": _right, "pairs": _pairs}
     rows = list(makers[form](samples, scores, config.data.prompt_key))
     if not rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +11,29 @@ from typing import Any
 from megarl import platform
 from megarl.algorithms import ADVANTAGES, POLICY_LOSSES
 from megarl.config import Config
+from megarl.config.evaluations import EvaluationConfig
 from megarl.data.mixture import build_parts
 from megarl.data.picture_reader import open_pictures
 from megarl.data.prompts import rows_of
-from megarl.data.sample import Prompt
+from megarl.data.rows import Origin
+from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.rewards import build_rewards
 from megarl.rewards.sources import RewardSources
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import Episodes, open_episodes
+from megarl.trainers.rl.eval_figures import set_figures
 from megarl.trainers.run.start import check_architectures
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A named set as it is asked and judged."""
+
+    settings: EvaluationConfig
+    prompts: list[Prompt]
+    rewards: RewardSources
 
 
 @dataclass(frozen=True)
@@ -33,16 +46,33 @@ class RlInputs:
     train: list[list[Prompt]]
     """By part of the mixture, without those that are held out."""
     held_out: list[Prompt]
+    """Those of `data.eval`."""
+    evaluations: list[EvaluationSet]
     train_rows: int
-    """Rows of all parts before those were left out that are held out, too."""
+    """Rows of all parts before those were left out that are in `data.eval` or `evaluations`, too."""
     dropped: dict[str, int]
-    """Rows, of both, that were left out because they do not fit, by the reason."""
+    """Rows, of all sets, that were left out because they do not fit, by the reason."""
     rewards: RewardSources
 
     @property
     def overlap(self) -> int:
         """Training rows that were left out because they are held out."""
         return self.train_rows - sum(map(len, self.train))
+
+    def measure_sets(self, sample: Callable[[Sequence[Prompt], EvaluationConfig], list[Sample]]) -> dict[str, float]:
+        """The figures of every set of `evaluations` (`set_figures`), as `NAME/figure`; `sample` answers prompts."""
+        figures: dict[str, float] = {}
+        for one in self.evaluations:
+            samples = sample(one.prompts, one.settings)
+            found = set_figures(
+                samples,
+                one.rewards.score(samples),
+                samples_per_prompt=one.settings.samples_per_prompt,
+                source_key=one.settings.source_key,
+                final_answer=one.rewards.final_answer,
+            )
+            figures |= {f"{one.settings.name}/{name}": value for name, value in found.items()}
+        return figures
 
     def close(self) -> None:
         """End what episodes started, such as the processes of tools."""
@@ -51,7 +81,7 @@ class RlInputs:
 
 
 def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
-    """Tokenizer, rows, prompts and rewards of `config`, each looked at whole; without `train` those of `data.eval` alone.
+    """Tokenizer, rows, prompts and rewards of `config`, each looked at whole; without `train` held-out rows alone.
 
     Raises:
         MegarlError: whatever is wrong with them or with the classes and functions that the config names, as one sentence.
@@ -71,11 +101,25 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         builder = PromptBuilder(tokenizer, data, tools, pictures)
         held_out = builder.build(rows_of(data.eval), prefix="eval") if data.eval is not None else []
         parts = build_parts(builder, data.train, prefix="train") if train else []
-        kept = [drop_eval_overlap(prompts, held_out) for prompts in parts]
+        evaluations = [_evaluation_set(config, one, builder) for one in config.evaluations]
+        all_held_out = [*held_out, *(prompt for one in evaluations for prompt in one.prompts)]
+        kept = [drop_eval_overlap(prompts, all_held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
         opened.pop_all()
-    return RlInputs(tokenizer, episodes, kept, held_out, sum(map(len, parts)), builder.dropped, rewards)
+    return RlInputs(tokenizer, episodes, kept, held_out, evaluations, sum(map(len, parts)), builder.dropped, rewards)
+
+
+def _evaluation_set(config: Config, one: EvaluationConfig, builder: PromptBuilder) -> EvaluationSet:
+    keys = {"prompt_key": one.prompt_key, "answer_key": one.answer_key}
+    data = config.data.model_copy(update={"eval": one.rows} | {key: value for key, value in keys.items() if value is not None})
+    place = config.evaluations.index(one)
+    prompts = builder.of_rows_like(data).build(
+        rows_of(one.rows), prefix="eval", origin=Origin(f"evaluations[{place}].rows", one.rows)
+    )
+    rewards = build_rewards(config.rewards if one.rewards is None else one.rewards, data)
+    rewards.check(prompts)
+    return EvaluationSet(one, prompts, rewards)
 
 
 def _platform_of(config: Config) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
+from megarl.config.evaluations import EvaluationConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.models.registry import architecture_for, load_hf_config
@@ -90,7 +92,7 @@ class Rollouts:
         return Scheduler(
             [EngineCalls(engine, number) for number, engine in enumerate(self.engines)],
             StalenessManager(rollout.prompts_per_step, staleness, schedule.over_sample),
-            self._respond(greedy=False),
+            self._respond(self._params(greedy=False), rollout.samples_per_prompt),
             groups_per_request=at_once,
             groups_per_engine=at_most,
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
@@ -185,8 +187,23 @@ class Rollouts:
 
     def generate(self, prompts: Sequence[Prompt], *, greedy: bool = False) -> list[Sample]:
         """`samples_per_prompt` responses to each prompt, or the single greedy one, grouped by prompt in order."""
-        per_request = self.scheduler.groups_per_request * (self.config.rollout.samples_per_prompt if greedy else 1)
-        answers = self.scheduler.ask(prompts, self._respond(greedy=greedy), per_request)
+        return self._ask(prompts, self._params(greedy=greedy), 1 if greedy else self.config.rollout.samples_per_prompt)
+
+    def sample(self, prompts: Sequence[Prompt], settings: EvaluationConfig) -> list[Sample]:
+        """The responses that an evaluation set asks for, grouped by prompt in order."""
+        params = replace(
+            self._params(greedy=False),
+            greedy=not settings.temperature,
+            temperature=settings.temperature or 1.0,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            max_new_tokens=settings.max_new_tokens or self.config.rollout.max_new_tokens,
+        )
+        return self._ask(prompts, params, settings.samples_per_prompt)
+
+    def _ask(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Sample]:
+        per_request = max(1, self.scheduler.groups_per_request * self.config.rollout.samples_per_prompt // n)
+        answers = self.scheduler.ask(prompts, self._respond(params, n), per_request)
         self._wait(answers)
         return [sample for answer in answers for group in answer.result() for sample in group]
 
@@ -200,9 +217,9 @@ class Rollouts:
                 raise next(filter(None, errors), None) or EngineError(f"engines {engines} have no weights, and nothing trains")
             self._updates.update_engines(engines, self.version if version is None else version)
 
-    def _respond(self, *, greedy: bool) -> GenerateGroups:
+    def _params(self, *, greedy: bool) -> SamplingParams:
         rollout = self.config.rollout
-        params = SamplingParams(
+        return SamplingParams(
             max_new_tokens=rollout.max_new_tokens,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
@@ -212,7 +229,9 @@ class Rollouts:
             stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),
             cut_token_ids=self._placeholders,
         )
-        n, deadline_s = 1 if greedy else rollout.samples_per_prompt, rollout.deadlines.generate_s
+
+    def _respond(self, params: SamplingParams, n: int) -> GenerateGroups:
+        deadline_s = self.config.rollout.deadlines.generate_s
         if self.episodes is not None:
             return episode_groups(self.episodes, params, n, deadline_s)
         return single_turns(params, n, deadline_s, self.tokenizer)

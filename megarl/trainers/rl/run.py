@@ -17,7 +17,7 @@ from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN
 from megarl.reshard.run_plan import check_transport
 from megarl.system.user_code import absolute_name
-from megarl.trainers.rl.evaluate import evaluation
+from megarl.trainers.rl.eval_figures import evaluation
 from megarl.trainers.rl.experience import (
     Experience,
     group_rewards,
@@ -287,12 +287,15 @@ class RlRun(Run):
             self.rollouts.stale = True
 
     def measure(self) -> dict[str, float] | None:
-        """Greedy answers to the held-out prompts by the current policy, scored."""
-        if not self.inputs.held_out:
+        """Answers of the current policy, scored: greedy ones to `data.eval`, and what each set of `evaluations` asks for."""
+        if not self.config.evaluates:
             return None
         self.sync_weights()
-        samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
-        return evaluation(samples, self._score(samples))
+        figures: dict[str, float] = {}
+        if self.inputs.held_out:
+            samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
+            figures |= evaluation(samples, self._score(samples))
+        return figures | self.inputs.measure_sets(self.rollouts.sample)
 
     def _score(self, samples: list[Sample]) -> list[float]:
         rewards = self.inputs.rewards.score(samples)

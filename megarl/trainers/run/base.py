@@ -22,7 +22,7 @@ from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
 from megarl.config import AnyConfig, save_resolved, to_yaml
 from megarl.config.guard_rules import GuardRule
 from megarl.errors import CheckpointError, ConfigError, DeadlineError, MegarlError, RunStopped, WorkerError, nearest
-from megarl.observe import Phases, Progress, build_summary, open_trackers, write_summary
+from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, write_summary
 from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow
 from megarl.system.atomic_files import write_text_atomically
@@ -255,8 +255,7 @@ class Run(ABC):
             raise ConfigError(f"run.keep_best is '{best}'; it must be one of {choices}{nearest(best, result)}")
         result["seconds"] = time.perf_counter() - started
         self.evaluations[when] = result
-        shown = ", ".join(f"{name} {value:.4g}" for name, value in result.items() if name not in ("seconds", "prompts"))
-        self.progress.say(f"evaluation {when}: {shown}")
+        self.progress.say(f"evaluation {when}: {evaluation_line(result)}")
         self.metrics |= {f"eval/{name}": value for name, value in result.items()}
         if not self.step and self.leads:
             self.trackers.log(0, self.metrics)
@@ -309,10 +308,10 @@ class Run(ABC):
 
     def _say_result(self) -> None:
         before, after = self.evaluations["before"], self.evaluations["after"]
-        if before is not None and after is not None and "accuracy" in before:
-            self.progress.say(
-                f"held-out accuracy: {before['accuracy']:.1%} before, {after['accuracy']:.1%} after {self.step} steps"
-            )
+        if before is not None and after is not None:
+            for name in (name for name in before if name == "accuracy" or name.rpartition("/")[2].startswith("avg@")):
+                what = "held-out accuracy" if name == "accuracy" else name
+                self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")
         for name, value in self.gates().items():
             self.progress.say(f"gate {name}: {value:.3g}" if value is not None else f"gate {name}: not measured")
 

@@ -1,0 +1,75 @@
+"""Named evaluation sets: their rows, how responses to them are sampled, and what judges these."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from megarl.config.section import Count, NonNegative, Positive, Section
+from megarl.config.sections import RewardConfig, SourceConfig, held_out_defaults
+from megarl.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+class EvaluationConfig(Section):
+    """One evaluation set."""
+
+    name: str
+    """Name of the set; its figures are `eval/NAME/…`."""
+    rows: SourceConfig
+    """Rows to evaluate on; generated tasks default to 200 rows from seed 1000000."""
+    samples_per_prompt: Positive = 1
+    """Number of responses to each prompt, the k of avg@k, pass@k and maj@k."""
+    temperature: NonNegative = 0.0
+    """Sampling temperature. 0: the likeliest token each time (greedy)."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the smallest set of tokens with at least this probability. 1: all tokens."""
+    top_k: Count = 0
+    """Sample from this many most likely tokens. 0: all tokens."""
+    max_new_tokens: Positive | None = None
+    """Maximum length of a response in tokens. null: `rollout.max_new_tokens`."""
+    rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] | None = None
+    """Sources of reward that judge this set. null: those of `rewards`."""
+    prompt_key: str | None = None
+    """Key of the prompt in a row. null: `data.prompt_key`."""
+    answer_key: str | None = None
+    """Key of the correct answer in a row. null: `data.answer_key`."""
+    source_key: str | None = None
+    """Key of a row that names the data source it is from; figures are given for each source, too. null: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_apart_from_training_rows(cls, tree: Any) -> Any:
+        return held_out_defaults(tree, "rows")
+
+
+def check_evaluations(sets: Sequence[EvaluationConfig], *, has_rewards: bool, single_turn: bool) -> None:
+    """Check sets on their own; `has_rewards`: the run has functions that judge, `single_turn`: episodes are single turns.
+
+    Raises:
+        ConfigError: one sentence.
+    """
+    names = [one.name for one in sets]
+    for place, one in enumerate(sets):
+        field = f"evaluations[{place}]"
+        if not _NAME.fullmatch(one.name):
+            raise ConfigError.of(f"{field}.name", one.name, allowed="letters, digits, '_', '-' and '.' only")
+        if one.name in names[:place]:
+            raise ConfigError.of(f"{field}.name", one.name, "names an earlier set, too", allowed="another name")
+        if one.samples_per_prompt > 1 and not one.temperature:
+            raise ConfigError.of(
+                f"{field}.temperature",
+                one.temperature,
+                f"makes the {one.samples_per_prompt} responses to a prompt equal",
+                allowed=f"above 0, or {field}.samples_per_prompt 1",
+            )
+        if not (has_rewards if one.rewards is None else one.rewards):
+            raise ConfigError.needs(field, "functions that judge responses", f"set rewards or {field}.rewards")
+        if one.max_new_tokens is not None and not single_turn:
+            raise ConfigError.needs(
+                f"{field}.max_new_tokens", "single turns", "remove it, or set rollout.episode.kind to 'single'"
+            )
