@@ -36,6 +36,7 @@ def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *
         tower = getattr(module, vision.tower)._from_config(config, dtype=dtype)
     if recompute:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
+        tower.disable_input_require_grads()  # else layers that are frozen would be computed anew for gradients of pixels
     for parameter in tower.parameters():
         # All tensor ranks compute it whole; the average keeps their copies equal where kernels add in any order.
         parameter.average_gradients_across_tp_domain = True

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from megarl.data.micro_batches import Grid
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.shape import ModelShape
-from megarl.models.vision import PROJECTOR, TOWER, Vision
+from megarl.models.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
@@ -71,11 +70,9 @@ class FlopsModel:
 def picture_flops(vision: Vision, grid: Grid) -> int:
     """Operations of a forward pass of a tower, projectors included, over a picture of `grid` patches (time, height, width)."""
     time, height, width = grid
-    patches, tokens = time * height * width, time * height * width // vision.merge**2
-    products = 0
-    for name, shape in vision.shapes.items():
-        if len(shape) > 1 and name != "pos_embed.weight":
-            products += prod(shape) * (tokens if (TOWER + name).startswith(PROJECTOR) else patches)
+    patches = time * height * width
+    of_patch, of_token = vision.products
+    products = of_patch * patches + of_token * (patches // vision.merge**2)
     rows, columns = (_parts(length, vision.window) if vision.window else [] for length in (height, width))
     in_windows = sum((row * column) ** 2 for row in rows for column in columns)
     pairs = (vision.depth - vision.window_layers) * (height * width) ** 2 + vision.window_layers * in_windows

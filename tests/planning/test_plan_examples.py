@@ -22,7 +22,8 @@ SMALL = {
 SEEING = {
     "models/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
     "models/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
-    "models/Qwen2-VL-7B-Instruct": "qwen2.5-vl-7b",  # the same decoder
+    "models/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
+    "models/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
     "runs/r1-onevision-sft/model": "qwen2.5-vl-7b",
 }
 """Published configs for the models of recipes; these are planned on H100."""
