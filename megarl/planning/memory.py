@@ -18,6 +18,7 @@ from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.parameters import ParameterCounts
 from megarl.planning.pictures import prompts_at_once
+from megarl.planning.schedules import first_chunk_in_flight, in_flight
 from megarl.planning.towers import tower_activations
 from megarl.planning.turns import (
     ALL_AT_ONCE,
@@ -209,7 +210,7 @@ def tower_bytes(role: PlannedRole, precision: Precision, work: Workload) -> floa
     if role.trained is None:
         return work.patches * tower_activations(shape.vision, precision.itemsize).layer
     of_patch = tower_activations(shape.vision, precision.itemsize, role.freeze)
-    passes = in_flight(layout.pp, layout.vpp or 1, 0, work.micro_batches)
+    passes = first_chunk_in_flight(layout.pp, layout.vpp or 1, work.micro_batches)
     kept = work.patches * of_patch.kept(precision.recompute)
     if precision.recompute == "full":  # of what deepstack adds, which its layers are given
         rows = work.tokens / layout.cp / (layout.tp if layout.sequence_parallel else 1)
@@ -227,14 +228,6 @@ def _after_layers(role: PlannedRole, stage: int, precision: Precision, work: Wor
     rows = 1 / layout.tp if layout.sequence_parallel else 1.0
     of_scored = hidden * precision.itemsize + 3 * 8 + 2 * STATISTICS
     return (work.tokens * rows * norm(hidden, precision) + work.scored * of_scored) / layout.cp
-
-
-def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> float:
-    """How many micro-batches a stage holds at most at once; with virtual stages in parts of a micro-batch."""
-    if vpp == 1:
-        return min(micro_batches, pp - stage)
-    ahead = (pp - stage - 1) * 2 + (vpp - 1) * pp + 1
-    return min(-(-micro_batches // pp) * pp * vpp, ahead) / vpp
 
 
 def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
