@@ -83,14 +83,36 @@ def _parts(length: int, most: int) -> list[int]:
     return [min(most, length - start) for start in range(0, length, most)]
 
 
+@dataclass(frozen=True)
+class UpdateFlops:
+    """Floating-point operations of updates: of the decoder, and of the vision tower."""
+
+    decoder: int = 0
+    tower: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.decoder + self.tower
+
+    def __add__(self, other: UpdateFlops) -> UpdateFlops:
+        return UpdateFlops(self.decoder + other.decoder, self.tower + other.tower)
+
+
 def update_flops(
-    flops: FlopsModel, shares: Sequence[Share], *, shared_prompts: bool, position: ScorePosition, logits: bool
-) -> int:
+    flops: FlopsModel,
+    shares: Sequence[Share],
+    *,
+    shared_prompts: bool,
+    position: ScorePosition,
+    logits: bool,
+    tower_passes: int = PASSES,
+) -> UpdateFlops:
     """Floating-point operations of an update on all of `shares`, whoever computes them.
 
     Counted are the tokens that are fed (a response's last token only where scores are taken at tokens), the pairs of a token
     and one it attends to, the different pictures of each micro-batch, and, with `logits`, the output rows of scored tokens.
-    Without `shared_prompts` each response has its prompt to itself.
+    Without `shared_prompts` each response has its prompt to itself. A tower that is frozen has one of the `tower_passes`.
     """
     tokens = pairs = rows = of_towers = 0
     for share in shares:
@@ -105,7 +127,7 @@ def update_flops(
             pictures = {shown.pixels for media in islice(units, count) for shown in media}
             of_towers += flops.tower(grid for _, grid in pictures)
     of_decoder = flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits
-    return PASSES * (of_decoder + of_towers)
+    return UpdateFlops(PASSES * of_decoder, tower_passes * of_towers)
 
 
 def _attention_products(shape: ModelShape) -> tuple[int, int]:
