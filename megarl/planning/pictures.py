@@ -9,7 +9,6 @@ from math import ceil, prod
 from pathlib import Path
 
 from megarl.config import AnyConfig
-from megarl.config.sections import PictureFields
 from megarl.data.media import PictureRules
 from megarl.data.micro_batches import Grid
 from megarl.data.picture_sizes import grids_of_row, square_grid
@@ -24,6 +23,7 @@ ROWS = 32
 MEAN_SHARE = 0.5
 """Of the longest prompt and response and the largest picture, where nobody says how long or large they are."""
 UNLIMITED = 10**9
+LONGEST = "the longest prompt"
 LIMITS = (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge"))
 """In the settings of an image processor: as older versions of transformers write them, and as newer ones do in `size`."""
 
@@ -87,7 +87,7 @@ def pictures_of(
                 f"{config.longest_parts[0]:,}; --pictures-per-prompt or --picture-pixels must be smaller"
             )
         return PromptPictures((grids,), grids, _stated(grids, rules, "as given"))
-    return _of_rows(config, rules) or _largest(config.data, rules, limit, prompt)
+    return _of_rows(config, rules) or _largest(config, rules, limit, prompt)
 
 
 def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
@@ -97,7 +97,7 @@ def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
     limits = {
         "data.max_pixels": data.max_pixels or UNLIMITED,
         "preprocessor_config.json": UNLIMITED if data.max_pixels else of_model[1] or UNLIMITED,
-        "the longest prompt": config.longest_parts[0] * of_token,
+        LONGEST: config.longest_parts[0] * of_token,
     }
     least = min(data.min_pixels or of_model[0] or of_token, min(limits.values()))
     name = min(limits, key=lambda limit: limits[limit])
@@ -135,15 +135,17 @@ def _of_rows(config: AnyConfig, rules: PictureRules) -> PromptPictures | None:
     return PromptPictures(found, max(found, key=lambda grids: sum(map(prod, grids))), stated)
 
 
-def _largest(data: PictureFields, rules: PictureRules, limit: str, prompt: float | None) -> PromptPictures:
+def _largest(config: AnyConfig, rules: PictureRules, limit: str, prompt: float | None) -> PromptPictures:
     """One picture for each prompt, or the frames of a video where the config names a key of videos and none of pictures."""
+    data, of_token = config.data, (rules.patch * rules.merge) ** 2
     named = data.model_fields_set
     frames = data.max_frames if "video_key" in named and "image_key" not in named and data.video_key else 1
     if frames == 1 and data.image_key is None:
         return NO_PICTURES
-    pixels = rules.max_pixels if limit != "the longest prompt" else rules.max_pixels / frames
+    of_longest = config.longest_parts[0] * of_token / frames
+    pixels, limit = min((rules.max_pixels, limit), (of_longest, LONGEST))
     most = (square_grid(pixels, rules),) * frames
-    of_prompt = UNLIMITED if prompt is None else prompt * (rules.patch * rules.merge) ** 2 / frames
+    of_prompt = UNLIMITED if prompt is None else prompt * of_token / frames
     mean = (square_grid(min(pixels * MEAN_SHARE, of_prompt), rules),) * frames
     return PromptPictures((mean,), most, f"{_stated(mean, rules, 'assumed')}, at most {pixels:,.0f} ({limit})")
 
