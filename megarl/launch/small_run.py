@@ -138,11 +138,11 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
     parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
-    torch.manual_seed(0)
     tower = hf_config.get("vision_config")
     if tower is not None:
         tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS.values()])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
+    torch.manual_seed(0)
     kind = AutoModelForCausalLM if tower is None else AutoModelForImageTextToText
     made = kind.from_config(AutoConfig.for_model(**hf_config), dtype=torch.float32)
     made.save_pretrained(folder)

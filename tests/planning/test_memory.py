@@ -187,7 +187,8 @@ def test_micro_batches_in_flight(pp: int, vpp: int, stage: int, micro_batches: i
 
 
 @pytest.mark.parametrize(
-    ("pp", "vpp", "micro_batches", "expected"), [(4, 1, 8, 4), (4, 1, 2, 2), (2, 2, 4, 4), (2, 2, 8, 4), (4, 2, 16, 8)]
+    ("pp", "vpp", "micro_batches", "expected"),
+    [(4, 1, 8, 4), (4, 1, 2, 2), (2, 2, 8, 4), (4, 2, 16, 8), (4, 3, 16, 8), (4, 2, 3, 4)],
 )
 def test_micro_batches_in_flight_through_the_first_chunk(pp: int, vpp: int, micro_batches: int, expected: int) -> None:
     assert first_chunk_in_flight(pp, vpp, micro_batches) == expected
