@@ -1,4 +1,5 @@
-"""Planned bytes of a training rank against what a real rank's tensors sum to, for the layouts of tests/planning/test_memory.py.
+"""Planned bytes of a training rank against what a real rank's tensors sum to, for the layouts of tests/planning/test_memory.py
+and, with pictures, of tests/planning/test_tower_memory.py.
 
     python benchmarks/planning_memory.py --out benchmarks/results/planning_memory.json --docs docs/planning.md
 
@@ -20,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests.planning.test_memory import CASES, measured
+from tests.planning import test_memory, test_tower_memory
 from tests.world import World
 
 PARTS = ("parameters", "gradients", "optimizer", "activations")
@@ -30,7 +31,11 @@ BEGIN, END = "<!-- memory: begin -->", "<!-- memory: end -->"
 def compared(world: World, most_ranks: int) -> list[dict[str, Any]]:
     """Planned and measured bytes by part, of every stage of every case with at most so many ranks."""
     found = []
-    for case in [case for case in CASES if case.layout.world_size <= most_ranks]:
+    cases: list[tuple[Any, Any]] = [*((case, test_memory.measured) for case in test_memory.CASES)]
+    cases += [(case, test_tower_memory.measured) for case in test_tower_memory.CASES]
+    for case, measured in cases:
+        if case.layout.world_size > most_ranks:
+            continue
         of_ranks = measured(world, case)
         for stage in range(case.layout.pp):
             ranks = [rank for number, rank in enumerate(of_ranks) if case.layout.coords(number).pp == stage]

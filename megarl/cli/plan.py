@@ -39,6 +39,13 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     plan.add_argument("--calibrate", metavar="RUN", help="folder of a run whose recorded phases scale the seconds")
     plan.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts (default: half the longest)")
     plan.add_argument("--response-tokens", type=float, metavar="N", help="mean length of responses (default: half the longest)")
+    plan.add_argument(
+        "--pictures-per-prompt",
+        type=int,
+        metavar="N",
+        help="pictures, or frames of videos, of a prompt (default: those of the rows)",
+    )
+    plan.add_argument("--picture-pixels", type=float, metavar="N", help="mean pixels of a picture (default: those of the rows)")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
     plan.add_argument("--reshard", action="store_true", help="plan, verify and estimate a weight update instead")
     plan.add_argument(
@@ -60,7 +67,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError("--cluster is for `megarl plan --reshard`; the GPUs of a plan are named by --gpu")
     if arguments.gpus is not None and arguments.gpus < 1:
         raise ConfigError(f"--gpus is {arguments.gpus}; it must be a whole number above 0")
-    for option in ("prompt_tokens", "response_tokens"):
+    if arguments.pictures_per_prompt is not None and arguments.pictures_per_prompt < 0:
+        raise ConfigError(f"--pictures-per-prompt is {arguments.pictures_per_prompt}; it must be a whole number, 0 or more")
+    for option in ("prompt_tokens", "response_tokens", "picture_pixels"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{option.replace('_', '-')} is {value:g}; it must be a number above 0")
@@ -75,7 +84,14 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     config = load_any(arguments.config, arguments.overrides)
     gpu = gpu_named(arguments.gpu)
     check_models(config)
-    lengths, calibration = lengths_of(config, arguments.prompt_tokens, arguments.response_tokens), Calibration()
+    lengths = lengths_of(
+        config,
+        arguments.prompt_tokens,
+        arguments.response_tokens,
+        pictures_per_prompt=arguments.pictures_per_prompt,
+        picture_pixels=arguments.picture_pixels,
+    )
+    calibration = Calibration()
     if arguments.calibrate:
         from megarl.planning.fit import calibrated
 

@@ -136,7 +136,7 @@ class PictureReader:
         kinds = {kind: f"under '{key}' (data.{kind}_key)" for kind, key in self._keys.items() if row.get(key)}
 
         def see(part: dict[str, Any]) -> dict[str, Any]:
-            if (kind := _kind_of(part)) is not None:
+            if (kind := kind_of(part)) is not None:
                 kinds.setdefault(kind, "in its messages")
             return part
 
@@ -151,7 +151,7 @@ class PictureReader:
             )
 
     def _light(self, row: Row, message_keys: Sequence[str], place: RowPlace, model: PictureSettings) -> Row:
-        row = {**row, **{key: _parsed(row[key]) for key in message_keys if isinstance(row.get(key), str)}}
+        row = {**row, **{key: parsed_messages(row[key]) for key in message_keys if isinstance(row.get(key), str)}}
         for kind, key in self._keys.items():
             if row.get(key) is None:
                 continue
@@ -163,7 +163,7 @@ class PictureReader:
 
         def without(part: dict[str, Any]) -> dict[str, Any]:
             nonlocal found
-            kind = _kind_of(part)
+            kind = kind_of(part)
             source = next((part[name] for name in SOURCES[kind] if part.get(name) is not None), None) if kind else None
             if kind is None or source is None:
                 return part
@@ -232,11 +232,11 @@ class PictureReader:
             """`content` with its pictures' parts, taken in passing."""
             parts: ContentParts = []
             for part in _split(content, self._mark):
-                kind = _kind_of(part)
+                kind = kind_of(part)
                 frames = frames_of_part(kind, part) if kind else []
                 pictures.extend(frames)
                 parts += [{"type": "image"}] * len(frames) if kind else [part]
-            return content if isinstance(content, str) and not any(map(_kind_of, parts)) else parts
+            return content if isinstance(content, str) and not any(map(kind_of, parts)) else parts
 
         arranged = [
             {**message, "content": placed(message["content"])}
@@ -321,7 +321,7 @@ class PictureReader:
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             for part in parts if isinstance(parts, list) else []:
                 text = part.get("text") if isinstance(part, dict) else None
-                is_picture = isinstance(part, dict) and _kind_of(part) is not None
+                is_picture = isinstance(part, dict) and kind_of(part) is not None
                 if is_picture and role == "assistant":
                     raise self._error(place, "has a picture in an assistant turn; it must be in another turn")
                 if not is_picture and not isinstance(text, str):
@@ -338,7 +338,7 @@ def _several(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def _kind_of(part: dict[str, Any]) -> str | None:
+def kind_of(part: dict[str, Any]) -> str | None:
     """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
     named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
     if part.get("type") is not None:
@@ -351,7 +351,7 @@ def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
     kinds = {text: kind for kind, text in MARKS.items()}
     parts: ContentParts = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if _kind_of(part) is not None:
+        if kind_of(part) is not None:
             parts.append(part)
             continue
         pieces = [piece for piece in mark.split(part["text"]) if piece]
@@ -383,7 +383,7 @@ def _with_parts(message: Any, change: Callable[[dict[str, Any]], dict[str, Any]]
     return {**message, "content" if "content" in message else "value": parts}
 
 
-def _parsed(text: str) -> Any:
+def parsed_messages(text: str) -> Any:
     """The chat messages of a JSON text (lmm-r1), or `text` itself if it holds none."""
     if not text.lstrip().startswith("["):
         return text

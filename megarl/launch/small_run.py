@@ -15,7 +15,7 @@ from megarl.config import AnyConfig, Config, SupervisedConfig, parse_config
 from megarl.config.load import parse_supervised_config
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import load_hf_config
-from megarl.models.shrunk import shrunk_config, shrunk_layout
+from megarl.models.shrunk import chunk_layers, shrunk_config, shrunk_layout
 from megarl.reshard.run_plan import engine_target
 
 STEPS = 2
@@ -25,6 +25,19 @@ ROLE = {"max_tokens_per_micro_batch": 256, "threads_per_rank": 1}
 ENGINE_ARGUMENTS = ("ep_size", "attn_dp_size", "dp_size", "enable_dp_attention")
 """Of `rollout.engine_args`, those that say how an engine is laid out."""
 WORDS = ("<pad>", "<eos>", "<unk>", "+", "=", *"0123456789")
+MARKS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+"""Tokens of models that see, behind the words, by their fields in config.json. No row of a small run shows a picture."""
+PICTURES = {
+    "patch_size": ("patch_size", 14),
+    "temporal_patch_size": ("temporal_patch_size", 2),
+    "merge_size": ("spatial_merge_size", 2),
+}
+"""Settings of the image processor, the tower's fields for them, and what these are where config.json does not say."""
 SUMS = [(f"{a} + {b} =", str(a + b)) for a in range(10) for b in range(10)]
 
 
@@ -60,7 +73,7 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
         "rewards": [{"name": "fuzzy_text"}],  # which tells wrong answers apart: the weights must move
     }
     if config.uses_critic:
-        tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout)}
+        tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout, _chunk_layers(config))}
     return parse_config(tree)
 
 
@@ -84,11 +97,11 @@ def _common(config: AnyConfig, folder: Path, ray_address: str) -> dict[str, Any]
     tree = {
         "run": run,
         "model": {"path": str(folder / "model"), "dtype": "float32", "recompute": config.model.recompute},
-        "policy": ROLE | {"layout": shrunk_layout(config.policy.layout), "optimizer": {"lr": STEP}},
+        "policy": ROLE | {"layout": shrunk_layout(config.policy.layout, _chunk_layers(config)), "optimizer": {"lr": STEP}},
         "resources": {"placement": config.resources.placement, "ray_address": ray_address},
     }
     if config.reference.layout is not None:
-        tree["reference"] = {"layout": shrunk_layout(config.reference.layout)}
+        tree["reference"] = {"layout": shrunk_layout(config.reference.layout, _chunk_layers(config))}
     return tree
 
 
@@ -101,23 +114,40 @@ def _rows(folder: Path, rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def _small_model(config: AnyConfig, engine_ranks: int = 1, engine_ep: int = 1) -> HFConfig:
     """`config.json` of the small model."""
-    sizes = {"engine_ranks": engine_ranks, "engine_ep": engine_ep, "vocab_size": len(WORDS)}
+    sizes = {"engine_ranks": engine_ranks, "engine_ep": engine_ep, "vocab_size": len(WORDS) + len(MARKS)}
     small = shrunk_config(load_hf_config(config.model.path), config.layouts.values(), **sizes)
-    return small | {"eos_token_id": WORDS.index("<eos>"), "pad_token_id": WORDS.index("<pad>")}
+    ends = {"eos_token_id": WORDS.index("<eos>"), "pad_token_id": WORDS.index("<pad>")}
+    if "vision_config" not in small:
+        return small | ends
+    nested = {"text_config": small["text_config"] | ends} if "text_config" in small else {}
+    return small | ends | nested | {field: len(WORDS) + number for number, field in enumerate(MARKS)}
+
+
+def _chunk_layers(config: AnyConfig) -> int:
+    return chunk_layers(load_hf_config(config.model.path))
 
 
 def _write_model(folder: Path, hf_config: HFConfig) -> None:
     """A model with random weights and a tokenizer of words and digits."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    words = {word: number for number, word in enumerate((*WORDS, *MARKS.values()))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     parts = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Digits(individual_digits=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.Fuse()
+    tower = hf_config.get("vision_config")
+    if tower is not None:
+        tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS.values()])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config), dtype=torch.float32)
+    kind = AutoModelForCausalLM if tower is None else AutoModelForImageTextToText
+    made = kind.from_config(AutoConfig.for_model(**hf_config), dtype=torch.float32)
     made.save_pretrained(folder)
+    if tower is not None:
+        sizes = {name: tower.get(field, default) for name, (field, default) in PICTURES.items()}
+        settings = {"image_processor_type": "Qwen2VLImageProcessor", **sizes}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     fast.save_pretrained(folder)

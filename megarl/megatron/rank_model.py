@@ -26,6 +26,7 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
+from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
@@ -96,6 +97,11 @@ class RankModel:
         if torch.distributed.get_rank() == 0:
             metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
         return metrics
+
+    def take_tower_seconds(self) -> float:
+        """Seconds of the vision tower's forward passes in updates since the last call; 0 where this rank has none."""
+        chunks = (unwrap_model(chunk) for chunk in self.chunks)
+        return sum(chunk.tower_time.take() for chunk in chunks if isinstance(chunk, SeeingModel))
 
     def _placed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
         """The same micro-batches, in which prompts that show pictures have positions on three axes."""

@@ -8,6 +8,7 @@ tower's gradients of it are zero.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from megarl.data.pixels import Pictures
 from megarl.data.stream_media import StreamMedia
 from megarl.errors import ModelError
+from megarl.megatron.tower_time import TowerTime
 from megarl.models.vision import Vision
 
 
@@ -36,6 +38,7 @@ def build_tower(hf_config: dict[str, Any], vision: Vision, dtype: torch.dtype, *
         tower = getattr(module, vision.tower)._from_config(config, dtype=dtype)
     if recompute:
         tower.gradient_checkpointing_enable({"use_reentrant": False})
+        tower.disable_input_require_grads()  # else layers that are frozen would be computed anew for gradients of pixels
     for parameter in tower.parameters():
         # All tensor ranks compute it whole; the average keeps their copies equal where kernels add in any order.
         parameter.average_gradients_across_tp_domain = True
@@ -52,6 +55,8 @@ class SeeingModel(GPTModel):
         if tower is not None:
             self.visual = tower
         self.pictures, self.eager = pictures, eager
+        self.tower_time = TowerTime()
+        """Of the tower's forward passes in updates."""
         self.seen: StreamMedia | None = None
         """What this rank's tokens show, on its device: set before the forward pass."""
 
@@ -86,7 +91,8 @@ class SeeingModel(GPTModel):
         device, dtype = seen.places.device, self.config.params_dtype
         patches = torch.cat([self.pictures.patches(picture) for picture in seen.pictures]).to(device, dtype)
         grids = torch.tensor([picture.grid for picture in seen.pictures], device=device)
-        found = self.visual(patches, grid_thw=grids)
+        with self.tower_time.measured(device) if self.training else contextlib.nullcontext():
+            found = self.visual(patches, grid_thw=grids)
         return [found.pooler_output, *getattr(found, "deepstack_features", ())]
 
 

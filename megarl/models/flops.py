@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from megarl.data.micro_batches import Grid
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.shape import ModelShape
-from megarl.models.vision import PROJECTOR, TOWER, Vision
+from megarl.models.vision import Vision
 
 Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
@@ -71,11 +70,9 @@ class FlopsModel:
 def picture_flops(vision: Vision, grid: Grid) -> int:
     """Operations of a forward pass of a tower, projectors included, over a picture of `grid` patches (time, height, width)."""
     time, height, width = grid
-    patches, tokens = time * height * width, time * height * width // vision.merge**2
-    products = 0
-    for name, shape in vision.shapes.items():
-        if len(shape) > 1 and name != "pos_embed.weight":
-            products += prod(shape) * (tokens if (TOWER + name).startswith(PROJECTOR) else patches)
+    patches = time * height * width
+    of_patch, of_token = vision.products
+    products = of_patch * patches + of_token * (patches // vision.merge**2)
     rows, columns = (_parts(length, vision.window) if vision.window else [] for length in (height, width))
     in_windows = sum((row * column) ** 2 for row in rows for column in columns)
     pairs = (vision.depth - vision.window_layers) * (height * width) ** 2 + vision.window_layers * in_windows
@@ -86,14 +83,36 @@ def _parts(length: int, most: int) -> list[int]:
     return [min(most, length - start) for start in range(0, length, most)]
 
 
+@dataclass(frozen=True)
+class UpdateFlops:
+    """Floating-point operations of updates: of the decoder, and of the vision tower."""
+
+    decoder: int = 0
+    tower: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.decoder + self.tower
+
+    def __add__(self, other: UpdateFlops) -> UpdateFlops:
+        return UpdateFlops(self.decoder + other.decoder, self.tower + other.tower)
+
+
 def update_flops(
-    flops: FlopsModel, shares: Sequence[Share], *, shared_prompts: bool, position: ScorePosition, logits: bool
-) -> int:
+    flops: FlopsModel,
+    shares: Sequence[Share],
+    *,
+    shared_prompts: bool,
+    position: ScorePosition,
+    logits: bool,
+    tower_passes: int = PASSES,
+) -> UpdateFlops:
     """Floating-point operations of an update on all of `shares`, whoever computes them.
 
     Counted are the tokens that are fed (a response's last token only where scores are taken at tokens), the pairs of a token
     and one it attends to, the different pictures of each micro-batch, and, with `logits`, the output rows of scored tokens.
-    Without `shared_prompts` each response has its prompt to itself.
+    Without `shared_prompts` each response has its prompt to itself. A tower that is frozen has one of the `tower_passes`.
     """
     tokens = pairs = rows = of_towers = 0
     for share in shares:
@@ -108,7 +127,7 @@ def update_flops(
             pictures = {shown.pixels for media in islice(units, count) for shown in media}
             of_towers += flops.tower(grid for _, grid in pictures)
     of_decoder = flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits
-    return PASSES * (of_decoder + of_towers)
+    return UpdateFlops(PASSES * of_decoder, tower_passes * of_towers)
 
 
 def _attention_products(shape: ModelShape) -> tuple[int, int]:

@@ -11,12 +11,18 @@ from megarl.models.architecture import HFConfig
 
 HEAD, HIDDEN, FFN = 16, 64, 32
 """Dimensions of a head, of the residual stream, and feed-forward columns of a rank (SGLang on a CPU pads others)."""
+TOWER_HIDDEN = 64
+"""Width of a vision tower."""
 
 
-def shrunk_layout(layout: Layout) -> dict[str, Any]:
-    """The fields of a layout for a model with one layer in each chunk."""
+def shrunk_layout(layout: Layout, layers: int = 1) -> dict[str, Any]:
+    """The fields of a layout for a model with so many `layers` in each chunk."""
     fields = {name: getattr(layout, name) for name in ("tp", "pp", "cp", "ep", "etp", "dp", "vpp", "sequence_parallel")}
-    ends = {name: layout.vpp or 1 for name in ("first_stage_layers", "last_stage_layers") if getattr(layout, name) is not None}
+    ends = {
+        name: layers * (layout.vpp or 1)
+        for name in ("first_stage_layers", "last_stage_layers")
+        if getattr(layout, name) is not None
+    }
     return fields | ends
 
 
@@ -29,6 +35,9 @@ def shrunk_config(
     layers are left out.
     """
     layouts = list(layouts)
+    if "vision_config" in hf_config:
+        sizes = {"engine_ranks": engine_ranks, "engine_ep": engine_ep, "vocab_size": vocab_size}
+        return _shrunk_seeing(hf_config, layouts, **sizes)
     ffn = FFN * math.lcm(engine_ranks, *(layout.tp for layout in layouts))
     chunks = [layout.pp * (layout.vpp or 1) for layout in layouts]
     found = dict(hf_config) | {
@@ -60,3 +69,31 @@ def shrunk_config(
     if found.get("moe_intermediate_size"):
         found["moe_intermediate_size"] = FFN * math.lcm(engine_ranks, *(layout.etp for layout in layouts))
     return found
+
+
+def chunk_layers(hf_config: HFConfig) -> int:
+    """Layers of a chunk in the small model: as many as there are behind which a tower adds features, at least one."""
+    vision = hf_config.get("vision_config") or {}
+    return max(1, len(vision.get("deepstack_visual_indexes", ())))
+
+
+def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> HFConfig:
+    """The decoder is shrunk as a text model is; the tower has two layers then, or one for each feature that it adds."""
+    nested = hf_config.get("text_config")
+    text = {name: value for name, value in (hf_config if nested is None else nested).items() if name != "vision_config"}
+    small, added = shrunk_config(text, layouts, **sizes), chunk_layers(hf_config)
+    small["num_hidden_layers"] *= added
+    pairs = int(small.get("head_dim") or HEAD) // 2  # of a head's dimensions, by three positions
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(small.get(name), dict):
+            small[name] = {**small[name], "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
+    tower = dict(hf_config["vision_config"])
+    tower |= {"depth": max(2, added), "num_heads": TOWER_HIDDEN // HEAD, "intermediate_size": 2 * TOWER_HIDDEN}
+    tower |= {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in tower else {}
+    tower |= {"deepstack_visual_indexes": [*range(added)]} if "deepstack_visual_indexes" in tower else {}
+    # Qwen2-VL calls the tower's width otherwise, and by this name that of the features.
+    widths = {"hidden_size": TOWER_HIDDEN, "out_hidden_size": small["hidden_size"]}
+    if "embed_dim" in tower:
+        widths = {"embed_dim": TOWER_HIDDEN, "hidden_size": small["hidden_size"]}
+    found = {"vision_config": tower | widths}
+    return {**small, **found} if nested is None else {**hf_config, "text_config": small, **found}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -64,10 +65,11 @@ class Vision:
 
     `tower` is its class in `transformers.models.<model_type>.modeling_<model_type>`, `shapes` are its tensors. A patch is a
     square of `patch` pixels in `temporal` frames of `channels` colours; `merge` by `merge` patches are one token, whose
-    features have `out` numbers. `hidden` and `depth` are width and number of its layers, `deepstack` those whose features are
-    added behind the decoder's first ones. `tokens_per_second` says how far time goes on in a second of a video; None: one
-    position from grid to grid. `image_token` and `video_token` are the placeholders. In `window_layers` of its layers a patch
-    attends to those of a square of `window` by `window` patches, in the others to all of its frames.
+    features have `out` numbers. `hidden` and `depth` are width and number of its layers, which have `heads` and feed-forward
+    layers of width `ffn` with an `activation`; `deepstack` are those whose features are added behind the decoder's first
+    ones. `tokens_per_second` says how far time goes on in a second of a video; None: one position from grid to grid.
+    `image_token` and `video_token` are the placeholders. In `window_layers` of its layers a patch attends to those of a
+    square of `window` by `window` patches, in the others to all of its frames.
     """
 
     tower: str
@@ -80,6 +82,9 @@ class Vision:
     hidden: int
     out: int
     depth: int
+    heads: int
+    ffn: int
+    activation: str
     deepstack: tuple[int, ...]
     tokens_per_second: float | None
     image_token: int
@@ -91,6 +96,15 @@ class Vision:
     def parameters(self) -> int:
         """How many the tower has, projectors included."""
         return sum(map(prod, self.shapes.values()))
+
+    @cached_property
+    def products(self) -> tuple[int, int]:
+        """Multiply-adds of its matrices for each patch, and for each token: those of the projectors."""
+        found = {False: 0, True: 0}
+        for name, shape in self.shapes.items():
+            if len(shape) > 1 and name != "pos_embed.weight":
+                found[(TOWER + name).startswith(PROJECTOR)] += prod(shape)
+        return found[False], found[True]
 
     @property
     def patch_width(self) -> int:

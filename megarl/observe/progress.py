@@ -15,12 +15,15 @@ from rich.text import Text
 
 from megarl.observe.phases import Phases
 
+TOWER = {"tower": "policy/tower_flops_share"}
+"""Of steps whose prompts show pictures: the vision tower's share of the operations of updates."""
 SHOWN = {
     "reward": "reward/mean",
     "KL": "kl/reference",
     "length": "response/tokens_mean",
     "staleness": "staleness/mean",
     "tokens/s": "speed/tokens_per_s",
+    **TOWER,
     "GiB": "memory/policy_peak_gib",
 }
 """Label and metric name of what every step shows; a metric that a step lacks is left out."""

@@ -1,7 +1,7 @@
 """Seconds of generation by a roofline: every decoding step reads the weights and the cache of what is under way.
 
 The responses of one engine start together, as many as its cache holds, and end as the length distribution says; so the batch
-shrinks towards the longest. A prompt is computed once per group.
+shrinks towards the longest. A prompt is computed once per group, and so are its pictures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYER_LATENCY_S = 20e-6
 def generation_seconds(
     run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths: Lengths, calibration: Calibration
 ) -> dict[str, float]:
-    """Seconds of a step's generation by what bounds them: `memory bandwidth`, `arithmetic`, `latency`, `prefill`."""
+    """Seconds of a step's generation by what bounds them: `memory bandwidth`, `arithmetic`, `latency`, `prefill`, `tower`."""
     engines, sampling = run.engines, run.config.sampling
     assert engines is not None
     assert sampling is not None
@@ -49,6 +49,9 @@ def generation_seconds(
     flops = FlopsModel.of(engines.shape)
     prompts = sequences / per_group * (flops.per_token * lengths.prompt + flops.per_pair * lengths.prompt**2 / 2)
     spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
+    # The ranks of an engine share pictures, which each of them has the tower for.
+    pictures = sequences / per_group * lengths.pictures.flops(flops) if lengths.pictures.most else 0.0
+    spent["tower"] = pictures / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
     return {name: seconds / calibration.generation_efficiency for name, seconds in spent.items() if seconds}
 
 

@@ -9,20 +9,21 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from megarl.planning.pictures import MEAN_SHARE, NO_PICTURES, PromptPictures
+
 SPREAD = 0.6
 """Standard deviation of the logarithm of response lengths before the cut: most runs have a long tail."""
 POINTS = 128
-MEAN_SHARE = 0.5
-"""Of the longest prompt and response, where nobody says how long they are."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of prompts and responses; a response has at most `longest` and at least one."""
+    """Mean tokens of prompts and responses; a response has at most `longest` and at least one. `pictures` are prompts'."""
 
     prompt: float
     response: float
     longest: int
+    pictures: PromptPictures = NO_PICTURES
 
     @classmethod
     def assumed(cls, longest_prompt: int, longest_response: int) -> Lengths:

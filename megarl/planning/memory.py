@@ -13,9 +13,13 @@ from typing import TYPE_CHECKING
 
 from megarl.megatron.options import default_chunk_tokens
 from megarl.models.packings import padded_vocab
-from megarl.planning.activations import STATISTICS, Precision, layer_activations, norm
+from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
 from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
-from megarl.planning.parameters import ParameterCounts, stage_parameters
+from megarl.planning.lengths import Lengths
+from megarl.planning.parameters import ParameterCounts
+from megarl.planning.pictures import prompts_at_once
+from megarl.planning.schedules import first_chunk_in_flight, in_flight
+from megarl.planning.towers import tower_activations
 from megarl.planning.turns import (
     ALL_AT_ONCE,
     ASLEEP_BYTES,
@@ -35,7 +39,7 @@ if TYPE_CHECKING:
     from megarl.planning.roles import Engines, PlannedRole, RunShape
 
 STATIC = ("parameters", "gradients", "optimizer")
-MOMENTARY = ("activations", "logits", "communication", "optimizer step")
+MOMENTARY = ("activations", "tower activations", "logits", "communication", "optimizer step")
 """Of a forward and backward pass, and of the optimizer's step that follows it."""
 PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
 """What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
@@ -79,12 +83,16 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a role is run on: `tokens` of a micro-batch, `scored` of them with a log-prob, `micro_batches` of an update."""
+    """What a role is run on: `tokens` of a micro-batch, `scored` of them with a log-prob, `micro_batches` of an update.
+
+    `patches` are those of the pictures that a micro-batch shows.
+    """
 
     tokens: int
     scored: int
     micro_batches: int
     mean_length: float
+    patches: float = 0.0
 
 
 def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
@@ -101,7 +109,7 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
     Raises:
         LayoutError: the layout does not divide the model.
     """
-    held = stage_parameters(role.shape, role.layout, value_head=role.value_head)[stage]
+    held = role.parameters[stage]
     parameters = weights = (held.dense + held.expert) * precision.itemsize + 4 * (held.value_head + held.buffers)
     if precision.fp8 and not precision.fp8_param:
         parameters += 2 * held.products  # FP8 copies for both directions, beside the BF16 weights; without these in their place
@@ -111,17 +119,35 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         share, offloaded = _shard(held, role), role.trained.optimizer.offload_fraction
         of_each, of_head = (role.state_bytes(size, precision.recipe) for size in (precision.itemsize, 4))
         head, here = held.value_head / _replicas(role), 1 - offloaded
-        parts["gradients"] = float(of_each.gradient * (held.dense + held.expert) + of_head.gradient * held.value_head)
+        parts["gradients"] = float(of_each.gradient * (held.trained - held.value_head) + of_head.gradient * held.value_head)
         parts["optimizer"] = (share * (of_each.moments + of_each.master) + head * (of_head.moments + of_head.master)) * here
         parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
         host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
+        host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.edp) * precision.itemsize
+    if stage == 0 and work.patches:
+        parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
-    parts["communication"] = _communication(role, precision, work)
+    parts["communication"] = _communication(role, stage, precision, work)
     unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
     return RoleMemory(role.name, parts, weights, unpacked, host)
+
+
+def tower_memory(role: PlannedRole, precision: Precision, work: Workload) -> dict[str, float]:
+    """Of what `role_memory` counts on a rank of the first stage, the vision tower's bytes by part; empty: it has none."""
+    held, of_each = role.parameters[0], role.state_bytes(precision.itemsize, precision.recipe)
+    if not held.tower:
+        return {}
+    trained = held.tower - held.frozen_tower if role.trained is not None else 0
+    here = 1 - role.trained.optimizer.offload_fraction if role.trained is not None else 0
+    return {
+        "parameters": float(held.tower * precision.itemsize),
+        "gradients": float(trained * of_each.gradient),
+        "optimizer": trained / _replicas(role) * (of_each.moments + of_each.master) * here,
+        "activations": tower_bytes(role, precision, work),
+    }
 
 
 def stored_bytes(itemsize: int) -> int:
@@ -135,27 +161,63 @@ def _replicas(role: PlannedRole) -> int:
 
 def _shard(held: ParameterCounts, role: PlannedRole) -> float:
     """Elements whose optimizer state this rank has."""
-    return held.dense / _replicas(role) + held.expert / role.layout.edp
+    return held.trained_dense / _replicas(role) + held.trained_expert / role.layout.edp
 
 
 def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
     """The most that is kept for the backward pass at once: megatron-core's 1F1B schedule, interleaved where `vpp` is set."""
-    shape, layout, recompute = role.shape, role.layout, precision.recompute
-    tokens = work.tokens / layout.cp
+    kept = in_flight(role.layout.pp, role.layout.vpp or 1, stage, work.micro_batches) * _kept_of_a_pass(
+        role, stage, precision, work
+    )
+    return kept + _at_the_end(role, stage, precision, work)
+
+
+def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> list[LayerActivations]:
+    shape, layout = role.shape, role.layout
     layers = [layer for chunk in layout.stage_layers(shape.layers)[stage] for layer in chunk]
     kinds = {
         has_experts: layer_activations(shape, layout, precision, has_experts=has_experts, mean_length=work.mean_length)
         for has_experts in {layer in shape.expert_layers for layer in layers}
     }
-    each = [kinds[layer in shape.expert_layers] for layer in layers]
-    passes = in_flight(layout.pp, layout.vpp or 1, stage, work.micro_batches)
-    kept = passes * tokens * sum(layer.kept(recompute) for layer in each)
+    return [kinds[layer in shape.expert_layers] for layer in layers]
+
+
+def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
+    """What a stage keeps of a micro-batch until its backward pass."""
+    shape, recompute = role.shape, precision.recompute
+    tokens = work.tokens / role.layout.cp
+    kept = tokens * sum(layer.kept(recompute) for layer in _layers(role, stage, precision, work))
     if stage == 0:
-        kept += passes * tokens * 8
+        kept += tokens * 8
     if recompute == "full" and shape.latent is None:
-        kept += passes * tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
-    # The backward pass frees what follows the layers before it computes a layer anew.
-    return kept + max(_after_layers(role, stage, precision, work), tokens * max(layer.recomputed(recompute) for layer in each))
+        kept += tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
+    return kept
+
+
+def _at_the_end(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
+    """What there is besides in the backward pass, which frees what follows the layers before it computes a layer anew."""
+    anew = max(layer.recomputed(precision.recompute) for layer in _layers(role, stage, precision, work))
+    return max(_after_layers(role, stage, precision, work), work.tokens / role.layout.cp * anew)
+
+
+def tower_bytes(role: PlannedRole, precision: Precision, work: Workload) -> float:
+    """What a vision tower adds to the activations of the first stage; of a role that only answers, those of one layer.
+
+    Under context parallelism a rank is counted all pictures of the micro-batch: its tokens are of the whole of it.
+    """
+    shape, layout = role.shape, role.layout
+    assert shape.vision is not None, "pictures are counted of models that see alone"
+    if role.trained is None:
+        return work.patches * tower_activations(shape.vision, precision.itemsize).layer
+    of_patch = tower_activations(shape.vision, precision.itemsize, role.freeze)
+    passes = first_chunk_in_flight(layout.pp, layout.vpp or 1, work.micro_batches)
+    kept = work.patches * of_patch.kept(precision.recompute)
+    if precision.recompute == "full":  # of what deepstack adds, which its layers are given
+        rows = work.tokens / layout.cp / (layout.tp if layout.sequence_parallel else 1)
+        kept += len(shape.vision.deepstack) * rows * shape.hidden * precision.itemsize
+    # When the tower's turn comes, the decoder's part of this micro-batch is freed.
+    freed = _kept_of_a_pass(role, 0, precision, work) + _at_the_end(role, 0, precision, work)
+    return passes * kept + max(0.0, work.patches * of_patch.recomputed(precision.recompute) - freed)
 
 
 def _after_layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
@@ -168,14 +230,6 @@ def _after_layers(role: PlannedRole, stage: int, precision: Precision, work: Wor
     return (work.tokens * rows * norm(hidden, precision) + work.scored * of_scored) / layout.cp
 
 
-def in_flight(pp: int, vpp: int, stage: int, micro_batches: int) -> float:
-    """How many micro-batches a stage holds at most at once; with virtual stages in parts of a micro-batch."""
-    if vpp == 1:
-        return min(micro_batches, pp - stage)
-    ahead = (pp - stage - 1) * 2 + (vpp - 1) * pp + 1
-    return min(-(-micro_batches // pp) * pp * vpp, ahead) / vpp
-
-
 def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
     """Two buffers of a chunk's logits; in the backward pass also the output matrix's gradient in float32 and its copy."""
     rows = padded_vocab(role.shape.vocab, role.layout.tp) // role.layout.tp
@@ -185,13 +239,18 @@ def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
     return 2.0 * chunk * rows * 4 + gradient + scored * role.shape.hidden * precision.itemsize
 
 
-def _communication(role: PlannedRole, precision: Precision, work: Workload) -> float:
-    """Buffers that no backward pass keeps: the gathered stream, what goes to a stage's neighbours, the experts' tokens."""
+def _communication(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
+    """Buffers that no backward pass keeps: the gathered stream, what goes to a stage's neighbours, the experts' tokens.
+
+    On the first stage also the stream that features are put into, and one for each layer behind which deepstack adds some.
+    """
     layout, shape = role.layout, role.shape
     stream = work.tokens / layout.cp * shape.hidden * precision.itemsize
     rows = 1 / layout.tp if layout.sequence_parallel else 1.0
     total = stream if layout.sequence_parallel else 0.0
     total += 2 * stream * rows if layout.pp > 1 else 0.0
+    if stage == 0 and work.patches and shape.vision is not None:
+        total += (1 + len(shape.vision.deepstack)) * stream
     if shape.experts and layout.ep * layout.etp > 1:
         total += 2 * stream * rows * shape.top_k * layout.etp
     return total
@@ -256,15 +315,17 @@ class MemoryPlan:
         return GPUS_PER_NODE * max(gpu.host for gpu in self.gpus)
 
 
-def plan_memory(run: RunShape, gpu: GpuSpec, *, response_tokens: float | None = None) -> MemoryPlan:
-    """What every GPU of a run holds. `response_tokens`: mean length of responses, for the KV cache (None: the longest).
+def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
+    """What every GPU of a run holds.
 
     Raises:
         LayoutError: a layout does not divide its model.
     """
     precision = precision_of(run, gpu)
     by_stage = {
-        role.name: [role_memory(role, stage, precision, workload(run, role)) for stage in range(role.layout.pp)]
+        role.name: [
+            role_memory(role, stage, precision, workload(run, role, precision, lengths)) for stage in range(role.layout.pp)
+        ]
         for role in run.roles
     }
     places = run.places
@@ -275,29 +336,34 @@ def plan_memory(run: RunShape, gpu: GpuSpec, *, response_tokens: float | None = 
         if number in places.get("engine", ()):
             held.append(("engine", 0))
         kinds.setdefault(tuple(held), []).append(range(number, bounds[bounds.index(number) + 1]))
-    counted = [_gpu(run, gpu, by_stage, held, numbers) for held, numbers in kinds.items()]
+    counted = [_gpu(run, gpu, by_stage, held, numbers, lengths) for held, numbers in kinds.items()]
     if run.engines is None:
         return MemoryPlan(tuple(counted), gpu.usable_bytes, 0, 0)
     awake = [parts for kind in counted for parts in kind.turns.values() if ("engine", "parameters") in parts]
     room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
-    tokens, wanted = _kv_tokens(run, run.engines, gpu, room, response_tokens)
+    tokens, wanted = _kv_tokens(run, run.engines, gpu, room, lengths.response)
     cache = {("engine", "KV cache"): tokens * run.engines.kv_bytes_per_token}
     for parts in awake:
         parts |= cache
     return MemoryPlan(tuple(counted), gpu.usable_bytes, tokens, wanted)
 
 
-def workload(run: RunShape, role: PlannedRole) -> Workload:
-    """Full micro-batches of the longest sequences: the worst that a config allows."""
+def workload(run: RunShape, role: PlannedRole, precision: Precision, lengths: Lengths) -> Workload:
+    """Full micro-batches of the longest sequences: the worst that a config allows. Pictures are those of the prompts that show
+    most, as many as there is room for with responses of mean length."""
     config, longest = run.config, run.config.longest_sequence
     mini_batches = config.optimizer_steps_per_step // config.epochs
     per_rank = config.sequences_per_step // mini_batches // role.layout.dp
+    patches = 0.0
+    if role.shape.vision is not None:
+        at_once = prompts_at_once(config, role.max_tokens, lengths.response, of_reference=precision.is_reference)
+        patches = float(max(1, min(per_rank, at_once)) * lengths.pictures.most_patches)
     if config.sampling is None:  # any share of a given row may be its response, and a row may fill a micro-batch
-        return Workload(role.max_tokens, role.max_tokens, max(1, per_rank), longest)
+        return Workload(role.max_tokens, role.max_tokens, max(1, per_rank), longest, patches)
     micro_batches = max(1, math.ceil(per_rank / (role.max_tokens // longest)))
     tokens = min(role.max_tokens, per_rank * longest)
     scored = math.ceil(tokens * config.longest_parts[1] / longest)
-    return Workload(tokens, scored, micro_batches, longest)
+    return Workload(tokens, scored, micro_batches, longest, patches)
 
 
 def _bounds(run: RunShape) -> set[int]:
@@ -320,6 +386,7 @@ def _gpu(
     by_stage: Mapping[str, list[RoleMemory]],
     held: tuple[tuple[str, int], ...],
     numbers: list[range],
+    lengths: Lengths,
 ) -> GpuMemory:
     groups = {role.name: role.group for role in run.roles}
     memories = [by_stage[name][stage] for name, stage in held if name != "engine"]
@@ -332,7 +399,7 @@ def _gpu(
     trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
     if has_engine:
         assert run.engines is not None
-        working = max(engine_working_bytes(run.engines), reserve_bytes(gpu, staging) if _is_sized(run, gpu) else 0.0)
+        working = max(engine_working_bytes(run.engines, lengths), reserve_bytes(gpu, staging) if _is_sized(run, gpu) else 0.0)
         engine = {("engine", "parameters"): float(run.engines.weight_bytes), ("engine", "working"): working}
     contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
     host = sum(memory.host for memory in memories)
@@ -366,10 +433,10 @@ def _is_sized(run: RunShape, gpu: GpuSpec) -> bool:
     return engines is not None and engines.memory_fraction is None and takes_turns(run.config, _platform(gpu))
 
 
-def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, response_tokens: float | None) -> tuple[int, int]:
+def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, response_tokens: float) -> tuple[int, int]:
     """(tokens that the cache of a rank has room for, those that a step would fill at once)."""
-    longest_prompt, longest_response = run.config.longest_parts
-    length, longest = longest_prompt + (response_tokens or longest_response), run.config.longest_sequence
+    longest_prompt, _ = run.config.longest_parts
+    length, longest = longest_prompt + response_tokens, run.config.longest_sequence
     ranks_sharing = engines.target.engines * engines.target.dp
     wanted = max(longest, math.ceil(run.config.sequences_per_step / ranks_sharing * length))
     if engines.max_total_tokens is not None:
@@ -382,12 +449,19 @@ def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, respo
     return min(wanted, max(longest, int(room / engines.kv_bytes_per_token))), wanted
 
 
-def engine_working_bytes(engines: Engines) -> float:
-    """Activations and buffers of an engine, an estimate: prefill goes through `PREFILL_TOKENS` at a time."""
+def engine_working_bytes(engines: Engines, lengths: Lengths) -> float:
+    """Activations and buffers of an engine, an estimate: prefill goes through `PREFILL_TOKENS` at a time.
+
+    Their pictures are shared among the ranks, but a prompt's largest may all be one rank's.
+    """
     shape, ranks = engines.shape, engines.target.ranks
     width = 6 * shape.hidden + 3 * max(shape.ffn, shape.expert_ffn * shape.top_k) / ranks
     logits = padded_vocab(shape.vocab, ranks) * 4 * DECODED_AT_ONCE
-    return PREFILL_TOKENS * engines.itemsize * width + logits
+    of_pictures = 0.0
+    if shape.vision is not None and lengths.pictures.most:
+        patches = max(lengths.pictures.most_patches, PREFILL_TOKENS * shape.vision.merge**2 / ranks)
+        of_pictures = patches * tower_activations(shape.vision, engines.itemsize).layer
+    return PREFILL_TOKENS * engines.itemsize * width + logits + of_pictures
 
 
 def _staged_bytes(run: RunShape, engines: Engines, platform: str) -> float:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from megarl.config.layout import Layout
+from megarl.config.presets import ModelPart
 from megarl.models.packings import padded_vocab
 from megarl.models.shape import ModelShape
+from megarl.models.vision import TOWER, part_of
 from megarl.models.weight_map import BoundRule, Rule
 
 
@@ -16,8 +18,9 @@ from megarl.models.weight_map import BoundRule, Rule
 class ParameterCounts:
     """What every rank of a pipeline stage holds. `dense` and `expert` are elements, replicated over dp * cp and over edp.
 
-    `products` are those of them that are operands of the layers' matrix products, which FP8 may hold in a byte. `value_head` is
-    in float32, as are the `buffers`, which are not trained.
+    `frozen_dense` and `frozen_expert` are those of them that are not trained, `tower` the dense ones that are the vision
+    tower's, of which `frozen_tower` are not trained. `products` are those that are operands of the layers' matrix products,
+    which FP8 may hold in a byte. `value_head` is in float32, as are the `buffers`, which are not trained.
     """
 
     dense: int
@@ -25,16 +28,32 @@ class ParameterCounts:
     products: int
     value_head: int
     buffers: int
+    frozen_dense: int = 0
+    frozen_expert: int = 0
+    tower: int = 0
+    frozen_tower: int = 0
+
+    @property
+    def trained_dense(self) -> int:
+        """Dense elements with a gradient."""
+        return self.dense - self.frozen_dense
+
+    @property
+    def trained_expert(self) -> int:
+        """Elements of experts with a gradient."""
+        return self.expert - self.frozen_expert
 
     @property
     def trained(self) -> int:
         """Elements with a gradient."""
-        return self.dense + self.expert + self.value_head
+        return self.trained_dense + self.trained_expert + self.value_head
 
 
 @cache
-def stage_parameters(shape: ModelShape, layout: Layout, *, value_head: bool = False) -> tuple[ParameterCounts, ...]:
-    """The parameters of a rank of each pipeline stage; the ranks of a stage hold equally many.
+def stage_parameters(
+    shape: ModelShape, layout: Layout, *, value_head: bool = False, freeze: tuple[ModelPart, ...] = ()
+) -> tuple[ParameterCounts, ...]:
+    """The parameters of a rank of each pipeline stage; the ranks of a stage hold equally many. `freeze`: parts not trained.
 
     Raises:
         LayoutError: the layout does not divide the model.
@@ -44,10 +63,16 @@ def stage_parameters(shape: ModelShape, layout: Layout, *, value_head: bool = Fa
     stages = [[layer for chunk in chunks for layer in chunk] for chunks in layout.stage_layers(shape.layers)]
     found = []
     for stage, layers in enumerate(stages):
-        count = {"dense": 0, "expert": 0, "products": 0, "buffers": 0}
+        names = ("dense", "expert", "products", "buffers", "frozen_dense", "frozen_expert", "tower", "frozen_tower")
+        count = dict.fromkeys(names, 0)
         for rule in weight_map.rules:
             held = _copies(rule, layers, stage, layout, shape.experts) * elements[rule]
-            count["buffers" if rule.dtype else "expert" if rule.is_expert else "dense"] += held
+            kind, is_tower = "expert" if rule.is_expert else "dense", rule.megatron_name.startswith(TOWER)
+            count["buffers" if rule.dtype else kind] += held
+            count["tower"] += held * is_tower
+            if part_of(rule.megatron_name) in freeze and not rule.dtype:
+                count[f"frozen_{kind}"] += held
+                count["frozen_tower"] += held * is_tower
             if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2 and "router" not in rule.megatron_name:
                 count["products"] += held
         found.append(ParameterCounts(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))

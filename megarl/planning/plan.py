@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import AnyConfig
+from megarl.errors import ConfigError
+from megarl.models.shape import ModelShape
 from megarl.planning.calibration import Calibration
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import MemoryPlan, plan_memory
+from megarl.planning.memory import MemoryPlan, plan_memory, precision_of, tower_memory, workload
+from megarl.planning.pictures import pictures_of
 from megarl.planning.roles import RunShape, run_shape
 from megarl.planning.times import TimePlan, plan_times
 from megarl.planning.turns import STATED
@@ -29,6 +32,16 @@ class CapacityPlan:
     def fits(self) -> bool:
         """Whether there are enough GPUs and each holds what is on it."""
         return self.memory.fits and self.run.gpus <= self.available
+
+    @property
+    def towers(self) -> dict[str, dict[str, float]]:
+        """By role that sees the bytes of its vision tower, by part, on a rank of the first stage."""
+        precision = precision_of(self.run, self.gpu)
+        found = {
+            role.name: tower_memory(role, precision, workload(self.run, role, precision, self.lengths))
+            for role in self.run.roles
+        }
+        return {name: parts for name, parts in found.items() if parts}
 
     @property
     def times(self) -> TimePlan:
@@ -54,11 +67,31 @@ class CapacityPlan:
         )
 
 
-def lengths_of(config: AnyConfig, prompt: float | None = None, response: float | None = None) -> Lengths:
-    """Mean lengths as given, else half of what the config allows."""
+def lengths_of(
+    config: AnyConfig,
+    prompt: float | None = None,
+    response: float | None = None,
+    *,
+    pictures_per_prompt: int | None = None,
+    picture_pixels: float | None = None,
+) -> Lengths:
+    """Mean lengths as given, else half of what the config allows; a prompt is as long as its pictures at least.
+
+    Raises:
+        ConfigError: pictures do not fit into prompts of this length, or the model takes none.
+    """
     assumed = Lengths.assumed(*config.longest_parts)
     response = min(response or assumed.response, assumed.longest)
-    return Lengths(prompt or assumed.prompt, response, assumed.longest)
+    pictures = pictures_of(config, pictures_per_prompt, picture_pixels, prompt)
+    vision = ModelShape.read(config.model.path).vision
+    tokens = pictures.patches / vision.merge**2 if vision is not None else 0.0
+    is_given = pictures_per_prompt is not None or picture_pixels is not None
+    if is_given and prompt is not None and prompt < tokens:
+        raise ConfigError(
+            f"--prompt-tokens is {prompt:,.0f}, but the pictures of a prompt alone have {tokens:,.0f}; it must be at least "
+            "that, or --pictures-per-prompt or --picture-pixels smaller"
+        )
+    return Lengths(prompt or max(assumed.prompt, tokens), response, assumed.longest, pictures)
 
 
 def make_plan(
@@ -75,5 +108,5 @@ def make_plan(
         MegarlError: a model's config cannot be read, or a layout or the engines cannot hold it.
     """
     run, lengths = run_shape(config), lengths or lengths_of(config)
-    memory = plan_memory(run, gpu, response_tokens=lengths.response)
+    memory = plan_memory(run, gpu, lengths)
     return CapacityPlan(run, gpu, available or run.gpus, lengths, calibration or Calibration(), memory)

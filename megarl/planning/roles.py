@@ -10,11 +10,13 @@ import numpy as np
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout
+from megarl.config.presets import ModelPart
 from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
+from megarl.planning.parameters import ParameterCounts, stage_parameters
 from megarl.reshard.block_scales import fp8_scales, quantised_map
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.run_plan import ITEMSIZE, target_of_run
@@ -35,6 +37,16 @@ class PlannedRole:
     trained: TrainedRole | None
     max_tokens: int
     logit_chunk_tokens: int | None
+
+    @property
+    def freeze(self) -> tuple[ModelPart, ...]:
+        """Parts of the model that are not trained, of a role that is."""
+        return self.trained.freeze if self.trained is not None else ()
+
+    @property
+    def parameters(self) -> tuple[ParameterCounts, ...]:
+        """What a rank of each stage holds."""
+        return stage_parameters(self.shape, self.layout, value_head=self.value_head, freeze=self.freeze)
 
     def state_bytes(self, itemsize: int, fp8_recipe: str | None) -> StateBytes:
         """Bytes of gradients and optimizer state of a role that is trained, for weights of `itemsize` bytes."""

@@ -159,9 +159,10 @@ def _with_stages(shape: ModelShape, sizes: dict[str, int]) -> Layout:
 
 def _least_bytes(config: AnyConfig, layout: Layout) -> float:
     """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
-    held = max(stage.dense + stage.expert for stage in stage_parameters(ModelShape.read(config.model.path), layout))
     itemsize = ITEMSIZE[config.model.dtype]
-    return held * (itemsize + state_bytes(config.policy.megatron, itemsize).gradient)
+    gradient = state_bytes(config.policy.megatron, itemsize).gradient
+    stages = stage_parameters(ModelShape.read(config.model.path), layout, freeze=config.policy.freeze)
+    return max((stage.dense + stage.expert) * itemsize + stage.trained * gradient for stage in stages)
 
 
 def _with(config: AnyConfig, choice: Choice, gpus: int) -> AnyConfig:

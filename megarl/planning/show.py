@@ -36,7 +36,7 @@ def found_tables(found: Found) -> list[Table | str]:
 
 def as_json(plan: CapacityPlan, found: Found | None) -> str:
     """The same in full."""
-    worst, times = plan.memory.worst, plan.times
+    worst, times, pictures = plan.memory.worst, plan.times, plan.lengths.pictures
     tree: dict[str, Any] = {
         "gpu": plan.gpu.name,
         "gpus": plan.run.gpus,
@@ -44,6 +44,12 @@ def as_json(plan: CapacityPlan, found: Found | None) -> str:
         "fits": plan.fits,
         "calibration": plan.calibration.source,
         "lengths": {"prompt": plan.lengths.prompt, "response": plan.lengths.response, "longest": plan.lengths.longest},
+        "pictures": {
+            "source": pictures.source,
+            "per_prompt": pictures.per_prompt,
+            "patches": pictures.patches,
+            "most_patches": pictures.most_patches,
+        },
         "memory": {
             "usable_bytes": plan.memory.usable,
             "fullest_gpu": worst.first,
@@ -56,6 +62,7 @@ def as_json(plan: CapacityPlan, found: Found | None) -> str:
             "host_bytes_of_a_node": plan.memory.host_bytes_of_a_node,
             "kv_cache_tokens": plan.memory.kv_tokens,
             "kv_cache_tokens_wanted": plan.memory.kv_wanted,
+            "towers": plan.towers,
         },
         "times": {
             "step_s": times.step_seconds,
@@ -79,10 +86,10 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
     table.add_row("model", model)
     for role in run.roles:
         sizes = {name: getattr(role.layout, name) or 1 for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
-        stated = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
+        layout = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
         trained = "trained" if role.trained is not None else "frozen"
         where = f"in the processes of {role.group}"
-        table.add_row(role.name, f"{trained}, {role.layout.world_size:,} ranks ({stated}), {where}")
+        table.add_row(role.name, f"{trained}, {role.layout.world_size:,} ranks ({layout}), {where}")
     if run.engines is not None:
         target = run.engines.target
         cache = f"KV cache of {memory.kv_tokens:,} tokens a rank ({memory.kv_wanted:,} would be filled at once)"
@@ -94,7 +101,21 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
         table.add_row(label, value)
     responses = f"responses of {lengths.response:,.0f}, at most {lengths.longest:,}"
     table.add_row("lengths", f"prompts of {lengths.prompt:,.0f} tokens on average, {responses}")
+    if plan.towers:
+        table.add_row("pictures", _pictures(plan))
+    for name, parts in plan.towers.items():
+        stated = ", ".join(f"{part} {size / 1e9:,.2f}" for part, size in parts.items() if size)
+        table.add_row(f"tower of {name}", f"GB on each rank of the first stage: {stated}")
     return table
+
+
+def _pictures(plan: CapacityPlan) -> str:
+    """What was assumed, in patches and tokens too."""
+    pictures, vision = plan.lengths.pictures, plan.run.roles[0].shape.vision
+    if vision is None or not pictures.most:
+        return "none"
+    tokens, most = (patches / vision.merge**2 for patches in (pictures.patches, pictures.most_patches))
+    return f"{pictures.source}; a prompt has {tokens:,.0f} tokens of them on average, at most {most:,.0f}"
 
 
 def _memory(plan: CapacityPlan) -> list[Table | str]:
@@ -127,13 +148,23 @@ def _memory(plan: CapacityPlan) -> list[Table | str]:
 def _times(plan: CapacityPlan) -> list[Table | str]:
     times = plan.times
     table = Table("phase", box=None, pad_edge=False)
-    for column in ("seconds", "share"):
+    of_towers = any(phase.parts.get("tower") for phase in times.phases)
+    for column in ("seconds", "share", *(["tower"] if of_towers else [])):
         table.add_column(column, justify="right")
     table.add_column("bound by")
     for phase in times.phases:
         if phase.seconds:
             bound = f"{phase.bound} ({phase.parts[phase.bound] / phase.seconds:.0%})"
-            table.add_row(phase.name, f"{phase.seconds:,.3g}", f"{phase.seconds / times.step_seconds:.0%}", bound)
+            cells = [f"{phase.seconds:,.3g}", f"{phase.seconds / times.step_seconds:.0%}"]
+            tower = phase.parts.get("tower", 0.0)
+            cells += [f"{tower:,.3g}" if tower else ""] if of_towers else []
+            table.add_row(phase.name, *cells, bound)
     step = times.step_seconds
-    table.add_row("step", f"{step:,.3g}", "", f"{times.tokens / step / plan.run.gpus:,.0f} tokens/s of each GPU")
+    table.add_row(
+        "step",
+        f"{step:,.3g}",
+        "",
+        *([""] if of_towers else []),
+        f"{times.tokens / step / plan.run.gpus:,.0f} tokens/s of each GPU",
+    )
     return [table, f"Seconds are estimates, by {plan.calibration.source}"]

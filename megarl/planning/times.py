@@ -21,7 +21,7 @@ from megarl.planning.generation import generation_seconds
 from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import MemoryPlan, precision_of
-from megarl.planning.parameters import stage_parameters
+from megarl.planning.pictures import prompts_computed
 from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.reshard.cost import cost_of
 
@@ -90,7 +90,7 @@ def plan_times(
         phases.append(PhaseTime("log_probs", _added(*(passes[name] for name in answering))))
     seen, updates = sequences * config.epochs, config.optimizer_steps_per_step
     trained = [roles[name] for name in ("critic", "policy") if name in roles]
-    of_roles = [_update(run, role, gpu, passes[role.name], seen, updates, calibration) for role in trained]
+    of_roles = [_update(run, role, gpu, lengths, seen, updates, calibration) for role in trained]
     # Roles on GPUs of their own update at the same time.
     longest = max(of_roles, key=lambda parts: sum(parts.values()))
     phases.append(PhaseTime("update", _added(*of_roles) if run.colocated else longest))
@@ -112,26 +112,52 @@ def _added(*several: Mapping[str, float]) -> dict[str, float]:
 
 
 def _pass(
-    run: RunShape, role: PlannedRole, gpu: GpuSpec, lengths: Lengths, sequences: float, calibration: Calibration
+    run: RunShape,
+    role: PlannedRole,
+    gpu: GpuSpec,
+    lengths: Lengths,
+    sequences: float,
+    calibration: Calibration,
+    *,
+    decoder: float = 1.0,
+    tower: float = 1.0,
 ) -> dict[str, float]:
-    """Seconds of a forward pass over `sequences`."""
+    """Seconds of a forward pass over `sequences`, with `decoder` and `tower` times the operations of these.
+
+    `tower` among them is what a tower adds to the pipeline's longest stage.
+    """
     layout, shape = role.layout, role.shape
     precision = precision_of(run, gpu)
     flops = FlopsModel.of(shape)
     prompt, response = round(lengths.prompt), max(1, round(lengths.response))
-    operations = sequences * flops.cost(prompt, [response])
+    operations = decoder * sequences * flops.cost(prompt, [response])
     if role.value_head:
-        operations -= sequences * response * flops.per_logit_row
+        operations -= decoder * sequences * response * flops.per_logit_row
     of_stages = [sum(map(len, chunks)) for chunks in layout.stage_layers(shape.layers)]
     peak = gpu.peak_flops(fp8=precision.fp8) / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
-    compute = operations / layout.world_size / (peak * calibration.train_efficiency)
-    compute *= max(of_stages) * layout.pp / shape.layers
+    of_a_layer = operations / layout.world_size / (peak * calibration.train_efficiency) * layout.pp / shape.layers
+    compute = of_a_layer * max(of_stages)
     tokens = sequences * (prompt + response) / layout.dp  # of a replica
     micro_batches = max(1.0, tokens / role.max_tokens)
     links = _links(role, gpu, precision.itemsize, tokens, max(of_stages), calibration.link_efficiency)
-    spent = {"arithmetic": compute, **links}
+    spent = {"arithmetic": compute, **{name: decoder * seconds for name, seconds in links.items()}}
+    if lengths.pictures.most and shape.vision is not None:
+        of_first = of_a_layer * of_stages[0] + tower * _tower_seconds(run, role, gpu, lengths, sequences, calibration)
+        spent |= {"tower": max(0.0, of_first - compute)}
     bubble = (layout.pp - 1) / (micro_batches * (layout.vpp or 1))
     return spent | {"pipeline bubble": bubble * sum(spent.values())}
+
+
+def _tower_seconds(
+    run: RunShape, role: PlannedRole, gpu: GpuSpec, lengths: Lengths, sequences: float, calibration: Calibration
+) -> float:
+    """Seconds of a tower over the pictures of `sequences`, whole on each rank of the first stage of a replica."""
+    precision, flops = precision_of(run, gpu), FlopsModel.of(role.shape)
+    prompts = prompts_computed(
+        run.config, sequences, role.max_tokens, lengths.prompt, lengths.response, of_reference=precision.is_reference
+    )
+    peak = gpu.peak_flops() / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
+    return prompts / role.layout.dp * lengths.pictures.flops(flops) / (peak * calibration.train_efficiency)
 
 
 def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers: int, efficiency: float) -> dict[str, float]:
@@ -161,25 +187,27 @@ def _update(
     run: RunShape,
     role: PlannedRole,
     gpu: GpuSpec,
-    one_pass: Mapping[str, float],
+    lengths: Lengths,
     sequences: float,
     updates: int,
     calibration: Calibration,
 ) -> dict[str, float]:
-    """Forward and backward over `sequences` in `updates` optimizer steps; `one_pass` is a forward pass over a step's."""
+    """Forward and backward over `sequences` in `updates` optimizer steps."""
     precision = precision_of(run, gpu)
-    of_step = run.config.sequences_per_step
-    epochs = sequences / of_step
-    factor = (3.0 + _computed_anew(role.shape, precision)) * epochs
-    held = max(stage_parameters(role.shape, role.layout, value_head=role.value_head), key=lambda stage: stage.trained)
+    of_step = float(run.config.sequences_per_step)
+    # Of a part that is frozen, gradients of the weights are not computed; before the first one that is not, none are.
+    decoder = (2.0 if "language" in role.freeze else 3.0) + _computed_anew(role.shape, precision)
+    tower = 1.0 if "vision" in role.freeze else 3.0 + (precision.recompute == "full")
+    one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower)
+    held = max(role.parameters, key=lambda stage: stage.trained)
     replicas = role.layout.dp * role.layout.cp
     state = role.state_bytes(precision.itemsize, precision.recipe)
     nbytes = (state.gradient + precision.itemsize) * (
-        held.dense * (replicas - 1) / replicas + held.expert * (role.layout.edp - 1) / role.layout.edp
+        held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (role.layout.edp - 1) / role.layout.edp
     )
-    shard = held.dense / replicas + held.expert / role.layout.edp
+    shard = held.trained_dense / replicas + held.trained_expert / role.layout.edp
     offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
-    return {name: factor * seconds for name, seconds in one_pass.items()} | {
+    return {name: sequences / of_step * seconds for name, seconds in one_epoch.items()} | {
         "data parallel": updates
         * nbytes
         / gpu.link_gb_per_s(role.layout.world_size // role.layout.pp)

@@ -32,7 +32,7 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
 from megarl.megatron.weights import Quantiser, local_shards
 from megarl.models.registry import load_hf_config
-from megarl.observe.trace import Span, take_spans, timed
+from megarl.observe.trace import take_spans, timed
 from megarl.platform.base import Platform
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.rank_plan import RankPlan
@@ -43,7 +43,7 @@ from megarl.weight_sync.pusher import Pushed, Pusher, merge
 from megarl.weight_sync.relay import Relay
 from megarl.workers import senders
 from megarl.workers.profiling import Profile
-from megarl.workers.rank_calls import RankCalls
+from megarl.workers.rank_calls import RankCalls, RankRecord
 
 
 def free_address() -> tuple[str, int]:
@@ -223,9 +223,10 @@ class Rank(RankCalls):
     def device_name(self) -> str | None:
         return self.platform.device_name()
 
-    def take_record(self) -> tuple[list[Span], int]:
+    def take_record(self) -> RankRecord:
+        tower_s = self.roles["policy"].take_tower_seconds() if "policy" in self.roles else 0.0
         # on a device the allocator's peak, on the CPU that of resident memory
-        return take_spans(self), int(self.platform.memory()["peak_bytes"])
+        return RankRecord(take_spans(self), int(self.platform.memory()["peak_bytes"]), tower_s)
 
     def progress(self) -> tuple[int, int]:
         """Micro-batches begun in the pass under way, and all of them (0: no pass); for another thread to ask."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.checkpoint.dist_writer import Written
 from megarl.data.answers import Answers
@@ -17,6 +17,15 @@ from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
 from megarl.reshard.relays import Machines
 from megarl.weight_sync.pusher import Pushed
+
+
+class RankRecord(NamedTuple):
+    """What a rank did since it was last asked, its peak memory in bytes, and the seconds of the policy's vision tower: of the
+    forward passes in updates."""
+
+    spans: list[Span]
+    peak_bytes: int
+    tower_s: float = 0.0
 
 
 class RankCalls(ABC):
@@ -110,5 +119,5 @@ class RankCalls(ABC):
         """What the driver calls this rank's GPU; None on a CPU."""
 
     @abstractmethod
-    def take_record(self) -> tuple[list[Span], int]:
-        """What this rank did since the last call, and its peak memory in bytes."""
+    def take_record(self) -> RankRecord:
+        """What this rank did since the last call."""

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from megarl import cli
 from megarl.config import Config, load_config
+from megarl.data.picture_reader import open_pictures
+from megarl.data.tokenize import load_tokenizer
 from megarl.launch import rehearse, small_run
 from megarl.models.check_layouts import check_models
+from megarl.models.shape import ModelShape
+from megarl.planning.parameters import stage_parameters
 from megarl.reshard.run_plan import plan_of_run
 from megarl.reshard.verify import verify
 
@@ -118,3 +123,20 @@ def test_what_cannot_be_placed_is_one_sentence(capsys: pytest.CaptureFixture[str
     ):
         assert cli.main(["rehearse", "c.yaml", "--placement-only", *arguments]) == 2
         assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("model", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-30b-a3b"])
+def test_the_small_model_of_one_that_sees_is_a_whole_folder_with_a_tower(model: str, tmp_path: Path) -> None:
+    layout = "{tp: 2, pp: 3, first_stage_layers: 1, last_stage_layers: 1, dp: 2, ep: EP, sequence_parallel: true}"
+    layout = layout.replace("EP", "2" if "a3b" in model else "1").replace("_layers: 1", "_layers: 4")
+    config = load_config("c.yaml", [f"model.path={ROOT}/examples/models/{model}", f"policy.layout={layout}", "rollout.tp=2"])
+    small = small_run.small_run(config, tmp_path / "small", "here")
+    check_models(small)
+    folder = small.model.path
+    pictures = open_pictures(small.data, folder, load_tokenizer(folder), tmp_path)
+    assert pictures.model is not None
+    shape = ModelShape.read(folder)
+    assert shape.vision is not None
+    stages = stage_parameters(shape, small.policy.layout)
+    of_tower = sum(tensor.numel() for name, tensor in load_file(f"{folder}/model.safetensors").items() if "visual." in name)
+    assert [stage.tower for stage in stages] == [of_tower, 0, 0]

@@ -15,10 +15,11 @@ from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
-from megarl.models.flops import FlopsModel, picture_flops, update_flops
+from megarl.models.flops import FlopsModel, UpdateFlops, picture_flops, update_flops
 from megarl.models.shape import shape_of
 from megarl.planning.gpus import gpu_called, gpu_named
 from megarl.trainers.run.timeline import throughput
+from megarl.workers.rank_calls import RankRecord
 from tests import seeing
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -55,7 +56,8 @@ def responses(count: int, prompt: int, response: int, scored: int) -> Share:
 
 
 def ours(flops: FlopsModel, *shares: Share, **how: bool) -> int:
-    return update_flops(flops, shares, **{"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True} | how)
+    how = {"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True} | how
+    return update_flops(flops, shares, **how).total
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -103,15 +105,24 @@ def test_pictures_count_once_for_each_micro_batch_that_shows_them() -> None:
     without = ours(flops, *shares([], []))
     assert ours(flops, *shares([wide], [again])) == without + 3 * of_wide  # computed once
     assert ours(flops, *shares([wide], [high, again])) == without + 3 * (of_wide + of_high)
+    how = {"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True}
+    assert update_flops(flops, shares([wide], [high]), **how, tower_passes=1) == UpdateFlops(without, of_wide + of_high)
     assert flops.cost(20, [4], [wide.grid, high.grid]) == flops.cost(20, [4]) + of_wide + of_high
 
 
 def test_the_longest_rank_gives_the_time_and_a_known_gpu_the_share() -> None:
-    ranks = [[("update", 0.0, 1.0), ("forward", 1.0, 9.0), ("update", 9.0, 10.0)], [("update", 0.0, 4.0)]]
-    assert throughput(8 * 10**12, ranks, None) == {"policy/tflops_per_gpu": 1.0}
-    found = throughput(8 * 10**14, ranks, gpu_named("h200").peak_flops())
-    assert found == {"policy/tflops_per_gpu": 100.0, "policy/mfu": pytest.approx(100 / 989)}
-    assert throughput(0, ranks, None) == throughput(1, [[("forward", 0.0, 1.0)]], None) == {}
+    spans = [[("update", 0.0, 1.0), ("forward", 1.0, 9.0), ("update", 9.0, 10.0)], [("update", 0.0, 4.0)]]
+    ranks = [RankRecord(of_rank, 0, seconds) for of_rank, seconds in zip(spans, (0.25, 0.5), strict=True)]
+    assert throughput(UpdateFlops(8 * 10**12), ranks, None) == {"policy/tflops_per_gpu": 1.0}
+    found = throughput(UpdateFlops(6 * 10**14, 2 * 10**14), ranks, gpu_named("h200").peak_flops())
+    assert found == {
+        "policy/tflops_per_gpu": 100.0,
+        "policy/mfu": pytest.approx(100 / 989),
+        "policy/tower_flops_share": 0.25,
+        "policy/tower_forward_s": 0.5,
+    }
+    idle = [RankRecord([("forward", 0.0, 1.0)], 0)]
+    assert throughput(UpdateFlops(), ranks, None) == throughput(UpdateFlops(1), idle, None) == {}
 
 
 def test_a_gpu_is_known_by_what_cuda_calls_it_alone() -> None:

@@ -5,15 +5,22 @@ Runs in the tests' world of processes, on models that are built from a config al
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import count
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from megarl.config.layout import Layout
+from megarl.data.media import Media
+from megarl.data.micro_batches import Grid
 from megarl.data.stream import MicroBatch, Response, Unit
 
 VOCABULARY = 1000
@@ -75,8 +82,12 @@ def held(
     tokens: int,
     scored: int,
     micro_batches: int,
+    grid: Grid | None = None,
 ) -> dict[str, int]:
-    """Bytes of one update of `micro_batches`, each two sequences of `tokens` in all, of which `scored` have log-probs."""
+    """Bytes of one update of `micro_batches`, each two sequences of `tokens` in all, of which `scored` have log-probs.
+
+    With a `grid` each of their prompts shows a picture of its own.
+    """
     from megarl.megatron.optimizer import build_optimizer
     from megarl.megatron.options import OptimizerOptions
     from megarl.megatron.step import forward_backward
@@ -90,7 +101,9 @@ def held(
     optimizer, _ = build_optimizer(chunks, OptimizerOptions(lr=1e-3), model_options)
     watch = _Saved(parameters)
     batches = [_micro_batch(generator, tokens, scored) for _ in range(micro_batches)]
-    with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack):
+    if grid is not None:
+        batches = _with_pictures(chunks, config, batches, grid)
+    with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack), watch.recomputed():
         forward_backward(chunks, model_options, batches, _loss)
     optimizer.prepare_grads()
     buffers = {gradient.untyped_storage().data_ptr() for gradient in _gradients(chunks)}
@@ -122,6 +135,60 @@ def _micro_batch(generator: torch.Generator, tokens: int, scored: int) -> MicroB
     parts = [[torch.randint(0, VOCABULARY, (size,), generator=generator) for size in sizes] for _ in range(2)]
     masks = torch.ones(sizes[1], dtype=torch.bool)
     return [Unit(prompt, [Response(row, answer, masks, {})]) for row, (prompt, answer) in enumerate(parts)]
+
+
+def _with_pictures(chunks: list[Any], config: dict[str, Any], batches: list[MicroBatch], grid: Grid) -> list[MicroBatch]:
+    """Pictures at the beginning of all prompts, no two alike; their pixels are noise."""
+    from megatron.core.utils import unwrap_model
+
+    from megarl.models.positions import prompt_positions
+    from megarl.models.registry import architecture_for
+
+    vision = architecture_for(config).vision(config)
+    assert vision is not None
+    noise = SimpleNamespace(patches=lambda media: torch.randn(prod(media.grid), vision.patch_width))
+    unwrap_model(chunks[0]).pictures = noise
+    numbers = count()
+
+    def shown(unit: Unit) -> Unit:
+        media = (Media("image", (str(next(numbers)),), grid, 1, prod(grid) // vision.merge**2),)
+        return replace(unit, media=media, positions=prompt_positions(len(unit.prompt_ids), media, vision))
+
+    return [[shown(unit) for unit in units] for units in batches]
+
+
+def tower_saved(
+    rank: int, world_size: int, config: dict[str, Any], cases: list[tuple[str, str, tuple[str, ...]]], grids: list[Grid]
+) -> list[tuple[int, int]]:
+    """By (dtype, what is recomputed, what is frozen): bytes that autograd has saved of a tower after the forward pass, and
+    the most in the backward pass."""
+    return [_tower_saved(config, dtype, recompute == "full", freeze, grids) for dtype, recompute, freeze in cases]
+
+
+def _tower_saved(
+    config: dict[str, Any], dtype: str, recompute: bool, freeze: tuple[str, ...], grids: list[Grid]
+) -> tuple[int, int]:
+    from megarl.megatron.model_config import DTYPES
+    from megarl.megatron.seeing import build_tower
+    from megarl.models.registry import architecture_for
+    from megarl.models.vision import part_of
+
+    vision = architecture_for(config).vision(config)
+    assert vision is not None
+    tower = build_tower(config, vision, DTYPES[dtype], recompute=recompute).train()
+    for name, parameter in tower.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.requires_grad_(part_of(f"visual.{name}") not in freeze)
+    pixels = torch.randn(sum(map(prod, grids)), vision.patch_width).to(DTYPES[dtype])
+    watch = _Saved(list(tower.parameters()))
+    with torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack), watch.recomputed():
+        found = tower(pixels, grid_thw=torch.tensor(grids))
+        loss = sum(part.sum() for part in (found.pooler_output, *getattr(found, "deepstack_features", ())))
+        del found, pixels
+        kept = watch.now
+        if loss.requires_grad:
+            loss.backward()
+    return kept, watch.peak
 
 
 def _loss(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
@@ -217,20 +284,53 @@ class _Saved:
     def __init__(self, parameters: list[Tensor]) -> None:
         self._own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         self._users: dict[int, int] = {}
-        self._now = self.peak = 0
+        self.now = self.peak = 0
+
+    @contextlib.contextmanager
+    def recomputed(self) -> Iterator[None]:
+        """Also count what torch's checkpoints without reentrance save when they compute anew, which is packed by themselves."""
+        hooks = torch.utils.checkpoint._recomputation_hook
+        made = hooks.__init__
+
+        def make(hook: Any, frame_of: Any, gid: Any) -> None:
+            made(hook, frame_of, gid)
+            inner = hook.pack_hook
+
+            def pack(tensor: Tensor) -> Any:
+                known = set(map(id, frame_of().recomputed[gid].values()))
+                try:
+                    return inner(tensor)
+                finally:  # it raises once it has all
+                    for kept in frame_of().recomputed[gid].values():
+                        if id(kept) not in known:
+                            self._add(kept, kept)
+
+            hook.pack_hook = pack
+
+        hooks.__init__ = make
+        try:
+            yield
+        finally:
+            hooks.__init__ = made
 
     def pack(self, tensor: Tensor) -> Any:
+        if tensor.untyped_storage().data_ptr() in self._own:
+            return tensor
+        box = _Box(tensor)
+        self._add(tensor, box)
+        return box
+
+    def _add(self, tensor: Tensor, owner: Any) -> None:
+        """Count the storage of `tensor` while `owner` lives."""
         storage = tensor.untyped_storage()
         place, size = storage.data_ptr(), storage.nbytes()
         if place in self._own:
-            return tensor
-        box = _Box(tensor)
+            return
         self._users[place] = self._users.get(place, 0) + 1
         if self._users[place] == 1:
-            self._now += size
-            self.peak = max(self.peak, self._now)
-        weakref.finalize(box, self._release, place, size)
-        return box
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        weakref.finalize(owner, self._release, place, size)
 
     def unpack(self, packed: Any) -> Tensor:
         return packed.tensor if isinstance(packed, _Box) else packed
@@ -238,7 +338,7 @@ class _Saved:
     def _release(self, place: int, size: int) -> None:
         self._users[place] -= 1
         if not self._users[place]:
-            self._now -= size
+            self.now -= size
 
 
 class _Box:

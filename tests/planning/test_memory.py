@@ -12,9 +12,10 @@ from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
 from megarl.models.shape import shape_of
 from megarl.planning.activations import Precision
-from megarl.planning.memory import Workload, in_flight, role_memory
+from megarl.planning.memory import Workload, role_memory
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.roles import PlannedRole
+from megarl.planning.schedules import first_chunk_in_flight, in_flight
 from tests.planning.ranks import VOCABULARY, held, precision_aware
 from tests.world import World
 
@@ -183,3 +184,11 @@ def test_bytes_of_a_bfloat16_weight_follow_megatron_cores_options(
 )
 def test_micro_batches_in_flight(pp: int, vpp: int, stage: int, micro_batches: int, expected: float) -> None:
     assert in_flight(pp, vpp, stage, micro_batches) == expected
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "micro_batches", "expected"),
+    [(4, 1, 8, 4), (4, 1, 2, 2), (2, 2, 8, 4), (4, 2, 16, 8), (4, 3, 16, 8), (4, 2, 3, 4)],
+)
+def test_micro_batches_in_flight_through_the_first_chunk(pp: int, vpp: int, micro_batches: int, expected: int) -> None:
+    assert first_chunk_in_flight(pp, vpp, micro_batches) == expected

@@ -97,3 +97,20 @@ def test_counts_of_large_models_are_exact(check: Callable[[list[Case]], None]) -
 def test_a_model_has_as_many_parameters_as_its_makers_say(model: str, billions: float) -> None:
     (only,) = stage_parameters(ModelShape.read(MODELS / model), Layout())
     assert only.trained / 1e9 == pytest.approx(billions, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters"),
+    [
+        ("qwen2-vl-2b", 2_208_985_600),
+        ("qwen2-vl-7b", 8_291_375_616),
+        ("qwen2.5-vl-3b", 3_754_622_976),
+        ("qwen2.5-vl-7b", 8_292_166_656),
+        ("qwen2.5-vl-32b", 33_452_718_336),
+        ("qwen2.5-vl-72b", 73_410_777_344),
+        ("qwen3-vl-30b-a3b", 31_070_754_032),
+    ],
+)
+def test_a_model_that_sees_has_as_many_parameters_as_its_safetensors_files_on_the_hub(model: str, parameters: int) -> None:
+    (only,) = stage_parameters(ModelShape.read(MODELS / model), Layout())
+    assert only.trained == parameters

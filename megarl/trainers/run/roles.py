@@ -26,15 +26,14 @@ from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.megatron.options import ModelOptions, OptimizerOptions, untested_pair
-from megarl.models.flops import FlopsModel, update_flops
-from megarl.observe.trace import Span
+from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
 from megarl.trainers.run.update_metrics import combine
 from megarl.weight_sync.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
-from megarl.workers.rank_calls import RankCalls
+from megarl.workers.rank_calls import RankCalls, RankRecord
 
 POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
 
@@ -94,7 +93,7 @@ class Roles:
         self._plan = lru_cache(maxsize=4)(plan_micro_batches)
         self._loaded: list[str] = []
         self._saving: list[str] = []
-        self._update_flops = 0
+        self._update_flops = UpdateFlops()
 
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
@@ -192,6 +191,7 @@ class Roles:
                 shared_prompts=self.layer_spec == "reference",
                 position=position,
                 logits=self.specs[role].head == "log_probs",
+                tower_passes=1 if "vision" in self.config.policy.freeze else PASSES,
             )
         arguments = [(role, shares, loss, position) for shares in group.per_rank(replicas)]
         return group, group.submit(RankCalls.update, arguments)
@@ -253,16 +253,16 @@ class Roles:
         )
         return merge(pushed)
 
-    def take_records(self) -> dict[str, list[tuple[list[Span], int]]]:
-        """By group and rank, what each rank did since the last call, and its peak memory in bytes."""
+    def take_records(self) -> dict[str, list[RankRecord]]:
+        """By group what each rank did since the last call."""
         limit_s = self._deadlines.step_s
         return {
             name: group.call(RankCalls.take_record, phase="trace", deadline_s=limit_s) for name, group in self.groups.items()
         }
 
-    def take_update_flops(self) -> int:
+    def take_update_flops(self) -> UpdateFlops:
         """Operations of the policy's updates since the last call (see `models/flops.update_flops`)."""
-        taken, self._update_flops = self._update_flops, 0
+        taken, self._update_flops = self._update_flops, UpdateFlops()
         return taken
 
     def save(self, folder: str) -> None:

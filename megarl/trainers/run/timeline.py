@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megarl.models.flops import UpdateFlops
 from megarl.observe import MetricsFile, Phases
 from megarl.observe.trace import PhaseSpans, Span, by_process
 from megarl.trainers.run.roles import POLICY, Roles
+from megarl.workers.rank_calls import RankRecord
 
 GIB = 2**30
 
@@ -30,11 +32,11 @@ class Timeline:
         """
         records, operations = roles.take_records(), roles.take_update_flops()
         if self._file is not None:
-            spans = {name: [spans for spans, _ in ranks] for name, ranks in records.items()}
+            spans = {name: [record.spans for record in ranks] for name, ranks in records.items()}
             spans |= {name: take() for name, take in self.others.items()}
             self._file.log(step, {"spans": by_process(self._driver.take(), spans)})
-        peaks = {f"memory/{name}_peak_gib": max(peak for _, peak in ranks) / GIB for name, ranks in records.items()}
-        return peaks | throughput(operations, [spans for spans, _ in records[POLICY]], roles.peak_flops)
+        peaks = {f"memory/{name}_peak_gib": max(record.peak_bytes for record in ranks) / GIB for name, ranks in records.items()}
+        return peaks | throughput(operations, records[POLICY], roles.peak_flops)
 
     def close(self) -> None:
         """Close the file."""
@@ -42,13 +44,18 @@ class Timeline:
             self._file.close()
 
 
-def throughput(operations: int, ranks: Sequence[Sequence[Span]], peak_flops: float | None) -> dict[str, float]:
+def throughput(operations: UpdateFlops, ranks: Sequence[RankRecord], peak_flops: float | None) -> dict[str, float]:
     """`policy/tflops_per_gpu`, and `policy/mfu` where the peak of a GPU is known; nothing for a step without an update.
 
-    `ranks` are the policy's spans by rank: the rank that was longest in updates says how long they took.
+    `ranks` are the policy's: the one that was longest in updates says how long they took. Of steps whose prompts show pictures
+    also the vision tower's share of the operations, and the seconds of its forward passes on the rank that was longest in them.
     """
-    seconds = max(sum(end - begin for name, begin, end in spans if name == "update") for spans in ranks)
-    if not operations or not seconds:
+    seconds = max(sum(end - begin for name, begin, end in record.spans if name == "update") for record in ranks)
+    if not operations.total or not seconds:
         return {}
-    per_gpu = operations / len(ranks) / seconds
-    return {"policy/tflops_per_gpu": per_gpu / 1e12} | ({"policy/mfu": per_gpu / peak_flops} if peak_flops else {})
+    per_gpu = operations.total / len(ranks) / seconds
+    found = {"policy/tflops_per_gpu": per_gpu / 1e12} | ({"policy/mfu": per_gpu / peak_flops} if peak_flops else {})
+    if operations.tower:
+        found["policy/tower_flops_share"] = operations.tower / operations.total
+        found["policy/tower_forward_s"] = max(record.tower_s for record in ranks)
+    return found

@@ -19,6 +19,7 @@ from megarl.data.sampler import build_sampler
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import load_tokenizer
+from megarl.observe.progress import TOWER
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import POLICY, REFERENCE
 from megarl.trainers.run.start import check_architectures, open_groups, open_roles
@@ -36,7 +37,7 @@ _KINDS: dict[str, Kind] = {"sft": "sft", "kto": "kto", "process_reward_model": "
 class SupervisedRun(Run):
     """A run on given responses; `supervised.train` is written in its methods."""
 
-    shown: ClassVar = {"loss": "train/loss", "accuracy": "train/accuracy", "tokens/s": "speed/tokens_per_s"}
+    shown: ClassVar = {"loss": "train/loss", "accuracy": "train/accuracy", "tokens/s": "speed/tokens_per_s", **TOWER}
 
     def __init__(self, config: SupervisedConfig, *, leads: bool = True) -> None:
         super().__init__(config, leads=leads)

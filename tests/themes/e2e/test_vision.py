@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megarl.cli import main
@@ -127,7 +129,9 @@ def supervised_config(model: Path, folder: Path, steps: int) -> SupervisedConfig
 
 
 @pytest.mark.slow
-def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(seeing_model: Path, tmp_path: Path) -> None:
+def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(
+    seeing_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Four full-batch updates in one run, and in one that stops after two."""
     train_supervised(supervised_config(seeing_model, tmp_path / "whole", 4))
     for steps in (2, 4):
@@ -136,11 +140,17 @@ def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(seeing
     exact = ("train/loss", "train/grad_norm")
     assert [[row[name] for name in exact] for row in whole] == [[row[name] for name in exact] for row in parts]
 
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(seeing_model, dtype=torch.float32)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(seeing_model, dtype=torch.float32, attn_implementation="eager")
     given, answers = tiny_vision.inputs(AutoTokenizer.from_pretrained(seeing_model), tiny_vision.examples(0, 8))
-    log_probs = model(**given).logits[:, -2:].log_softmax(-1)
+    with FlopCounterMode(display=False) as counter:
+        log_probs = model(**given, logits_to_keep=2).logits.log_softmax(-1)
     loss = -(log_probs[:, 0].gather(1, answers[:, None])[:, 0] + log_probs[:, 1, tiny_vision.EOS]).sum() / 16
     loss.backward()
+    of_tower = sum(counter.get_flop_counts()[f"{type(model).__name__}.model.visual"].values())
+    # of a forward pass; torch counts all pairs of a causal decoder's attention
+    assert whole[0]["policy/tower_flops_share"] == pytest.approx(of_tower / counter.get_total_flops(), rel=0.02)
+    assert all(0 < row["policy/tower_forward_s"] < row["time/update_s"] for row in whole)
+    assert re.search(r"  tower 0\.\d+  ", capsys.readouterr().out)
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     assert whole[0]["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     assert whole[0]["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
