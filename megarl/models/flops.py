@@ -74,7 +74,7 @@ def picture_flops(vision: Vision, grid: Grid) -> int:
     patches, tokens = time * height * width, time * height * width // vision.merge**2
     products = 0
     for name, shape in vision.shapes.items():
-        if len(shape) > 1 and name != "pos_embed.weight":
+        if len(shape) > 1 and name != vision.position_table:
             products += prod(shape) * (tokens if (TOWER + name).startswith(PROJECTOR) else patches)
     rows, columns = (_parts(length, vision.window) if vision.window else [] for length in (height, width))
     in_windows = sum((row * column) ** 2 for row in rows for column in columns)

@@ -84,6 +84,7 @@ def vision(hf_config: HFConfig) -> Vision:
         depth=depth,
         deepstack=(),
         tokens_per_second=None,
+        position_table=None,
         **patch,
         **placeholders(hf_config),
     )

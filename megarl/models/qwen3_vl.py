@@ -87,6 +87,7 @@ def vision_with(tower: str, head_dim: Callable[[HFConfig], int]) -> Callable[[HF
             depth=depth,
             deepstack=deepstack,
             tokens_per_second=None,
+            position_table="pos_embed.weight",
             **patch,
             **placeholders(hf_config),
         )

@@ -13,6 +13,7 @@ from megarl.errors import ModelError, nearest
 from megarl.models import (
     deepseek_v3,
     glm4_moe,
+    glm4v_moe,
     llama,
     mistral,
     mixtral,
@@ -40,6 +41,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen2_5_vl.ARCHITECTURE,
     qwen3_vl.ARCHITECTURE,
     qwen3_vl_moe.ARCHITECTURE,
+    glm4v_moe.ARCHITECTURE,
 )
 
 

@@ -134,7 +134,10 @@ def _config(model_path: str | Path) -> dict[str, Any]:
 def check_model(model_path: str | Path, tp: int = 1, device: str = "cpu") -> None:
     """Raise EngineError if SGLang cannot be given this model's weights, or would compute something else with them."""
     config = _config(model_path)
-    why = architecture_for(config).sglang.refusal(config)
+    facts = architecture_for(config).sglang
+    why = facts.refusal(config)
+    if why is None and facts.padded_heads(config) % tp:
+        why = f"with rollout.tp = {tp} it pads the {facts.padded_heads(config)} heads of the vision tower; tp must divide them"
     if device == "cpu" and why is None:
         why = _refusal_on_cpu(config, tp)
     if why is not None:

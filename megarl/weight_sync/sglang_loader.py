@@ -35,6 +35,8 @@ FUSED = {
     "mlp.up_proj": ("mlp.gate_up_proj", 1),
     "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
     "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
+    "merger.gate_proj": ("merger.gate_up_proj", 0),
+    "merger.up_proj": ("merger.gate_up_proj", 1),
     "self_attn.q_a_proj": ("self_attn.fused_qkv_a_proj_with_mqa", 0),
     "self_attn.kv_a_proj_with_mqa": ("self_attn.fused_qkv_a_proj_with_mqa", 1),
 }
@@ -42,6 +44,7 @@ PARTS = {
     "self_attn.qkv_proj": 3,
     "mlp.gate_up_proj": 2,
     "mlp.shared_experts.gate_up_proj": 2,
+    "merger.gate_up_proj": 2,
     "self_attn.fused_qkv_a_proj_with_mqa": 2,
 }
 OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.")
