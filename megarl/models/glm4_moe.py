@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.hf_fields import size
 from megarl.models.weight_map import WeightMap
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
@@ -55,6 +56,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
 
 
 def _experts(hf_config: HFConfig) -> moe.MoeSizes:
+    size(hf_config, "n_shared_experts", default=1)  # without any, checkpoints of transformers have matrices without rows
     return moe.behind_dense_layers(hf_config, dense_layers=1, shared_experts=1)
 
 
@@ -66,12 +68,18 @@ def _has_head_norms(hf_config: HFConfig) -> bool:
     return bool(hf_config.get("use_qk_norm", False))
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    if hf_config.get("tie_word_embeddings"):
+        return "tie_word_embeddings is true, but SGLang gives the model an output layer of its own"
+    return None
+
+
 ARCHITECTURE = Architecture(
     name="glm4_moe",
     hf_classes=("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
-    sglang=SglangFacts(replicates_attention=True, arguments={"disable_shared_experts_fusion": True}),
+    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal, arguments={"disable_shared_experts_fusion": True}),
     text_config=text_config,
 )

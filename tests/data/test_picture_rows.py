@@ -494,6 +494,9 @@ def test_the_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
 def test_the_limits_of_glms_processor_count_both_frames_of_a_patch(tmp_path: Path) -> None:
     rules = load_picture_rules(seeing_folder(tmp_path, "glm4v_moe"))
     assert (rules.min_pixels, rules.max_pixels, rules.grows_first) == (56 * 56, 28 * 28 * 64, True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(file.read_text().replace("Glm4vImageProcessor", "Glm46VImageProcessor"))  # that of GLM-4.6V
+    assert load_picture_rules(tmp_path) == rules
     seeing_folder(tmp_path, "glm4v_moe", size={"shortest_edge": 6273, "longest_edge": 10**6})
     with pytest.raises(ModelError, match=r"its image processor's size is \[6273, 1000000\], but .* multiples of 2 frames"):
         load_picture_rules(tmp_path)

@@ -93,6 +93,7 @@ REFUSED = [
     ("glm4_moe", {"rope_parameters": YARN_ROPE}, r"rope_type is 'yarn'"),
     ("glm4_moe", {"first_k_dense_replace": 4}, "none of the layers has experts"),
     ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be a positive integer"),
 ]
 
 

@@ -171,6 +171,7 @@ def test_a_qwen2_whose_heads_are_no_share_of_the_residual_stream_is_refused(
         ("mixtral", "pads intermediate_size = 24, which must be a multiple of 32"),
         ("deepseek_v3", "must say moe_layer_freq = 1, topk_method = 'noaux_tc', scoring_func = 'sigmoid'"),
         ("qwen3_moe", "mlp_only_layers and decoder_sparse_step"),
+        ("glm4_moe-grouped", "tie_word_embeddings is true, but SGLang gives the model an output layer of its own"),
     ],
 )
 def test_a_model_that_sglang_would_serve_wrongly_is_refused_before_a_server_starts(
