@@ -84,6 +84,19 @@ DEEPSEEK = {
     "max_position_embeddings": 64,
     "rope_parameters": YARN_ROPE,
 }
+GLM = {
+    "head_dim": 12,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 8,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": None}),
@@ -92,6 +105,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4),
     "qwen3_moe": Family("Qwen3Moe", QWEN3_MOE | {"head_dim": 12, "norm_topk_prob": True}, 4),
     "deepseek_v3": Family("DeepseekV3", DEEPSEEK, 8),
+    "glm4_moe": Family("Glm4Moe", GLM, 8),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
     "llama-tied": Family("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12}),
@@ -103,6 +117,14 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         DEEPSEEK
         | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "n_shared_experts": 1}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "first_k_dense_replace": 0},
+        8,
+    ),
+    "glm4_moe-grouped": Family(
+        "Glm4Moe",
+        GLM
+        | {"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 2, "n_shared_experts": 2}
+        | {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "partial_rotary_factor": 0.67, "factor": 3.0}},
         8,
     ),
 }

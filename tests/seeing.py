@@ -27,9 +27,25 @@ from megarl.models.hf_folder import write_hf_folder
 from megarl.models.positions import prompt_positions
 from megarl.models.registry import architecture_for
 from megarl.models.vision import Vision
+from tests import families
 from tests.families import SIZES, SPREAD
 
 IMAGE, VIDEO, START, END = 120, 121, 122, 123
+QWEN_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+GLM_TOKENS = {
+    "image_token_id": "<|image|>",
+    "video_token_id": "<|video|>",
+    "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>",
+    "video_start_token_id": "<|begin_of_video|>",
+    "video_end_token_id": "<|end_of_video|>",
+}
+"""Special tokens, from `IMAGE` on in this order, by what config.json calls their ids."""
 TEXT_IDS = 120
 """Ids below this are text."""
 SECONDS_PER_GRID = 1.3
@@ -47,10 +63,14 @@ class SeeingFamily:
     patch: int = 14
     frames_apart: bool = False
     """Whether a video's frames are told apart by text between them."""
+    videos: bool = True
+    """Whether transformers computes a video beside pictures; where not, its frames are shown as pictures."""
+    tokens: dict[str, str] = field(default_factory=lambda: QWEN_TOKENS)
+    image_processor: str = "Qwen2VLImageProcessor"
 
 
 def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **more}}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections} | more}
 
 
 SEEING: dict[str, SeeingFamily] = {
@@ -106,6 +126,24 @@ SEEING: dict[str, SeeingFamily] = {
         patch=16,
         frames_apart=True,
     ),
+    "glm4v_moe": SeeingFamily(
+        "Glm4vMoe",
+        {
+            "depth": 2,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 20,
+            "out_hidden_size": 32,
+            "image_size": 70,
+        },
+        _rope([2, 1, 1], partial_rotary_factor=0.5, rope_theta=10.0)  # of four pairs the last ones turn, too
+        | {"head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+        | {"routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0},
+        num_experts=8,
+        videos=False,
+        tokens=GLM_TOKENS,
+        image_processor="Glm4vImageProcessor",
+    ),
 }
 
 
@@ -118,10 +156,7 @@ def hf_config(family: str) -> Any:
     return getattr(transformers, f"{entry.class_prefix}Config")(
         text_config=text | {"bos_token_id": None, "eos_token_id": None} | entry.text,
         vision_config={"patch_size": entry.patch} | entry.vision,
-        image_token_id=IMAGE,
-        video_token_id=VIDEO,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
+        **{name: IMAGE + number for number, name in enumerate(entry.tokens)},
         tie_word_embeddings=entry.tied,
         attn_implementation="eager",
         experts_implementation="eager",
@@ -135,15 +170,19 @@ def hugging_face(family: str) -> Any:
     model_class = getattr(transformers, f"{SEEING[family].class_prefix}ForConditionalGeneration")
     model = model_class(hf_config(family)).float().eval()
     generator = torch.Generator().manual_seed(7)
+    picks = {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        for name, value in (dict(model.named_parameters()) | picks).items():
             centre = 1.0 if ("norm" in name or "ln_q" in name) and name.endswith("weight") else 0.0
-            value.copy_(centre + SPREAD * torch.randn(value.shape, generator=generator))
+            spread = SPREAD / 5 if name in picks else SPREAD  # tokens must still matter
+            value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model
 
 
-def by_hub_name(family: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
+def by_hub_name(family: str, model: Any, named: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors named as the module's parameters (values or gradients), as a hub checkpoint has them."""
+    if family == "glm4v_moe":
+        return families.by_hub_name(model, iter(named.items()))
     if family in ("qwen2_vl", "qwen2_5_vl"):
         short = {"model.visual.": "visual.", "model.language_model.": "model."}
         for long, hub in short.items():
@@ -155,13 +194,13 @@ def by_hub_name(family: str, named: dict[str, Tensor]) -> dict[str, Tensor]:
 def hub_tensors(family: str, model: Any) -> dict[str, Tensor]:
     """What the model's safetensors file holds."""
     left_out = {"lm_head.weight"} if SEEING[family].tied else set()
-    return by_hub_name(family, {name: value for name, value in model.state_dict().items() if name not in left_out})
+    return by_hub_name(family, model, {name: value for name, value in model.state_dict().items() if name not in left_out})
 
 
 def hub_gradients(family: str, model: Any) -> dict[str, Tensor]:
     """Gradients of every parameter after a backward pass, by hub name."""
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    return by_hub_name(family, gradients)
+    return by_hub_name(family, model, gradients)
 
 
 def build_seeing_folder(family: str, path: Path) -> None:
@@ -169,9 +208,9 @@ def build_seeing_folder(family: str, path: Path) -> None:
     model = hugging_face(family)
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
     write_hf_folder(path, hub_tensors(family, model).items(), config)
-    patch = SEEING[family].patch
-    settings = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
-    settings |= {"min_pixels": patch**2 * 4, "max_pixels": 10**6}
+    patch, kind = SEEING[family].patch, SEEING[family].image_processor
+    settings: dict[str, Any] = {"image_processor_type": kind, "patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+    settings["size"] = {"shortest_edge": patch**2 * 4, "longest_edge": 10**6}
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
 
 
@@ -198,6 +237,8 @@ def pictures(family: str, folder: Path) -> None:
 
 def _shown(family: str, name: str) -> list[dict[str, Any]]:
     """What a picture or the video is in a prompt, but for its place: one of the media, or one for each two frames."""
+    if name == "video" and not SEEING[family].videos:
+        return [shown for number in range(4) for shown in _shown(family, f"frame{number}")]
     if name != "video":
         return [{"kind": "image", "digests": (name,), "grid": (1, *GRIDS[name])}]
     frames = tuple(f"frame{number}" for number in range(4))
@@ -234,10 +275,7 @@ def units(family: str) -> list[Unit]:
 
 def inputs(family: str, folder: Path, unit: Unit) -> dict[str, Any]:
     """What transformers takes beside ids: pixels by its own processor, and grids."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    patch = SEEING[family].patch
-    processor = Qwen2VLImageProcessorPil(patch_size=patch, min_pixels=1, max_pixels=10**7)
+    patch, processor = SEEING[family].patch, image_processor(family)
     found: dict[str, Any] = {}
     images = [media for media in unit.media if media.kind == "image"]
     videos = [media for media in unit.media if media.kind == "video"]
@@ -253,6 +291,14 @@ def inputs(family: str, folder: Path, unit: Unit) -> dict[str, Any]:
         found |= {"pixel_values_videos": both.reshape(-1, 6 * patch**2)}
         found["video_grid_thw"] = torch.tensor([[len(files) // 2, *GRIDS["frame0"]]])
     return found
+
+
+def image_processor(family: str) -> Any:
+    """transformers' own, which leaves pictures of `GRIDS` as they are."""
+    import transformers
+
+    kind = getattr(transformers, f"{SEEING[family].image_processor}Pil")
+    return kind(patch_size=SEEING[family].patch, size={"shortest_edge": 1, "longest_edge": 10**7})
 
 
 def positions_with(unit: Unit, response: Tensor) -> Tensor | None:

@@ -24,6 +24,7 @@ from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
 from megarl.errors import ModelError
 from megarl.models.check_layouts import read_shape
 from megarl.models.fp8_blocks import quantization_config
+from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, padded_vocab
 from megarl.models.safetensors_layout import header_and_entries
@@ -266,9 +267,7 @@ def _exported_config(hf_config: dict[str, Any], tensors: Iterable[_Tensor], dtyp
     for tensor in tensors:
         shown = torch.bfloat16 if tensor.dtype == torch.float8_e4m3fn else tensor.dtype
         sizes[shown] = sizes.get(shown, 0) + tensor.nbytes
-    config = dict(hf_config)
-    if config.get("num_nextn_predict_layers"):  # layers for multi-token prediction are left out
-        config["num_nextn_predict_layers"] = 0
+    config = without_prediction_layers(hf_config)
     field_name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[field_name] = str(max(sizes, key=lambda found: sizes[found])).removeprefix("torch.")
     return config | {"quantization_config": quantization_config()} if dtype == FP8 else config

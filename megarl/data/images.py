@@ -129,7 +129,7 @@ def upright_rgb(original: Original) -> Image.Image:
 
 
 def final_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
-    """(width, height) that a picture is resized to, by the rule of Qwen2-VL's processor (transformers, `smart_resize`).
+    """(width, height) that a picture is resized to, by the rule of the model's processor (transformers, `smart_resize`).
 
     Both are multiples of `rules.patch * rules.merge`, their product is within the limits, and the ratio of the sides stays
     as near as that allows. A picture of such a size keeps it.
@@ -137,9 +137,12 @@ def final_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
     Raises:
         PictureError: the long side is more than 200 times the short one, or the rule finds no size within the limits.
     """
+    given, multiple = f"{width}x{height}", rules.patch * rules.merge
+    if rules.grows_first and min(width, height) < multiple:
+        grow = max(multiple / height, multiple / width)
+        width, height = int(width * grow), int(height * grow)
     if max(width, height) > LARGEST_RATIO * min(width, height):
-        raise PictureError(f"is {width}x{height} pixels, but a side must be at most {LARGEST_RATIO} times the other")
-    multiple = rules.patch * rules.merge
+        raise PictureError(f"is {given} pixels, but a side must be at most {LARGEST_RATIO} times the other")
     # Python rounds halves to the even number, and so does the rule
     new_width, new_height = round(width / multiple) * multiple, round(height / multiple) * multiple
     if new_width * new_height > rules.max_pixels:
@@ -150,7 +153,7 @@ def final_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
         new_width, new_height = (math.ceil(side * grow / multiple) * multiple for side in (width, height))
     if not rules.min_pixels <= new_width * new_height <= rules.max_pixels:
         raise PictureError(
-            f"is {width}x{height} pixels and would be resized to {new_width}x{new_height}, which are not "
+            f"is {given} pixels and would be resized to {new_width}x{new_height}, which are not "
             f"{rules.min_pixels} to {rules.max_pixels} pixels; data.min_pixels and data.max_pixels must be further apart"
         )
     return new_width, new_height

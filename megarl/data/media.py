@@ -50,7 +50,8 @@ class PictureRules:
     """How a model wants its pictures: sizes in pixels, and what its colours are normalised by.
 
     A patch is a square of `patch` pixels in `temporal` frames, and `merge` by `merge` patches are one token. A picture is
-    resized to multiples of `patch * merge`, with `min_pixels` to `max_pixels` in all.
+    resized to multiples of `patch * merge`, with `min_pixels` to `max_pixels` in all. With `grows_first` one that has a side
+    shorter than that is first enlarged until the side has this length (GLM).
     """
 
     patch: int
@@ -60,3 +61,4 @@ class PictureRules:
     max_pixels: int
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    grows_first: bool = False

@@ -10,8 +10,15 @@ from typing import Any
 from megarl.data.media import PictureRules
 from megarl.errors import ModelError
 
-PROCESSOR = "Qwen2VLImageProcessor"
-"""The image processor whose sizes and patches `data/images.py` and `data/pixels.py` compute, of all Qwen-VL models."""
+PROCESSORS = {"Qwen2VLImageProcessor": False, "Glm4vImageProcessor": True, "Glm46VImageProcessor": True}
+"""The image processors whose sizes and patches `data/images.py` and `data/pixels.py` compute: of all Qwen-VL models, and GLM's.
+
+True: its limits count the pixels of all frames of a patch, and it enlarges small sides first.
+"""
+MARKS = (("vision_start_token_id", "vision_end_token_id"), ("image_start_token_id", "image_end_token_id"))
+"""What config.json calls the tokens around a picture, in one family or another."""
+VIDEO_MARKS = ("video_start_token_id", "video_end_token_id")
+"""Those around a video, where they are others."""
 TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 """Settings of the image processor, and what config.json calls them."""
 BICUBIC = 3
@@ -22,14 +29,14 @@ BICUBIC = 3
 class PictureTokens:
     """The texts of the special tokens around a picture in a prompt, and the id of the one that is repeated.
 
-    A picture is `start`, `image` once for each of its tokens, `end`.
+    A picture is `start`, `image` once for each of its tokens, `end`. `others` are those of videos.
     """
 
     image_id: int
     image: str
-    video: str
     start: str
     end: str
+    others: tuple[str, ...]
 
     @property
     def mark(self) -> str:
@@ -39,7 +46,7 @@ class PictureTokens:
     @property
     def reserved(self) -> tuple[str, ...]:
         """Texts that no row may contain."""
-        return (self.image, self.video, self.start, self.end)
+        return (self.image, self.start, self.end, *self.others)
 
 
 def sees(folder: str | Path) -> bool:
@@ -60,9 +67,11 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{folder}' has no image processor that can be loaded: {type(error).__name__}: {reason}") from error
-    name = type(processor).__name__
-    if not name.startswith(PROCESSOR):
-        raise ModelError(f"'{folder}' has the image processor {name}, which megarl does not know; it must be {PROCESSOR}")
+    kind = type(processor).__name__
+    counts_frames = next((counts for name, counts in PROCESSORS.items() if kind.startswith(name)), None)
+    if counts_frames is None:
+        known = ", ".join(PROCESSORS)
+        raise ModelError(f"'{folder}' has the image processor {kind}, which megarl does not know; it must be one of {known}")
     for field, value in (
         ("resample", BICUBIC),
         ("rescale_factor", 1 / 255),
@@ -79,14 +88,19 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
                 f"'{folder}': its image processor's {field} is {getattr(processor, field)}, but config.json's tower has "
                 f"{name} {tower[name]}"
             )
+    limits = [int(processor.size[edge]) for edge in ("shortest_edge", "longest_edge")]
+    frames = int(processor.temporal_patch_size) if counts_frames else 1
+    if any(limit % frames for limit in limits):
+        raise ModelError(f"'{folder}': its image processor's size is {limits}, but it must be multiples of {frames} frames")
     rules = PictureRules(
         patch=int(processor.patch_size),
         temporal=int(processor.temporal_patch_size),
         merge=int(processor.merge_size),
-        min_pixels=int(processor.size["shortest_edge"]),
-        max_pixels=int(processor.size["longest_edge"]),
+        min_pixels=limits[0] // frames,
+        max_pixels=limits[1] // frames,
         mean=_colours(processor.image_mean),
         std=_colours(processor.image_std),
+        grows_first=counts_frames,
     )
     return replace(rules, min_pixels=min_pixels or rules.min_pixels, max_pixels=max_pixels or rules.max_pixels)
 
@@ -99,15 +113,16 @@ def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
     """
     config = _config(folder)
     texts: dict[str, str] = {}
-    for name in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
+    marks = next((pair for pair in MARKS if pair[0] in config), MARKS[0])
+    for name in ("image_token_id", *marks, "video_token_id", *(name for name in VIDEO_MARKS if name in config)):
         if not isinstance(config.get(name), int):
             raise ModelError(f"'{folder}/config.json' has no {name}, but a model that sees must have one")
         token = tokenizer.convert_ids_to_tokens(config[name])
         if token is None or token not in tokenizer.get_added_vocab():
             raise ModelError(f"'{folder}/config.json' has {name} {config[name]}, which is no special token of the tokenizer")
         texts[name] = str(token)
-    image, video, start, end = texts.values()
-    return PictureTokens(int(config["image_token_id"]), image, video, start, end)
+    image, start, end, *others = texts.values()
+    return PictureTokens(int(config["image_token_id"]), image, start, end, tuple(others))
 
 
 def load_processor_template(folder: str | Path) -> str | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.rank_model import RankModel
+from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 
@@ -55,11 +56,9 @@ def _all_stages(role: RankModel) -> Iterator[tuple[str, Tensor]]:
 
 def _config(role: RankModel) -> dict[str, Any]:
     """The `config.json` of the folder that the role came from, changed where the role differs from it."""
-    config = dict(HFFolder(role.options.path).config)
+    config = without_prediction_layers(HFFolder(role.options.path).config)
     config.pop("torch_dtype", None)
     config["dtype"] = role.options.dtype
-    if config.get("num_nextn_predict_layers"):  # they are neither trained nor exported
-        config["num_nextn_predict_layers"] = 0
     if role.options.head == "value":
         return sequence_classifier(config)
     if any(name.endswith("ForSequenceClassification") for name in config.get("architectures", [])):

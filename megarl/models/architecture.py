@@ -25,6 +25,8 @@ class SglangFacts:
     """Whether an engine can hold several replicas of the attention (SGLang's DP attention)."""
     refusal: Callable[[HFConfig], str | None] = _serves
     """Why SGLang cannot serve a model of this config, or cannot be given its weights; None: it can."""
+    padded_heads: Callable[[HFConfig], int] = lambda hf_config: 0
+    """Heads of the tower that its servers pad to a multiple of their ranks, between those that they are sent; 0: none."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What its servers are started with, so that they hold weights where they are sent; `rollout.engine_args` wins."""
 

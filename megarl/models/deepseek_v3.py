@@ -13,7 +13,7 @@ from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import FP8_BLOCK, Copy
-from megarl.models.rope import Rope
+from megarl.models.rope import Rope, refuse_partial
 from megarl.models.weight_map import Rule, WeightMap
 
 LATENT_NORM_EPS = 1e-6
@@ -89,9 +89,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     sizes, experts = _sizes(hf_config), _experts(hf_config)
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)]
-    extra = size(hf_config, "num_nextn_predict_layers", default=0, least=0)
-    left_out = tuple(f"model.layers.{sizes.num_layers + number}." for number in range(extra))
-    attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
+    attention, left_out = _attention_rules(sizes, LatentSizes.from_hf(hf_config)), dense.prediction_layers(hf_config, sizes)
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, left_out=left_out)
 
 
@@ -121,34 +119,14 @@ def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]
 
 
 def _router_kwargs(hf_config: HFConfig, experts: moe.MoeSizes) -> dict[str, Any]:
-    """Sigmoid scores in float32; the best groups by their two best experts, then the best experts of these groups."""
-    refuse(hf_config, "norm_topk_prob", True, "megatron-core's sigmoid router normalises the chosen experts' weights")
     refuse(hf_config, "scoring_func", "sigmoid", "DeepSeek-V3 scores experts so")
     refuse(hf_config, "topk_method", "noaux_tc", "DeepSeek-V3 picks experts so")
-    groups, top_groups = size(hf_config, "n_group", default=1), size(hf_config, "topk_group", default=1)
-    if experts.top_k == 1 or (groups > 1 and experts.top_k // top_groups != 2):
-        raise ModelError(
-            f"config.json: num_experts_per_tok is {experts.top_k} with topk_group={top_groups} and n_group={groups}, but "
-            "megatron-core ranks groups as DeepSeek-V3 does only if num_experts_per_tok // topk_group is 2"
-        )
-    if experts.num_experts % groups or top_groups > groups:
-        raise ModelError(
-            f"config.json: n_group is {groups} and topk_group {top_groups}, but n_group must divide "
-            f"n_routed_experts={experts.num_experts} and be at least topk_group"
-        )
-    return {
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_dtype": "fp32",
-        "moe_router_num_groups": groups if groups > 1 else None,
-        "moe_router_group_topk": top_groups if groups > 1 else None,
-        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor") or 1.0),
-    }
+    return moe.sigmoid_router_kwargs(hf_config, experts)
 
 
 def _rope_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     rope = Rope.from_hf(hf_config, kinds=("default", "yarn"))
+    refuse_partial(rope)
     if rope.kind == "default":
         return {"rope_type": "rope", "rotary_base": rope.base, "rotary_percent": 1.0}
     for name in ("attention_factor", "truncate"):
@@ -178,13 +156,8 @@ def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
 
 
 def _experts(hf_config: HFConfig) -> moe.MoeSizes:
-    layers = range(size(hf_config, "first_k_dense_replace", default=0, least=0), size(hf_config, "num_hidden_layers"))
-    fields = ("n_routed_experts", "num_local_experts")
-    shared = size(hf_config, "n_shared_experts", default=0, least=0)
     refuse(hf_config, "moe_layer_freq", 1, "every layer after the dense ones has experts")
-    return moe.MoeSizes.from_hf(
-        hf_config, layers, experts_fields=fields, ffn_field="moe_intermediate_size", shared_experts=shared
-    )
+    return moe.behind_dense_layers(hf_config)
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:

@@ -97,8 +97,10 @@ def transformer_config_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, slid
     }
 
 
-def gpt_kwargs(hf_config: dict[str, Any], sizes: DenseSizes) -> dict[str, Any]:
+def gpt_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, *, partial_rotary: bool = False) -> dict[str, Any]:
     """Keyword arguments of megatron-core's GPTModel; `vocab_size` is without padding.
+
+    `partial_rotary`: in this family the config says how many of a head's dimensions rotate.
 
     Raises:
         ModelError: the rotary embedding cannot be represented.
@@ -107,7 +109,7 @@ def gpt_kwargs(hf_config: dict[str, Any], sizes: DenseSizes) -> dict[str, Any]:
         "vocab_size": sizes.vocab_size,
         "max_sequence_length": size(hf_config, "max_position_embeddings"),
         "share_embeddings_and_output_weights": sizes.tied and sizes.num_labels is None,
-        **rope_kwargs(hf_config),
+        **rope_kwargs(hf_config, sizes.head_dim if partial_rotary else None),
     }
 
 
@@ -140,6 +142,13 @@ def attention_rules(sizes: DenseSizes, *, bias: bool = False, head_norms: bool =
     width = sizes.num_heads * sizes.head_dim
     rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), Copy((hidden, width), axis=1)))
     return rules
+
+
+def prediction_layers(hf_config: dict[str, Any], sizes: DenseSizes, default: int = 0) -> tuple[str, ...]:
+    """What tensors of the layers for multi-token prediction begin with, behind the decoder's; `default`: how many there are
+    where the config does not say. They are neither trained nor exported."""
+    extra = size(hf_config, "num_nextn_predict_layers", default=default, least=0)
+    return tuple(f"model.layers.{sizes.num_layers + number}." for number in range(extra))
 
 
 def input_norm_rule(hidden_size: int, te_name: str | None) -> Rule:

@@ -29,6 +29,17 @@ def refuse(hf_config: dict[str, Any], field: str, supported: Any, why: str) -> N
         raise ModelError(f"config.json: {field} is {value!r}; it must be {supported!r}: {why}")
 
 
+def without_prediction_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a folder that has no layers for multi-token prediction: they are neither trained nor exported.
+
+    A model that sees has the field among those of its decoder.
+    """
+    found = {**hf_config, "num_nextn_predict_layers": 0} if hf_config.get("num_nextn_predict_layers") else dict(hf_config)
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = without_prediction_layers(found["text_config"])
+    return found
+
+
 def refuse_biases(hf_config: dict[str, Any]) -> None:
     """Raise ModelError if all of q, k, v and o have biases, or the MLP has."""
     refuse(hf_config, "attention_bias", False, "megatron-core has no bias on q, k, v and o without one on the MLP")

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models.dense import HF_LAYER, LAYER
-from megarl.models.hf_fields import size
+from megarl.models.hf_fields import refuse, size
 from megarl.models.packings import Copy, GateUp
 from megarl.models.weight_map import Rule
 
@@ -55,6 +55,24 @@ class MoeSizes:
         return cls(found, num_experts, top_k, ffn_size, shared_experts * ffn_size)
 
 
+def behind_dense_layers(hf_config: dict[str, Any], *, dense_layers: int = 0, shared_experts: int = 0) -> MoeSizes:
+    """Experts in all layers but the first ones, as DeepSeek-V3 calls the fields.
+
+    `dense_layers` and `shared_experts` are transformers' defaults for a config that does not say how many there are.
+
+    Raises:
+        ModelError: a field is missing, no such integer, or contradicts another.
+    """
+    first = size(hf_config, "first_k_dense_replace", default=dense_layers, least=0)
+    return MoeSizes.from_hf(
+        hf_config,
+        range(first, size(hf_config, "num_hidden_layers")),
+        experts_fields=("n_routed_experts", "num_local_experts"),
+        ffn_field="moe_intermediate_size",
+        shared_experts=size(hf_config, "n_shared_experts", default=shared_experts, least=0),
+    )
+
+
 def transformer_config_kwargs(moe: MoeSizes, num_layers: int) -> dict[str, Any]:
     """TransformerConfig's arguments for the experts; how the router scores is the family's."""
     everywhere = len(moe.layers) == num_layers
@@ -78,6 +96,37 @@ def softmax_router_kwargs(moe: MoeSizes, *, normalised: bool) -> dict[str, Any]:
     if normalised and moe.top_k == 1:
         raise ModelError("config.json: num_experts_per_tok is 1, but where the weights sum to one it must be at least 2")
     return {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normalised}
+
+
+def sigmoid_router_kwargs(hf_config: dict[str, Any], experts: MoeSizes) -> dict[str, Any]:
+    """Sigmoid scores in float32; the best groups by their two best experts, then the best experts of these groups.
+
+    As DeepSeek-V3 has it (arXiv:2412.19437), with a correction bias that only picks.
+
+    Raises:
+        ModelError: weights that are not normalised, or groups that megatron-core ranks otherwise.
+    """
+    refuse(hf_config, "norm_topk_prob", True, "megatron-core's sigmoid router normalises the chosen experts' weights")
+    groups, top_groups = size(hf_config, "n_group", default=1), size(hf_config, "topk_group", default=1)
+    if experts.top_k == 1 or (groups > 1 and experts.top_k // top_groups != 2):
+        raise ModelError(
+            f"config.json: num_experts_per_tok is {experts.top_k} with topk_group={top_groups} and n_group={groups}, but "
+            "megatron-core ranks groups as DeepSeek-V3 does only if num_experts_per_tok // topk_group is 2"
+        )
+    if experts.num_experts % groups or top_groups > groups:
+        raise ModelError(
+            f"config.json: n_group is {groups} and topk_group {top_groups}, but n_group must divide "
+            f"n_routed_experts={experts.num_experts} and be at least topk_group"
+        )
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": top_groups if groups > 1 else None,
+        "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor") or 1.0),
+    }
 
 
 def mlp_rules(

@@ -67,6 +67,7 @@ def vision(hf_config: HFConfig) -> Vision:
         activation="silu",
         deepstack=(),
         tokens_per_second=float(config["tokens_per_second"]),
+        position_table=None,
         window=window,
         window_layers=depth - len(set(config["fullatt_block_indexes"]) & set(range(depth))),
         **patch,

@@ -88,6 +88,7 @@ def vision(hf_config: HFConfig) -> Vision:
         activation=str(config["hidden_act"]),
         deepstack=(),
         tokens_per_second=None,
+        position_table=None,
         **patch,
         **placeholders(hf_config),
     )

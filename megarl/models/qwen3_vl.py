@@ -91,6 +91,7 @@ def vision_with(tower: str, head_dim: Callable[[HFConfig], int]) -> Callable[[HF
             activation=str(config["hidden_act"]),
             deepstack=deepstack,
             tokens_per_second=None,
+            position_table="pos_embed.weight",
             **patch,
             **placeholders(hf_config),
         )

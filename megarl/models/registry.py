@@ -12,6 +12,8 @@ from typing import Any
 from megarl.errors import ModelError, nearest
 from megarl.models import (
     deepseek_v3,
+    glm4_moe,
+    glm4v_moe,
     llama,
     mistral,
     mixtral,
@@ -34,10 +36,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     mixtral.ARCHITECTURE,
     qwen3_moe.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
+    glm4_moe.ARCHITECTURE,
     qwen2_vl.ARCHITECTURE,
     qwen2_5_vl.ARCHITECTURE,
     qwen3_vl.ARCHITECTURE,
     qwen3_vl_moe.ARCHITECTURE,
+    glm4v_moe.ARCHITECTURE,
 )
 
 

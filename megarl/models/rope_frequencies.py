@@ -16,13 +16,14 @@ from megarl.models.rope import Llama3Scaling, Rope
 
 
 def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
-    """The angle per position of each pair of a head's dimensions, float32 `[head_dim / 2]`.
+    """The angle per position of each pair of a head's dimensions that rotates, float32 `[rotated / 2]`.
 
     Raises:
         ModelError: the rotary embedding cannot be represented, or a parameter is missing or makes no sense.
     """
     rope = Rope.from_hf(hf_config)
-    frequencies = 1.0 / (rope.base ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    rotated = rope.rotated(head_dim)
+    frequencies = 1.0 / (rope.base ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
     if rope.kind == "linear":
         return frequencies / rope.number("factor", least=1.0)
     if rope.kind == "llama3":

@@ -6,7 +6,7 @@ of them is read, and the hub's are written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from megarl.errors import ModelError
@@ -43,7 +43,11 @@ def seeing(
             Rule(TOWER + tensor, (prefixes[0] + tensor,), Copy(shape), stage="first")
             for tensor, shape in checked(hf_config).shapes.items()
         ]
-        return replace(of_text, rules=(*tower, *(_renamed(rule, prefixes[1]) for rule in of_text.rules)))
+        return replace(
+            of_text,
+            rules=(*tower, *(_renamed(rule, prefixes[1]) for rule in of_text.rules)),
+            left_out=_under(prefixes[1], of_text.left_out),
+        )
 
     return Architecture(
         name=name,
@@ -69,5 +73,8 @@ def _other_names(tower: str, decoder: str) -> tuple[tuple[str, str], ...]:
 
 
 def _renamed(rule: Rule, decoder: str) -> Rule:
-    names = (name.replace("model.", decoder, 1) if name.startswith("model.") else name for name in rule.hf_names)
-    return replace(rule, hf_names=tuple(names))
+    return replace(rule, hf_names=_under(decoder, rule.hf_names))
+
+
+def _under(decoder: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.replace("model.", decoder, 1) if name.startswith("model.") else name for name in names)

@@ -19,7 +19,7 @@ from megarl.models.hf_fields import refuse, size
 
 TOWER = "visual."
 """What the tower's parameters begin with in the model that is trained, and in its checkpoints."""
-PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.")
+PROJECTOR = (f"{TOWER}merger.", f"{TOWER}deepstack_merger_list.", f"{TOWER}downsample.")
 """What those of its parameters begin with that make tokens' features of patches' ones."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -69,7 +69,8 @@ class Vision:
     layers of width `ffn` with an `activation`; `deepstack` are those whose features are added behind the decoder's first
     ones. `tokens_per_second` says how far time goes on in a second of a video; None: one position from grid to grid.
     `image_token` and `video_token` are the placeholders. In `window_layers` of its layers a patch attends to those of a
-    square of `window` by `window` patches, in the others to all of its frames.
+    square of `window` by `window` patches, in the others to all of its frames. `position_table` is the tensor
+    that positions are looked up in, if there is one: no product is computed with it.
     """
 
     tower: str
@@ -87,6 +88,7 @@ class Vision:
     activation: str
     deepstack: tuple[int, ...]
     tokens_per_second: float | None
+    position_table: str | None
     image_token: int
     video_token: int
     window: int = 0
@@ -102,7 +104,7 @@ class Vision:
         """Multiply-adds of its matrices for each patch, and for each token: those of the projectors."""
         found = {False: 0, True: 0}
         for name, shape in self.shapes.items():
-            if len(shape) > 1 and name != "pos_embed.weight":
+            if len(shape) > 1 and name != self.position_table:
                 found[(TOWER + name).startswith(PROJECTOR)] += prod(shape)
         return found[False], found[True]
 
@@ -143,10 +145,10 @@ class TextConfig:
 
 
 def mrope_of(hf_config: dict[str, Any], *, default: tuple[int, int, int], interleaved: bool, head_dim: int) -> Mrope:
-    """What a config says of its rotary angles; `head_dim` is that of the decoder.
+    """What a config says of its rotary angles; `head_dim` is how many of the dimensions of a decoder's head rotate.
 
     Raises:
-        ModelError: the sections are not those of half a head's dimensions, or lie otherwise than the family's.
+        ModelError: the sections are not those of half of these dimensions, or lie otherwise than the family's.
     """
     text = _object(hf_config, "text_config", hf_config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
@@ -154,7 +156,7 @@ def mrope_of(hf_config: dict[str, Any], *, default: tuple[int, int, int], interl
     if len(sections) != 3 or any(not isinstance(n, int) or n < 0 for n in sections) or sum(sections) * 2 != head_dim:
         raise ModelError(
             f"config.json: mrope_section is {list(sections)}; it must be three numbers that add up to half of "
-            f"a head's {head_dim} dimensions"
+            f"a head's {head_dim} dimensions that rotate"
         )
     refuse(rope, "mrope_interleaved", interleaved, "transformers computes no other angles for this family")
     found = Mrope((sections[0], sections[1], sections[2]), interleaved)
@@ -175,17 +177,17 @@ def vision_config(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dic
     return found
 
 
-def placeholders(hf_config: dict[str, Any]) -> dict[str, int]:
-    """The ids that stand in a prompt for an image's and a video's features."""
+def placeholders(hf_config: dict[str, Any], image: int = 151655, video: int = 151656) -> dict[str, int]:
+    """The ids that stand in a prompt for an image's and a video's features, with the family's own as defaults."""
     return {
-        "image_token": size(hf_config, "image_token_id", default=151655, least=0),
-        "video_token": size(hf_config, "video_token_id", default=151656, least=0),
+        "image_token": size(hf_config, "image_token_id", default=image, least=0),
+        "video_token": size(hf_config, "video_token_id", default=video, least=0),
     }
 
 
-def linear(name: str, out: int, into: int) -> Shapes:
-    """A linear layer with a bias."""
-    return {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
+def linear(name: str, out: int, into: int, *, bias: bool = True) -> Shapes:
+    """A linear layer."""
+    return {f"{name}.weight": (out, into), **({f"{name}.bias": (out,)} if bias else {})}
 
 
 def layer_norm(name: str, width: int) -> Shapes:

@@ -61,7 +61,7 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
     if not layers:
         return TowerActivations(projectors, 0.0, 0.0, 0.0, 0)
     embedding = vision.patch_width * itemsize + 2 * FLOAT32 * vision.hidden / vision.heads  # pixels, cosines and sines
-    if "pos_embed.weight" in vision.shapes:
+    if vision.position_table is not None:
         embedding += NEAREST * (INT64 + FLOAT32)
     norm = _norm(vision.hidden, itemsize, is_rms=is_rms)
     attention = row * (1 + 3 + 2 + 2) + STATISTICS * vision.heads  # input, qkv, turned q and k, what its parts give and all

@@ -19,6 +19,7 @@ import xxhash
 from megarl.errors import EngineError
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for
+from megarl.models.weight_map import WeightMap
 from megarl.reshard.block_scales import quantised_map
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.slices import engine_slices
@@ -65,19 +66,24 @@ class EngineLayout:
         return architecture_for(dict(self.model.config)).sglang.arguments
 
     @cached_property
-    def own_dtypes(self) -> dict[str, torch.dtype]:
-        """Of the tensors that keep their dtype whatever the engine computes in, by name."""
+    def _weight_map(self) -> WeightMap:
         config = dict(self.model.config)
-        rules = architecture_for(config).weight_map(config).bound_rules()
-        return {name: getattr(torch, rule.dtype) for rule in rules if rule.dtype for name in rule.hf_names}
+        weight_map = architecture_for(config).weight_map(config)
+        return weight_map if self.model.fp8_scales is None else quantised_map(weight_map)
+
+    @cached_property
+    def _own_dtypes(self) -> dict[str, str]:
+        """Of the tensors that keep their dtype whatever the engine computes in, by name."""
+        return {name: rule.dtype for rule in self._weight_map.bound_rules() if rule.dtype for name in rule.hf_names}
+
+    def sent_dtype(self, name: str) -> str:
+        """What a tensor is sent in, as `getattr(torch, ...)` takes it."""
+        return self._own_dtypes.get(name, self.model.dtype)
 
     @cached_property
     def slices(self) -> dict[str, list[SliceKey]]:
         """What the ranks hold of each tensor, by name."""
-        config = dict(self.model.config)
-        weight_map = architecture_for(config).weight_map(config)
-        if self.model.fp8_scales is not None:
-            weight_map = quantised_map(weight_map)
+        weight_map = self._weight_map
         tensors = TensorTable.of(weight_map, 1)
         found: dict[str, list[SliceKey]] = {name: [] for name in tensors.names}
         held = engine_slices(tensors, self.target, weight_map.num_experts)
@@ -128,7 +134,10 @@ def _config(model_path: str | Path) -> dict[str, Any]:
 def check_model(model_path: str | Path, tp: int = 1, device: str = "cpu") -> None:
     """Raise EngineError if SGLang cannot be given this model's weights, or would compute something else with them."""
     config = _config(model_path)
-    why = architecture_for(config).sglang.refusal(config)
+    facts = architecture_for(config).sglang
+    why = facts.refusal(config)
+    if why is None and facts.padded_heads(config) % tp:
+        why = f"with rollout.tp = {tp} it pads the {facts.padded_heads(config)} heads of the vision tower; tp must divide them"
     if device == "cpu" and why is None:
         why = _refusal_on_cpu(config, tp)
     if why is not None:

@@ -35,6 +35,8 @@ FUSED = {
     "mlp.up_proj": ("mlp.gate_up_proj", 1),
     "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
     "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
+    "merger.gate_proj": ("merger.gate_up_proj", 0),
+    "merger.up_proj": ("merger.gate_up_proj", 1),
     "self_attn.q_a_proj": ("self_attn.fused_qkv_a_proj_with_mqa", 0),
     "self_attn.kv_a_proj_with_mqa": ("self_attn.fused_qkv_a_proj_with_mqa", 1),
 }
@@ -42,6 +44,7 @@ PARTS = {
     "self_attn.qkv_proj": 3,
     "mlp.gate_up_proj": 2,
     "mlp.shared_experts.gate_up_proj": 2,
+    "merger.gate_up_proj": 2,
     "self_attn.fused_qkv_a_proj_with_mqa": 2,
 }
 OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.")
@@ -319,9 +322,12 @@ NAMED = 32
 """How many parameters that are not covered are named."""
 
 
-def checking(boxes: Iterable[SliceKey], where: tuple[str, int], key: str) -> list[tuple[Any, Any]]:
-    """The payload that asks a rank for the digests of `boxes`; it answers as `key` in the store at `where`."""
-    return [((CHECK, ([tuple(box) for box in boxes], where, key)), _NoTensor())]
+def checking(boxes: Iterable[tuple[SliceKey, str]], where: tuple[str, int], key: str) -> list[tuple[Any, Any]]:
+    """The payload that asks a rank for the digests of boxes, each with the dtype in which it was sent.
+
+    The rank answers as `key` in the store at `where`.
+    """
+    return [((CHECK, ([(tuple(box), dtype) for box, dtype in boxes], where, key)), _NoTensor())]
 
 
 def read_answer(answer: bytes) -> tuple[list[str], list[str]]:
@@ -341,14 +347,24 @@ def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) 
     return int(parameter.count_nonzero()) == sum(int(values.count_nonzero()) for values in filled)
 
 
-def _answer(parameters: ModelParameters, boxes: Iterable[tuple[Any, ...]], where: tuple[str, int], key: str) -> None:
+def _as_sent(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was sent, of values that SGLang holds in a wider dtype, as it does the router of GLM-4.5; others as they are."""
+    if values.dtype == dtype:
+        return values
+    narrow = values.to(dtype)
+    return narrow if torch.equal(narrow.to(values.dtype), values) else values
+
+
+def _answer(
+    parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]], where: tuple[str, int], key: str
+) -> None:
     tensors = parameters.tensors
     digests: list[str] = []
     filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
-    for place in boxes:
+    for place, dtype in boxes:
         held = SliceKey(*place)
         values = box(parameters, held)
-        digests.append(digest(values))
+        digests.append(digest(_as_sent(values, getattr(torch, dtype))))
         filled[engine_name(parameters, held.tensor)[0]].append(values)
     uncovered = [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
     torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

@@ -110,7 +110,7 @@ class _ServerSender:
         if not bucket:
             return
         layout = self.endpoint.layout
-        pieces = self.pieces([(name, weight.to(layout.own_dtypes.get(name, layout.dtype))) for name, weight in bucket])
+        pieces = self.pieces([(name, weight.to(getattr(torch, layout.sent_dtype(name)))) for name, weight in bucket])
         self._staging = self._staging or self.staging("", 1)
         staged = self._staging.stage(pieces)
         self._checksums |= checksums_of(self.held(staged))

@@ -103,6 +103,21 @@ def test_a_layout_that_deepstack_does_not_fit_is_refused(seeing: Callable[[str],
         imported(seeing("qwen3_vl"), tmp_path / "dist", Layout(pp=4))
 
 
+def test_layers_for_multi_token_prediction_behind_a_decoder_that_sees_are_left_out(
+    seeing: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = HFFolder(seeing("glm4v_moe"))
+    config = folder.config | {"text_config": folder.config["text_config"] | {"num_nextn_predict_layers": 1}}
+    extra = {"model.language_model.layers.4.eh_proj.weight": torch.zeros(32, 64)}
+    write_hf_folder(tmp_path / "with", (tensors(folder.path) | extra).items(), config)
+    imported(tmp_path / "with", tmp_path / "dist", Layout(pp=2))
+    exported(tmp_path / "dist", tmp_path / "without")
+    assert_same_tensors(tmp_path / "without", folder.path)
+    assert json.loads((tmp_path / "without" / "config.json").read_text()) == folder.config
+    run_plan(plan_hf("cast", open_hf(tmp_path / "with"), "bf16"), tmp_path / "cast")
+    assert HFFolder(tmp_path / "cast").config["text_config"]["num_nextn_predict_layers"] == 0
+
+
 def test_experts_that_are_stored_together_in_small_blocks_in_other_dtypes_and_as_transformers_writes_them(
     seeing: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """Folders of tiny vision-language models for tests of rows: a config, a byte tokenizer, an image processor and a chat template.
 
-No weights: what rows become needs none. The template writes what those of Qwen2-VL to Qwen3-VL write for text and pictures.
+No weights: what rows become needs none. The template writes what those of Qwen2-VL to Qwen3-VL write for text and pictures;
+that of GLM has other words in their place.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers import Glm4vProcessor, PreTrainedTokenizerFast, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 SPECIAL = [
@@ -26,6 +28,14 @@ SPECIAL = [
     "<|image_pad|>",
     "<|video_pad|>",
 ]
+OF_GLM = {
+    "<|vision_start|>": "<|begin_of_image|>",
+    "<|vision_end|>": "<|end_of_image|>",
+    "<|image_pad|>": "<|image|>",
+    "<|video_pad|>": "<|video|>",
+}
+"""What GLM calls the special tokens; it has two more."""
+VIDEOS_OF_GLM = ["<|begin_of_video|>", "<|end_of_video|>"]
 MERGES = [("<", "|"), ("Ġ", "t"), ("Ġt", "h"), (">", "?"), ("Ċ", "Ċ"), ("H", "o"), ("Ho", "w")]
 """Some of which would join text with what stands beside a picture, were that text, too."""
 TEMPLATE = """
@@ -59,29 +69,48 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     },
+    "glm4v_moe": {"patch_size": 14, "size": {"shortest_edge": 2 * 56 * 56, "longest_edge": 2 * 28 * 28 * 64}},
 }
 
 
-def seeing_tokenizer(template: str | None = TEMPLATE) -> Any:
+def spoken(family: str, text: str) -> str:
+    """`text` with the family's special tokens in place of Qwen's."""
+    for qwen, glm in OF_GLM.items() if family == "glm4v_moe" else ():
+        text = text.replace(qwen, glm)
+    return text
+
+
+def image_processor(family: str, **more: Any) -> Any:
+    """transformers' own, with the settings of `PROCESSORS`."""
+    kind = Glm4vImageProcessorPil if family == "glm4v_moe" else Qwen2VLImageProcessorPil
+    return kind(**PROCESSORS[family] | more)
+
+
+def seeing_tokenizer(template: str | None = TEMPLATE, family: str = "qwen2_vl") -> Any:
     """The tokens of `SPECIAL`, one per byte, and `MERGES`."""
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    special = [spoken(family, token) for token in SPECIAL] + (VIDEOS_OF_GLM if family == "glm4v_moe" else [])
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     backend = Tokenizer(models.BPE({token: number for number, token in enumerate(words)}, list(MERGES)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    backend.add_special_tokens([AddedToken(token, special=True) for token in special])
+    template = None if template is None else spoken(family, template)
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template)
 
 
 def seeing_folder(folder: Path, family: str = "qwen2_vl", *, template: str | None = TEMPLATE, **processor: Any) -> Path:
     """A model folder of `family`; `processor` changes its image processor."""
-    seeing_tokenizer(template).save_pretrained(folder)
-    Qwen2VLImageProcessorPil(**PROCESSORS[family] | processor).save_pretrained(folder)
+    seeing_tokenizer(template, family).save_pretrained(folder)
+    image_processor(family, **processor).save_pretrained(folder)
+    of_glm = family == "glm4v_moe"
+    marks = "image" if of_glm else "vision"
     config = {
         "model_type": family,
         "image_token_id": SPECIAL.index("<|image_pad|>"),
         "video_token_id": SPECIAL.index("<|video_pad|>"),
-        "vision_start_token_id": SPECIAL.index("<|vision_start|>"),
-        "vision_end_token_id": SPECIAL.index("<|vision_end|>"),
+        f"{marks}_start_token_id": SPECIAL.index("<|vision_start|>"),
+        f"{marks}_end_token_id": SPECIAL.index("<|vision_end|>"),
+        **({"video_start_token_id": len(SPECIAL), "video_end_token_id": len(SPECIAL) + 1} if of_glm else {}),
         "vision_config": {},
     }
     (folder / "config.json").write_text(json.dumps(config))
@@ -90,9 +119,9 @@ def seeing_folder(folder: Path, family: str = "qwen2_vl", *, template: str | Non
 
 def processor_of(family: str) -> Any:
     """transformers' own processor for the same model; without a video processor, which needs torchvision."""
-    kind = {"qwen2_vl": Qwen2VLProcessor, "qwen3_vl": Qwen3VLProcessor}[family]
-    images = Qwen2VLImageProcessorPil(**PROCESSORS[family])
-    return _without_video(kind)(images, seeing_tokenizer(), chat_template=TEMPLATE)
+    kind = {"qwen2_vl": Qwen2VLProcessor, "qwen3_vl": Qwen3VLProcessor, "glm4v_moe": Glm4vProcessor}[family]
+    tokenizer = seeing_tokenizer(family=family)
+    return _without_video(kind)(image_processor(family), tokenizer, chat_template=tokenizer.chat_template)
 
 
 def _without_video(kind: type) -> type:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
+from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as glm_resize
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from megarl.data import images
@@ -42,16 +43,22 @@ def _seen(content: Any) -> np.ndarray[Any, Any]:
     patch=st.sampled_from([14, 16]),
     least=st.integers(1, 40_000),
     more=st.integers(1, 4_000_000),
+    of_glm=st.booleans(),
 )
+@example(width=5, height=1005, patch=14, least=1, more=4_000_000, of_glm=True)  # 200.9 times, 200 once it is enlarged
 def test_sizes_are_those_of_transformers_wherever_its_size_is_within_the_limits(
-    width: int, height: int, patch: int, least: int, more: int
+    width: int, height: int, patch: int, least: int, more: int, of_glm: bool
 ) -> None:
-    rules = replace(RULES, patch=patch, min_pixels=least, max_pixels=least + more)
-    if max(width, height) / min(width, height) > 200:
-        with pytest.raises(PictureError, match="a side must be at most 200 times the other"):
+    rules = replace(RULES, patch=patch, min_pixels=least, max_pixels=least + more, grows_first=of_glm)
+    try:
+        if of_glm:  # which counts the pixels of both frames of a patch
+            expected = glm_resize(2, height, width, 2, 2 * patch, 2 * least, 2 * (least + more))[::-1]
+        else:
+            expected = smart_resize(height, width, 2 * patch, rules.min_pixels, rules.max_pixels)[::-1]
+    except ValueError:
+        with pytest.raises(PictureError, match=f"is {width}x{height} pixels, but a side must be at most 200 times the other"):
             final_size(width, height, rules)
         return
-    expected = smart_resize(height, width, 2 * patch, rules.min_pixels, rules.max_pixels)[::-1]
     if rules.min_pixels <= expected[0] * expected[1] <= rules.max_pixels:
         assert final_size(width, height, rules) == expected
         assert final_size(*expected, rules) == expected, "who resizes again changes nothing"

@@ -8,20 +8,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from megarl.data.images import keep_picture
 from megarl.data.picture_rules import load_picture_rules
 from megarl.data.pixels import patches_of
 from megarl.errors import DataError
-from tests.data.seeing_folders import PROCESSORS, picture, seeing_folder
+from tests.data.seeing_folders import PROCESSORS, image_processor, picture, seeing_folder
 
 
 @pytest.mark.parametrize("family", PROCESSORS)
 @pytest.mark.parametrize("size", [(112, 224), (50, 300), (901, 444)])
 def test_patches_are_those_of_transformers(tmp_path: Path, family: str, size: tuple[int, int]) -> None:
     rules = load_picture_rules(seeing_folder(tmp_path / "model", family))
-    expected = Qwen2VLImageProcessorPil(**PROCESSORS[family])([picture(*size)], return_tensors="pt")
+    expected = image_processor(family)([picture(*size)], return_tensors="pt")
     kept = keep_picture(picture(*size), rules, tmp_path)
     patches = patches_of([tmp_path / f"{kept.digest}.png"], rules)
     assert patches.dtype == torch.float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -71,7 +72,7 @@ def _assert_like_processor(
     placeholder = seeing_tokenizer().convert_tokens_to_ids("<|image_pad|>")
     covered = [at for one in prompt.media for at in range(one.place, one.place + one.tokens)]
     assert covered == [at for at, token in enumerate(prompt.prompt_ids) if token == placeholder]
-    rules = open_pictures(PictureFields(), str(folder / "model"), seeing_tokenizer(), folder).model.rules  # type: ignore[union-attr]
+    rules = load_picture_rules(folder / "model")
     patches = torch.cat([patches_of(one.files(folder / "run/media"), rules) for one in prompt.media])
     torch.testing.assert_close(patches, expected["pixel_values"], rtol=0, atol=1e-6)
 
@@ -143,7 +144,7 @@ def test_rows_of_llama_factory(tmp_path: Path, family: str, names: tuple[str, st
     turns = [("<image>\nHow many?\n\n<image>?", user), ("3 <b>", assistant), ("Sure?", user), ("Yes.", assistant)]
     row = {"messages": [{role: who, value: text} for text, who in turns], "images": ["0.png", "1.png"]}
     builder = SupervisedBuilder(
-        seeing_tokenizer(),
+        seeing_tokenizer(family=family),
         "sft",
         SupervisedSettings(messages_key="messages"),
         _reader(tmp_path, family, image_folder=str(tmp_path)),
@@ -158,7 +159,7 @@ def test_rows_of_llama_factory(tmp_path: Path, family: str, names: tuple[str, st
     expected = processed(family, messages, PICTURES[:2], ask=False)["input_ids"][0].tolist()
     assert sample.prompt_ids + sample.response_ids == expected[:-1]  # but the line break behind the last end token
     _assert_like_processor(sample, tmp_path, family, messages, PICTURES[:2], rest=len(sample.response_ids) + 1)
-    tokenizer = seeing_tokenizer()
+    tokenizer = seeing_tokenizer(family=family)
     trained = [token for token, is_trained in zip(sample.response_ids, sample.sampled_mask, strict=True) if is_trained]
     assert tokenizer.decode(trained) == "3 <b><|im_end|>Yes.<|im_end|>"
 
@@ -219,6 +220,18 @@ def test_without_a_template_the_models_own_tokens_stand_for_pictures(tmp_path: P
     text = f"Be brief.\n\nHow many <|vision_start|>{'<|image_pad|>' * tokens}<|vision_end|>?"
     assert marked.prompt_ids == seeing_tokenizer()(text)["input_ids"]
     assert bare.prompt_text == "<|vision_start|><|image_pad|><|vision_end|>Be brief.\n\nHow many?"
+
+
+def test_without_a_template_glms_own_tokens_stand_for_pictures_and_those_of_videos_are_refused(tmp_path: Path) -> None:
+    fields = {"family": "glm4v_moe", "chat_template": "never"}
+    [prompt] = _prompts(tmp_path, [{"images": [PICTURES[0]], "problem": "How many <image>?"}], **fields)
+    text = f"How many <|begin_of_image|>{'<|image|>' * prompt.media[0].tokens}<|end_of_image|>?"
+    assert prompt.prompt_ids == seeing_tokenizer(family="glm4v_moe")(text)["input_ids"]
+    for token in ("<|begin_of_image|>", "<|image|>", "<|end_of_image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>"):
+        with pytest.raises(PictureError, match=rf"has the text '{re.escape(token)}' in the user's turn, which stands for a"):
+            _prompts(tmp_path, [{"problem": f"a {token} b"}], **fields)
+    [plain] = _prompts(tmp_path, [{"problem": "a <|image_pad|> b"}], **fields)  # text to this model
+    assert len(plain.prompt_ids) == len("a <|image_pad|> b") - 1
 
 
 def test_marks_are_text_where_rows_have_no_pictures_by_the_config(tmp_path: Path) -> None:
@@ -476,6 +489,17 @@ def test_the_settings_of_a_whole_processor_are_read(tmp_path: Path) -> None:
     )
     assert load_picture_rules(tmp_path) == expected
     assert (expected.patch, expected.max_pixels, expected.mean) == (16, 32 * 32 * 64, (0.5, 0.5, 0.5))
+
+
+def test_the_limits_of_glms_processor_count_both_frames_of_a_patch(tmp_path: Path) -> None:
+    rules = load_picture_rules(seeing_folder(tmp_path, "glm4v_moe"))
+    assert (rules.min_pixels, rules.max_pixels, rules.grows_first) == (56 * 56, 28 * 28 * 64, True)
+    file = tmp_path / "preprocessor_config.json"
+    file.write_text(file.read_text().replace("Glm4vImageProcessor", "Glm46VImageProcessor"))  # that of GLM-4.6V
+    assert load_picture_rules(tmp_path) == rules
+    seeing_folder(tmp_path, "glm4v_moe", size={"shortest_edge": 6273, "longest_edge": 10**6})
+    with pytest.raises(ModelError, match=r"its image processor's size is \[6273, 1000000\], but .* multiples of 2 frames"):
+        load_picture_rules(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megarl.errors import ModelError
 from megarl.models.registry import ARCHITECTURES, architecture_for
@@ -80,6 +81,19 @@ REFUSED = [
     ("deepseek_v3", {"rope_parameters": YARN_ROPE | {"attention_factor": 1.0}}, r"attention_factor is 1\.0"),
     ("deepseek_v3", {"rope_parameters": LINEAR}, r"rope_type is 'linear'; it must be 'default' or 'yarn'"),
     ("deepseek_v3", {"kv_lora_rank": None}, "kv_lora_rank is None"),
+    (
+        "deepseek_v3",
+        {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}},
+        "partial_rotary_factor is 0.5; it must be 1",
+    ),
+    ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 1}, "num_experts_per_tok // topk_group is 2"),
+    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "so that 3 of a head's 12 dimensions rotate"),
+    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5; it must be more than 0"),
+    ("glm4_moe", {"rope_parameters": YARN_ROPE}, r"rope_type is 'yarn'"),
+    ("glm4_moe", {"first_k_dense_replace": 4}, "none of the layers has experts"),
+    ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be a positive integer"),
 ]
 
 
@@ -91,6 +105,31 @@ def test_what_cannot_be_represented_is_refused_by_field(
     architecture = architecture_for(hf_config)
     with pytest.raises(ModelError, match=message):
         architecture.transformer_config_kwargs(hf_config) | architecture.gpt_kwargs(hf_config)
+
+
+def test_fields_that_a_config_of_glm_leaves_out_are_those_of_transformers(configs: Any) -> None:
+    """Half of a head rotates, the first layer is dense, one expert is shared, one layer predicts further tokens."""
+    given = configs["glm4_moe"]
+    names = (
+        "partial_rotary_factor",
+        "rms_norm_eps",
+        "first_k_dense_replace",
+        "n_shared_experts",
+        "attention_bias",
+        "use_qk_norm",
+    )
+    names += ("num_nextn_predict_layers", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
+    bare = {name: value for name, value in given.items() if name not in names}
+    bare["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    filled = transformers.Glm4MoeConfig(**{k: v for k, v in bare.items() if k != "architectures"}).to_dict()
+    filled["architectures"] = given["architectures"]
+    architecture = architecture_for(bare)
+    assert all(name in filled for name in names)
+    assert architecture.transformer_config_kwargs(bare) == architecture.transformer_config_kwargs(filled)
+    assert architecture.gpt_kwargs(bare) == architecture.gpt_kwargs(filled)
+    assert architecture.gpt_kwargs(bare)["rotary_percent"] == 0.5
+    assert architecture.weight_map(bare).left_out == architecture.weight_map(filled).left_out == ("model.layers.4.",)
+    assert torch.equal(inverse_frequencies(architecture.text_config(bare), 12), inverse_frequencies(filled, 12))
 
 
 def test_a_sliding_window_that_no_layer_uses_is_accepted(configs: Any) -> None:
@@ -122,6 +161,7 @@ def test_layers_with_experts_are_those_of_transformers(configs: Any) -> None:
     assert experts("qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[]) == [0, 1, 0, 1]
     assert experts("deepseek_v3") == [0, 1, 1, 1]
     assert experts("deepseek_v3", first_k_dense_replace=0) == 1
+    assert experts("glm4_moe", first_k_dense_replace=2) == [0, 0, 1, 1]
 
 
 def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> None:

@@ -226,11 +226,29 @@ LLAMA_405B = {
     "max_position_embeddings": 131072,
 }
 
+GLM_4_5_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072,
+}
+
 
 @pytest.mark.parametrize(
     ("config", "billions"),
-    [(DEEPSEEK_V3_671B, 671.026), (QWEN3_235B, 235.094), (MIXTRAL_8X7B, 46.703), (LLAMA_405B, 405.853)],
-    ids=["DeepSeek-V3", "Qwen3-235B-A22B", "Mixtral-8x7B", "Llama-3.1-405B"],
+    [(DEEPSEEK_V3_671B, 671.026), (QWEN3_235B, 235.094), (MIXTRAL_8X7B, 46.703), (LLAMA_405B, 405.853), (GLM_4_5_AIR, 106.852)],
+    ids=["DeepSeek-V3", "Qwen3-235B-A22B", "Mixtral-8x7B", "Llama-3.1-405B", "GLM-4.5-Air"],
 )
 def test_large_models_have_as_many_parameters_as_published(config: dict[str, Any], billions: float) -> None:
     shapes = architecture_for(config).weight_map(config).hf_shapes()

@@ -32,6 +32,9 @@ MODELS = {
         num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=24, kv_lora_rank=16,
         qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12,
     ),
+    "glm4_moe": transformers.Glm4MoeConfig(
+        **SIZES, head_dim=24, intermediate_size=80, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=3,
+    ),
 }  # fmt: skip
 
 

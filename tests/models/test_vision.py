@@ -22,6 +22,7 @@ from megarl.models.flops import picture_flops
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.models.shape import shape_of
+from megarl.models.transformers_names import hub_tensors as transformers_hub_tensors
 from megarl.models.vision import TOWER
 from megarl.planning.parameters import stage_parameters
 from tests.families import build_folder
@@ -131,11 +132,63 @@ def test_the_map_of_a_full_size_config_has_as_many_parameters_as_the_hub_says(na
     architecture.gpt_kwargs(config)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def glm_4_5v() -> dict[str, Any]:
+    """GLM-4.5V's sizes as transformers 4 writes them, and a layer for multi-token prediction."""
+    text = {
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 65536,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {"mrope_section": [8, 12, 12], "type": "default"},
+        "rope_theta": 10000.0,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    }
+    tower = {"depth": 24, "hidden_act": "silu", "hidden_size": 1536, "image_size": 336, "in_channels": 3, "num_heads": 12}
+    tower |= {"intermediate_size": 10944, "out_hidden_size": 4096, "patch_size": 14, "rms_norm_eps": 1e-5}
+    tower |= {"attention_bias": False, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    names = {"architectures": ["Glm4vMoeForConditionalGeneration"], "model_type": "glm4v_moe"}
+    return names | {"image_token_id": 151363, "video_token_id": 151364, "text_config": text, "vision_config": tower}
+
+
+def test_the_map_of_a_full_size_glm_names_what_transformers_has() -> None:
+    import transformers
+
+    config = glm_4_5v()
+    with torch.device("meta"):
+        model = transformers.Glm4vMoeForConditionalGeneration(transformers.Glm4vMoeConfig(**copy.deepcopy(config)))
+    expected = {name: tuple(tensor.shape) for name, tensor in transformers_hub_tensors(model).items()}
+    weight_map = architecture_for(config).weight_map(config)
+    assert weight_map.hf_shapes() == expected
+    assert weight_map.leaves_out("model.language_model.layers.46.eh_proj.weight")
+    assert not weight_map.leaves_out("model.language_model.layers.45.mlp.gate.weight")
+
+
+FULL_SIZE = {name: config for name, (config, _) in PUBLISHED.items()} | {"GLM-4.5V": glm_4_5v()}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
 def test_a_config_means_the_same_as_transformers_5_writes_it(name: str) -> None:
     import transformers
 
-    config, _ = PUBLISHED[name]
+    config = FULL_SIZE[name]
     written = transformers.AutoConfig.for_model(**copy.deepcopy(config)).to_dict() | {"architectures": config["architectures"]}
     assert "text_config" in written
     architecture = architecture_for(config)
@@ -164,9 +217,11 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(family: str) -> Non
         "num_attention_heads",
         "num_key_value_heads",
     )
-    of_experts = ("num_experts", "num_local_experts", "moe_intermediate_size", "num_experts_per_tok")
+    of_experts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
     names = (*sizes, "max_position_embeddings", *of_experts)
     text = {name: value for name, value in written["text_config"].items() if name in names}
+    if text["hidden_size"] % text["num_attention_heads"]:  # as the defaults of GLM's decoder, whose checkpoints say this
+        text["head_dim"] = written["text_config"]["head_dim"] = 128
     given = least | {"text_config": text, "vision_config": width}
     written["vision_config"] |= width
     architecture = architecture_for(full)
@@ -302,6 +357,17 @@ REFUSED = [
     ("qwen3_vl", {"vision_config": {"deepstack_visual_indexes": [3]}}, "must be some of the tower's 3 layers, in their order"),
     ("qwen3_vl_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob is False; it must be True"),
     ("qwen3_vl", {"text_config": {"attention_bias": True}}, "attention_bias is True; it must be False"),
+    ("glm4v_moe", {"text_config": {"use_qk_norm": True}}, "use_qk_norm is True; it must be False"),
+    ("glm4v_moe", {"text_config": {"norm_topk_prob": False}}, "norm_topk_prob is False; it must be True"),
+    (
+        "glm4v_moe",
+        {"text_config": {"rope_parameters": {"mrope_section": [4, 2, 2]}}},
+        "add up to half of a head's 8 dimensions that rotate",
+    ),
+    ("glm4v_moe", {"text_config": {"rope_parameters": {"partial_rotary_factor": 0.6}}}, "so that 9 of a head's 16 dimensions"),
+    ("glm4v_moe", {"vision_config": {"hidden_act": "gelu"}}, "hidden_act is 'gelu'; it must be 'silu'"),
+    ("glm4v_moe", {"vision_config": {"image_size": [70, 70]}}, r"image_size is \[70, 70\]; it must be a positive integer"),
+    ("glm4v_moe", {"vision_config": {"out_hidden_size": 64}}, "features have 64 numbers, but the decoder's hidden_size is 32"),
 ]
 
 
@@ -326,8 +392,9 @@ def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, An
 def test_operations_of_a_picture_are_those_that_torch_counts(family: str, grid: tuple[int, int, int]) -> None:
     """Windows at the edges of a picture are smaller ones."""
     tower, vision = hugging_face(family).model.visual, vision_of(family)
+    grids = [grid] if SEEING[family].videos else [(1, *grid[1:])] * grid[0]  # GLM's tower takes one after the other
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor([grid]))
+        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor(grids))
     assert counter.get_total_flops() == picture_flops(vision, grid)
 
 

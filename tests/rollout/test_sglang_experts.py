@@ -31,14 +31,25 @@ from tests.rollout.tiny import largest_difference
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
 
 
-def sparse_everywhere(family: str, folder: Path) -> Path:
-    """A random model of `family` in which, as SGLang has it, every layer has experts."""
+WIDTHS = {
+    "mixtral": {"intermediate_size": 64},
+    "qwen3_moe": {"intermediate_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []},
+    "glm4_moe": {"intermediate_size": 64, "moe_intermediate_size": 64},
+}
+"""What SGLang serves on a CPU: widths that it need not pad; it knows no layers without experts but GLM's first ones."""
+
+
+def served(family: str, folder: Path) -> Path:
+    """A random model of `family` that SGLang serves."""
     sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    widths = {"intermediate_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []}
-    settings = sizes | FAMILIES[family].settings | (widths if family == "qwen3_moe" else {"intermediate_size": 64})
+    settings = sizes | FAMILIES[family].settings | WIDTHS[family]
     config = getattr(transformers, f"{FAMILIES[family].class_prefix}Config")(**settings, initializer_range=0.2)
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("bias", "_norm.weight")):
+            torch.nn.init.normal_(tensor, mean=float(name.endswith("weight")), std=0.05)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -47,6 +58,7 @@ def sparse_everywhere(family: str, folder: Path) -> Path:
     ("family", "tp", "arguments"),
     [
         ("qwen3_moe", 1, {}),
+        ("glm4_moe", 2, {}),
         # an engine with tp 2 is in test_sglang.py, another family's experts in the cell before
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
@@ -54,6 +66,7 @@ def sparse_everywhere(family: str, folder: Path) -> Path:
                 ("mixtral", 2, {}),
                 ("mixtral", 2, {"ep_size": 2}),
                 ("qwen3_moe", 2, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}),
+                ("glm4_moe", 2, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}),
             )
         ),
     ],
@@ -62,7 +75,7 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(
     family: str, tp: int, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     """The reference is transformers, which loads a folder that holds the weights which were sent."""
-    folder = sparse_everywhere(family, tmp_path / "model")
+    folder = served(family, tmp_path / "model")
     weights = other_values(folder)
     write_hf_folder(tmp_path / "sent", weights, HFFolder(folder).config)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", dtype=torch.float32)
@@ -86,8 +99,27 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/weight_sync/test_sglang_loader.py has the digest
+def test_a_router_that_sglang_holds_in_float32_beside_bfloat16_is_the_one_that_was_sent(tmp_path: Path) -> None:
+    """The update itself compares the checksums of all boxes."""
+    folder = served("glm4_moe", tmp_path / "model")
+    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
+    options = ServerOptions(str(folder), tmp_path / "log", dtype="bfloat16", **sizes, start_timeout_s=400)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        engine = await SglangEngine.open(options)
+        try:
+            await update(engine, other_values(folder))
+            assert engine.weight_version == 1
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
 def test_on_a_gpu_every_rank_is_sent_its_own_part_of_experts_and_all_checksums_are_compared(tmp_path: Path) -> None:
-    folder = sparse_everywhere("mixtral", tmp_path / "model")
+    folder = served("mixtral", tmp_path / "model")
     layout = EngineLayout.of_model(folder, "float32", 2, "cuda")
     for held in layout.slices.values():
         assert [box.engine_rank for box in held] == [0, 1]
@@ -139,6 +171,7 @@ def test_a_qwen2_whose_heads_are_no_share_of_the_residual_stream_is_refused(
         ("mixtral", "pads intermediate_size = 24, which must be a multiple of 32"),
         ("deepseek_v3", "must say moe_layer_freq = 1, topk_method = 'noaux_tc', scoring_func = 'sigmoid'"),
         ("qwen3_moe", "mlp_only_layers and decoder_sparse_step"),
+        ("glm4_moe-grouped", "tie_word_embeddings is true, but SGLang gives the model an output layer of its own"),
     ],
 )
 def test_a_model_that_sglang_would_serve_wrongly_is_refused_before_a_server_starts(

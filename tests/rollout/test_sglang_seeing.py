@@ -25,6 +25,9 @@ from tests import seeing
 from tests.models.test_transformers_names import other_values, stored, update
 from tests.rollout.tiny import Weights
 
+PROCESSORS = {"qwen3_vl_moe": "Qwen3VLProcessor", "glm4v_moe": "Glm4vProcessor"}
+"""Those that are not called as their model is."""
+
 
 def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that SGLang serves on a CPU, with a tokenizer, and pictures in its folder `media`."""
@@ -32,17 +35,16 @@ def served_folder(family: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     for width in ("intermediate_size", "moe_intermediate_size"):
         monkeypatch.setitem(entry.text, width, 64)  # others are padded
     monkeypatch.setitem(entry.vision, "in_chans", 3)  # as hub configs have it, and SGLang reads it
-    if entry.num_experts:  # what SGLang has whatever the config says
+    if family == "qwen3_vl_moe":  # what SGLang has whatever the config says
         monkeypatch.setitem(entry.vision, "deepstack_visual_indexes", [0, 1, 2])
         monkeypatch.setitem(entry.text, "mlp_only_layers", [])
     seeing.build_seeing_folder(family, path)
     seeing.pictures(family, path / "media")
     settings = json.loads((path / "preprocessor_config.json").read_text())
-    kind = "Qwen3VLProcessor" if family.startswith("qwen3") else f"{entry.class_prefix}Processor"
-    settings |= {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": kind}  # as on the hub
+    settings["processor_class"] = PROCESSORS.get(family, f"{entry.class_prefix}Processor")  # as on the hub
     (path / "preprocessor_config.json").write_text(json.dumps(settings))
     words = [f"w{number}" for number in range(seeing.TEXT_IDS)]
-    special = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+    special = list(entry.tokens.values())
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate([*words, *special])}, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.Fuse()
@@ -80,6 +82,7 @@ def with_values(folder: Path, weights: Weights, sent: Path) -> Any:
         pytest.param("qwen2_vl", 1, marks=pytest.mark.exhaustive),
         ("qwen3_vl", 1),
         pytest.param("qwen3_vl_moe", 2, marks=pytest.mark.exhaustive),
+        ("glm4v_moe", 2),
     ],
 )
 def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_before(
@@ -137,6 +140,22 @@ def test_what_sglang_would_compute_otherwise_is_refused(
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match=sentence):
         check_model(folder)
+
+
+def test_a_glm_of_whose_tower_sglang_would_pad_heads_or_rotate_them_otherwise_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in ("intermediate_size", "moe_intermediate_size"):
+        monkeypatch.setitem(seeing.SEEING["glm4v_moe"].text, width, 128)
+    seeing.build_seeing_folder("glm4v_moe", tmp_path / "model")
+    check_model(tmp_path / "model", tp=2)
+    with pytest.raises(EngineError, match=r"with rollout.tp = 4 it pads the 2 heads of the vision tower; tp must divide them"):
+        check_model(tmp_path / "model", tp=4)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["vision_config"]["rope_parameters"]["rope_theta"] = 1e6
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match=r"its tower rotates by the base 10000, whatever vision_config\.rope_parameters says"):
+        check_model(tmp_path / "model")
 
 
 def test_towers_are_whole_on_every_rank_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,10 +196,11 @@ def test_rows_that_have_no_place_are_refused(rows: int, of_rows: int) -> None:
         send(model, slice_of("x.mlp.shared_experts.up_proj.weight", torch.randn(rows, 3)))
 
 
-def asked(model: Model, *boxes: SliceKey) -> tuple[list[str], list[str]]:
-    """What a rank answers when it is asked for digests."""
+def asked(model: Model, *boxes: SliceKey, dtype: str = "float32") -> tuple[list[str], list[str]]:
+    """What a rank answers when it is asked for digests of what was sent in a dtype."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    load(model, pickle.loads(base64.b64decode(serialize(checking(boxes, ("127.0.0.1", store.port), "rank 0")))))
+    question = checking([(box, dtype) for box in boxes], ("127.0.0.1", store.port), "rank 0")
+    load(model, pickle.loads(base64.b64decode(serialize(question))))
     return read_answer(store.get("rank 0"))
 
 
@@ -216,3 +217,15 @@ def test_digests_are_of_what_the_parameters_hold_now_and_what_no_box_covers_is_n
         model.parameters["x.self_attn.qkv_proj.weight"][4, 0] += 1
         model.parameters["x.self_attn.qkv_proj.weight"][2:4, 3:] = half
     assert asked(model, *boxes)[0] == [digest(k + torch.eye(2, 6) * torch.tensor([[1.0], [0.0]])), digest(half)]
+
+
+def test_what_is_held_in_a_wider_dtype_has_the_digest_of_what_was_sent_unless_it_differs() -> None:
+    """As SGLang holds the router of GLM-4.5 in float32 beside weights in bfloat16."""
+    model = Model(x__mlp__gate__weight=(4, 6))
+    router = torch.randn(4, 6).bfloat16()
+    piece = slice_of("x.mlp.gate.weight", router)
+    send(model, piece)
+    assert asked(model, piece.held, dtype="bfloat16")[0] == [digest(router)]
+    with torch.no_grad():
+        model.parameters["x.mlp.gate.weight"][3, 5] += 1e-4  # less than bfloat16 tells apart
+    assert asked(model, piece.held, dtype="bfloat16")[0] != [digest(router)]

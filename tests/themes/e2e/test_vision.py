@@ -20,6 +20,7 @@ from megarl.observe import read_metrics
 from megarl.rollout.engines.registry import check_engine
 from megarl.trainers.rl.loop import train as train_rl
 from megarl.trainers.supervised.loop import train as train_supervised
+from tests.rollout.test_sglang_seeing import served_folder
 from tests.themes.e2e.records import curve, tensors
 from tools.model import tiny_vision
 
@@ -89,6 +90,25 @@ def test_engines_and_trainer_see_the_same_and_frozen_towers_keep_their_bytes(
     for name, value in before.items():
         assert torch.equal(value, after[name]) == (frozen and not name.startswith("merger.")), name
     assert (out / "preprocessor_config.json").read_bytes() == (seeing_model / "preprocessor_config.json").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive  # its engine and its layouts are in tests/rollout/test_sglang_seeing.py and tests/themes/parallel
+def test_a_model_of_another_make_with_experts_is_trained_and_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served_folder("glm4v_moe", tmp_path / "model", monkeypatch)
+    own = {"layout": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, "threads_per_rank": 1, "optimizer": {"lr": 0.01}}
+    own["max_tokens_per_micro_batch"] = 256
+    config = rl_config(model, tmp_path, policy=own | {"freeze": ["vision"]})
+    train_rl(config)
+    rows = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)
+    assert rows[0]["policy/grad_norm"] > 0
+    [checkpoint] = (Path(config.run_folder) / "checkpoints").glob("step_*/policy")
+    assert main(["convert", "export", str(checkpoint), str(tmp_path / "exported")]) == 0
+    after = towers(tmp_path / "exported")
+    for name, value in towers(model).items():
+        assert torch.equal(value, after[name]) == (not name.startswith(("merger.", "downsample."))), name
 
 
 def test_a_resumed_run_on_pictures_is_the_uninterrupted_one(seeing_model: Path, tmp_path: Path) -> None:

@@ -31,6 +31,11 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
         | {"num_nextn_predict_layers": 0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 256}
+        | {"first_k_dense_replace": 1, "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 0},
+    ),
 }
 
 

@@ -55,7 +55,7 @@ def test_log_probs_and_gradients_are_hugging_faces_up_to_bf16(transformer_engine
         assert root_mean_square(error) <= 2 * root_mean_square(allowed) + 1e-3 * root_mean_square(expected), name
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe"])
 def test_experts_and_latent_attention_agree_with_hugging_face_up_to_bf16(
     transformer_engine: Any, folder_of: Folders, family: str
 ) -> None:

@@ -18,7 +18,8 @@ def run_with_error(
     rank: int, world_size: int, error: str | None, folder: Path, units: list[Unit], media_folder: Path
 ) -> dict[str, Any]:
     """`run_family` packed, without recomputation, and with one of: windows of another size in the tower, the axes of rotary
-    angles in another order, deepstack's features behind each other's layers.
+    angles in another order, deepstack's features behind each other's layers, patches of a token or rows of the table of
+    positions exchanged (GLM).
     """
     from megarl.megatron import build
     from megarl.megatron.seeing import SeeingModel
@@ -35,10 +36,24 @@ def run_with_error(
         found.window_size *= 2
         return found
 
+    def exchanged_patches(*given: Any, **named: Any) -> Any:
+        found = tower(*given, **named)
+        found.downsample.register_forward_pre_hook(lambda module, inputs: (inputs[0].mT,))
+        return found
+
+    def exchanged_places(*given: Any, **named: Any) -> Any:
+        found = tower(*given, **named)
+        embeddings = found.embeddings
+        forward = embeddings.forward
+        embeddings.forward = lambda x, lengths, shapes, rows, columns: forward(x, lengths, shapes, columns, rows)
+        return found
+
     errors: dict[str | None, Any] = {
         None: nullcontext(),
         "windows": patch.object(build, "build_tower", wide_windows),
         "sections": patch.object(Mrope, "axes", lambda mrope: axes(mrope)[::-1]),
+        "convolution": patch.object(build, "build_tower", exchanged_patches),
+        "position table": patch.object(build, "build_tower", exchanged_places),
         "deepstack": patch.object(SeeingModel, "_with_pictures", upside_down),
     }
     with errors[error]:

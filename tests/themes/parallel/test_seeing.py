@@ -30,6 +30,7 @@ IN_EVERY_RUN = {
     "qwen2_5_vl": {"tp2·cp2+sp", "vpp2", "dp2"},
     "qwen3_vl": {"tp2+sp", "pp2·cp2"},
     "qwen3_vl_moe": {"ep2·tp2+sp"},
+    "glm4v_moe": {"tp2·pp2·cp2", "ep2"},
 }
 """What `make test` computes of the matrix: together every dimension, and each family."""
 
@@ -104,6 +105,11 @@ def later_places(shown: list[Unit]) -> list[Unit]:
         ("qwen2_5_vl", "sections"),
         ("qwen3_vl", "sections"),
         ("qwen3_vl", "deepstack"),
+        ("glm4v_moe", swapped_axes),
+        ("glm4v_moe", later_places),
+        ("glm4v_moe", "sections"),
+        ("glm4v_moe", "convolution"),
+        ("glm4v_moe", "position table"),
     ],
 )
 def test_the_comparison_notices_a_planted_error(

@@ -196,8 +196,9 @@ class SglangEngine(ServedEngine):
         if not any(ranks):
             return held
         keys = [f"digests/{rank}" for rank in self._ranks]
-        where = self.endpoint.store
-        payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(ranks, keys, strict=True)]
+        where, layout = self.endpoint.store, self.endpoint.layout
+        asked = [[(box, layout.sent_dtype(box.tensor)) for box in boxes] for boxes in ranks]
+        payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(asked, keys, strict=True)]
         body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
         await self._client.control("update_weights_from_tensor", body)
         assert self._store is not None, "a server that answers was started with one"

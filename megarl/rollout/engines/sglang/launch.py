@@ -58,6 +58,9 @@ def main(arguments: list[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
+    from megarl.rollout.engines.sglang import repairs
+
+    repairs.install()
     try:
         run_server(prepare_server_args([*arguments, f"--api-key={token}"]))  # a token may begin with a dash
     finally:
