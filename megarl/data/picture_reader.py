@@ -21,8 +21,9 @@ from PIL import Image
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
 from megarl.data.images import KeptPicture, describe_original, keep_picture, original_of, upright_rgb
-from megarl.data.media import Media, PictureRules
+from megarl.data.media import PictureRules
 from megarl.data.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, sees
+from megarl.data.placeholders import Expanded, expand
 from megarl.data.rows import Origin, Row, RowPlace
 from megarl.data.video import chosen_frames, frames_of
 from megarl.errors import DataError, PictureError
@@ -136,7 +137,7 @@ class PictureReader:
         kinds = {kind: f"under '{key}' (data.{kind}_key)" for kind, key in self._keys.items() if row.get(key)}
 
         def see(part: dict[str, Any]) -> dict[str, Any]:
-            if (kind := _kind_of(part)) is not None:
+            if (kind := kind_of(part)) is not None:
                 kinds.setdefault(kind, "in its messages")
             return part
 
@@ -163,7 +164,7 @@ class PictureReader:
 
         def without(part: dict[str, Any]) -> dict[str, Any]:
             nonlocal found
-            kind = _kind_of(part)
+            kind = kind_of(part)
             source = next((part[name] for name in SOURCES[kind] if part.get(name) is not None), None) if kind else None
             if kind is None or source is None:
                 return part
@@ -232,11 +233,11 @@ class PictureReader:
             """`content` with its pictures' parts, taken in passing."""
             parts: ContentParts = []
             for part in _split(content, self._mark):
-                kind = _kind_of(part)
+                kind = kind_of(part)
                 frames = frames_of_part(kind, part) if kind else []
                 pictures.extend(frames)
                 parts += [{"type": "image"}] * len(frames) if kind else [part]
-            return content if isinstance(content, str) and not any(map(_kind_of, parts)) else parts
+            return content if isinstance(content, str) and not any(map(kind_of, parts)) else parts
 
         arranged = [
             {**message, "content": placed(message["content"])}
@@ -267,36 +268,21 @@ class PictureReader:
         mark = self.model.tokens.mark
         return "".join(part.get("text", mark) for part in message["content"]), pictures
 
-    def expand(
-        self, prompt: list[int], response: list[int], pictures: Sequence[KeptPicture], place: RowPlace
-    ) -> tuple[list[int], list[Media]]:
-        """`prompt` with the placeholder of each picture repeated once for each of its tokens, and where they are.
+    def expand(self, ids: Sequence[int], pictures: Sequence[KeptPicture], place: RowPlace) -> Expanded:
+        """`ids` with the placeholder of each picture repeated once for each of its tokens, and where they are.
 
         Raises:
-            PictureError: a picture is in `response`, which is what comes behind the first token that is trained on.
             DataError: the chat template wrote another number of placeholders than there are pictures.
         """
         if self.model is None:
-            return prompt, []
-        rules, placeholder = self.model.rules, self.model.tokens.image_id
-        if (found := (prompt + response).count(placeholder)) != len(pictures):
+            return Expanded([*ids], [], [1] * len(ids))
+        placeholder = self.model.tokens.image_id
+        if (found := list(ids).count(placeholder)) != len(pictures):
             raise DataError(
                 f"{place} has {_several(len(pictures), 'picture')}, but the chat template makes "
                 f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
             )
-        if placeholder in response:
-            raise self._error(place, "has a picture behind its first answer; pictures must be in turns before it")
-        expanded: list[int] = []
-        media: list[Media] = []
-        for token in prompt:
-            count = 1
-            if token == placeholder:
-                picture = pictures[len(media)]
-                grid = (1, picture.height // rules.patch, picture.width // rules.patch)
-                count = grid[1] * grid[2] // rules.merge**2
-                media.append(Media("image", (picture.digest,), grid, len(expanded), count))
-            expanded += [token] * count
-        return expanded, media
+        return expand(ids, pictures, self.model.rules, placeholder)
 
     def _of_columns(self, row: Row) -> dict[str, list[list[KeptPicture]]]:
         """The row's pictures, each as one frame, and its videos, in the shapes that `_light` gives them."""
@@ -321,7 +307,7 @@ class PictureReader:
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             for part in parts if isinstance(parts, list) else []:
                 text = part.get("text") if isinstance(part, dict) else None
-                is_picture = isinstance(part, dict) and _kind_of(part) is not None
+                is_picture = isinstance(part, dict) and kind_of(part) is not None
                 if is_picture and role == "assistant":
                     raise self._error(place, "has a picture in an assistant turn; it must be in another turn")
                 if not is_picture and not isinstance(text, str):
@@ -338,7 +324,7 @@ def _several(count: int, what: str) -> str:
     return f"{count} {what}{'s' * (count != 1)}"
 
 
-def _kind_of(part: dict[str, Any]) -> str | None:
+def kind_of(part: dict[str, Any]) -> str | None:
     """`image` or `video` if a part of a message is one. Tables give every part all fields, most of them null."""
     named = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
     if part.get("type") is not None:
@@ -351,7 +337,7 @@ def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
     kinds = {text: kind for kind, text in MARKS.items()}
     parts: ContentParts = []
     for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-        if _kind_of(part) is not None:
+        if kind_of(part) is not None:
             parts.append(part)
             continue
         pieces = [piece for piece in mark.split(part["text"]) if piece]

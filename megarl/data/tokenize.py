@@ -115,7 +115,8 @@ class PromptBuilder:
         ids = list(self.tokenizer(text, add_special_tokens=not self.template.is_used)["input_ids"])
         if not ids:
             raise DataError(f"{place} has an empty prompt under '{self.data.prompt_key}'")
-        ids, media = self.pictures.expand(ids, [], pictures, place)
+        expanded = self.pictures.expand(ids, pictures, place)
+        ids, media = expanded.ids, expanded.media
         if len(ids) <= self.data.max_prompt_tokens:
             return Prompt(row_id, "", ids, text, row, media)
         if self.data.overlong_prompts == "error":
