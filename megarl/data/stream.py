@@ -254,6 +254,8 @@ def _positions_behind(first: int, response: Response, fed: int) -> Tensor:
             raise ValueError(f"response {response.index} shows pictures, but has no positions on three axes")
         return torch.arange(first, first + fed)
     _check_positions(response.positions, "response", len(response.token_ids))
+    if any(shown.place + shown.tokens > fed for shown in response.media):
+        raise ValueError(f"response {response.index} ends with a picture; its last token must be one that was sampled")
     return response.positions[:, :fed]
 
 
