@@ -273,6 +273,17 @@ def units_of_turns(family: str) -> list[Unit]:
     return found
 
 
+def conversations(family: str) -> list[Unit]:
+    """The conversations of `units_of_turns` in which pictures were told, as prompts of their next turn."""
+    found = []
+    for unit in units_of_turns(family):
+        for response in (response for response in unit.responses if response.media):
+            ids = torch.cat([unit.prompt_ids, response.token_ids])
+            media = (*unit.media, *(shown.moved(len(unit.prompt_ids)) for shown in response.media))
+            found.append(with_positions(Unit(ids, [], media), vision_of(family)))
+    return found
+
+
 def inputs(family: str, folder: Path, shown: Sequence[Media]) -> dict[str, Any]:
     """What transformers takes beside ids: pixels by its own processor, and grids."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -86,7 +86,8 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
     family: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = served_folder(family, tmp_path / "model", monkeypatch)
-    units = seeing.units(family)[:3]  # no picture, one, and two of which one is the same
+    # no picture, one, and two of which one is the same; then conversations, with pictures in the middle
+    units = [*seeing.units(family)[:3], *seeing.conversations(family)]
     prompts, media = [unit.prompt_ids.tolist() for unit in units], [unit.media for unit in units]
     params = SamplingParams(max_new_tokens=6, cut_token_ids=(seeing.IMAGE, seeing.VIDEO))
     options = ServerOptions(
