@@ -35,8 +35,10 @@ def walks(first: int = 0, last: int = 72) -> Iterator[dict[str, Any]]:
 
 
 class Walk:
-    """One walk. A move that leaves the grid, or is no move, changes nothing; a move is rewarded by how much nearer it came, as a
-    share of the whole way, so a walk that reaches the goal is worth 1."""
+    """One walk. A move that leaves the grid, or is no move, changes nothing.
+
+    A move is rewarded by how much nearer it came, as a share of the whole way: a walk that reaches the goal is worth 1.
+    """
 
     def reset(self, prompt: Any) -> None:
         """A walk begins as its row shows it."""
