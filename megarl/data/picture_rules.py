@@ -14,18 +14,21 @@ PROCESSOR = "Qwen2VLImageProcessor"
 """The image processor whose sizes and patches `data/images.py` and `data/pixels.py` compute, of all Qwen-VL models."""
 TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 """Settings of the image processor, and what config.json calls them."""
+TIMED_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
+"""Model types whose videos are pairs of frames, each behind its time as text."""
 BICUBIC = 3
 """PIL's number of the only filter that pictures are resized by."""
 
 
 @dataclass(frozen=True)
 class PictureTokens:
-    """The texts of the special tokens around a picture in a prompt, and the id of the one that is repeated.
+    """The texts of the special tokens around a picture in a prompt, and the ids of those that are repeated.
 
-    A picture is `start`, `image` once for each of its tokens, `end`.
+    A picture is `start`, `image` once for each of its tokens, `end`; two frames of a native video have `video` instead.
     """
 
     image_id: int
+    video_id: int
     image: str
     video: str
     start: str
@@ -35,6 +38,11 @@ class PictureTokens:
     def mark(self) -> str:
         """A picture in a text whose placeholder was not repeated yet."""
         return f"{self.start}{self.image}{self.end}"
+
+    @property
+    def video_mark(self) -> str:
+        """The same for two frames of a video."""
+        return f"{self.start}{self.video}{self.end}"
 
     @property
     def reserved(self) -> tuple[str, ...]:
@@ -91,6 +99,44 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
     return replace(rules, min_pixels=min_pixels or rules.min_pixels, max_pixels=max_pixels or rules.max_pixels)
 
 
+def load_video_rules(folder: str | Path, pictures: PictureRules) -> PictureRules:
+    """How the model in `folder` wants its videos, by its video processor; the limits are of all frames together.
+
+    `pictures` are its rules for pictures, which must be the same but for the limits.
+
+    Raises:
+        ModelError: the model has no videos with times as text (Qwen3-VL), or its processor does otherwise.
+    """
+    family = _config(folder).get("model_type")
+    if family not in TIMED_VIDEOS:
+        raise ModelError(
+            f"data.video is 'native', which '{folder}' ({family}) has not in megarl; it must be 'frames', or the model one of "
+            f"{', '.join(TIMED_VIDEOS)}"
+        )
+    given = _read_json(Path(folder) / "processor_config.json").get("video_processor")
+    given = given or _read_json(Path(folder) / "video_preprocessor_config.json")
+    size = given.get("size") or {}
+    if not isinstance(size.get("shortest_edge"), int) or not isinstance(size.get("longest_edge"), int):
+        raise ModelError(
+            f"data.video is 'native', but '{folder}' has no video_preprocessor_config.json with size.shortest_edge and "
+            "size.longest_edge; copy it from the model's hub folder"
+        )
+    rules = replace(
+        pictures,
+        patch=given.get("patch_size", pictures.patch),
+        temporal=given.get("temporal_patch_size", pictures.temporal),
+        merge=given.get("merge_size", pictures.merge),
+        mean=_colours(given.get("image_mean", pictures.mean)),
+        std=_colours(given.get("image_std", pictures.std)),
+    )
+    if rules != pictures or given.get("cap_pixels_per_frame"):
+        raise ModelError(
+            f"'{folder}': its video processor has other patches or colours than its image processor, or cap_pixels_per_frame; "
+            "data.video must be 'frames'"
+        )
+    return replace(rules, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+
+
 def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
     """The tokens that stand for pictures in prompts to the model in `folder`.
 
@@ -107,7 +153,7 @@ def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
             raise ModelError(f"'{folder}/config.json' has {name} {config[name]}, which is no special token of the tokenizer")
         texts[name] = str(token)
     image, video, start, end = texts.values()
-    return PictureTokens(int(config["image_token_id"]), image, video, start, end)
+    return PictureTokens(config["image_token_id"], config["video_token_id"], image, video, start, end)
 
 
 def load_processor_template(folder: str | Path) -> str | None:
@@ -126,7 +172,10 @@ def load_processor_template(folder: str | Path) -> str | None:
 
 
 def _config(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder) / "config.json"
+    return _read_json(Path(folder) / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:

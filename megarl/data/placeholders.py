@@ -7,6 +7,18 @@ from dataclasses import dataclass
 
 from megarl.data.images import KeptPicture
 from megarl.data.media import Media, PictureRules
+from megarl.data.picture_rules import PictureTokens
+
+
+@dataclass(frozen=True)
+class FramePair:
+    """Two frames of a native video, which are one grid of patches in time."""
+
+    first: KeptPicture
+    second: KeptPicture
+
+
+Showable = KeptPicture | FramePair
 
 
 @dataclass(frozen=True)
@@ -21,24 +33,27 @@ class Expanded:
     counts: list[int]
 
 
-def expand(ids: Sequence[int], pictures: Sequence[KeptPicture], rules: PictureRules, placeholder: int) -> Expanded:
-    """`ids`, which hold `placeholder` once for each of `pictures`, in their order.
+def expand(ids: Sequence[int], shown: Sequence[Showable], rules: PictureRules, tokens: PictureTokens) -> Expanded:
+    """`ids`, which hold one placeholder for each of `shown`, in their order.
 
     Raises:
-        ValueError: they hold it more often, or less.
+        ValueError: they hold more placeholders, or less, or one of a video where a picture is.
     """
-    if (found := list(ids).count(placeholder)) != len(pictures):
-        raise ValueError(f"there are {found} placeholders for {len(pictures)} pictures")
+    found = [token == tokens.video_id for token in ids if token in (tokens.image_id, tokens.video_id)]
+    if found != [isinstance(one, FramePair) for one in shown]:
+        raise ValueError(f"there are {len(found)} placeholders for {len(shown)} pictures")
     expanded: list[int] = []
     media: list[Media] = []
     counts: list[int] = []
     for token in ids:
         count = 1
-        if token == placeholder:
-            picture = pictures[len(media)]
-            grid = (1, picture.height // rules.patch, picture.width // rules.patch)
+        if token in (tokens.image_id, tokens.video_id):
+            one = shown[len(media)]
+            frames = (one.first, one.second) if isinstance(one, FramePair) else (one,)
+            grid = (1, frames[0].height // rules.patch, frames[0].width // rules.patch)
             count = grid[1] * grid[2] // rules.merge**2
-            media.append(Media("image", (picture.digest,), grid, len(expanded), count))
+            digests = tuple(frame.digest for frame in frames)
+            media.append(Media("video" if isinstance(one, FramePair) else "image", digests, grid, len(expanded), count))
         counts.append(count)
         expanded += [token] * count
     return Expanded(expanded, media, counts)

@@ -12,16 +12,16 @@ from typing import Any, Literal, get_args
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage, ChatTemplate, TrainedText
-from megarl.data.images import KeptPicture
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
+from megarl.data.placeholders import Showable
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, PictureError, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
-_Spans = tuple[list[TrainedText], list[KeptPicture]]
+_Spans = tuple[list[TrainedText], list[Showable]]
 """Pieces of a conversation, and the pictures in them."""
 
 
@@ -172,7 +172,10 @@ class SupervisedBuilder:
         # what follows the last answer is no part of the sample, nor are its pictures
         last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
         behind = sum(
-            part["type"] == "image" for one in messages[last:] if isinstance(one["content"], list) for part in one["content"]
+            part.get("type") in ("image", "video")
+            for one in messages[last:]
+            if isinstance(one["content"], list)
+            for part in one["content"]
         )
         return self.template.spans(messages, place, after=after), pictures[: len(pictures) - behind]
 
@@ -260,7 +263,7 @@ class SupervisedBuilder:
         return value
 
     def _tokenise(
-        self, spans: Sequence[TrainedText], pictures: Sequence[KeptPicture], place: RowPlace, *, only_ends: bool = False
+        self, spans: Sequence[TrainedText], pictures: Sequence[Showable], place: RowPlace, *, only_ends: bool = False
     ) -> _Tokens:
         """Tokens of `spans`, in which `pictures` are.
 

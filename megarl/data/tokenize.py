@@ -11,9 +11,9 @@ from typing import Any
 
 from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
-from megarl.data.images import KeptPicture
 from megarl.data.picture_reader import PictureReader
 from megarl.data.picture_rules import load_processor_template
+from megarl.data.placeholders import Showable
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
@@ -131,7 +131,7 @@ class PromptBuilder:
         self.dropped["overlong"] += 1
         return None
 
-    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[KeptPicture]]:
+    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[Showable]]:
         """The prompt of `row` as the text that is tokenised, and its pictures."""
         key = self.data.prompt_key
         prompt = value_of(row, key, "data.prompt_key", place)

@@ -58,7 +58,7 @@ def difference(model: Any, family: str, folder: Path, units: Sequence[Unit], gro
         for answer in group:
             ids = torch.cat([unit.prompt_ids, torch.tensor(answer.response_ids[:-1], dtype=torch.long)])[None]
             more: dict[str, Any] = seeing.inputs(family, folder / "media", unit.media)
-            more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int()} if unit.media else {}
+            more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int() + 2 * (ids == seeing.VIDEO).int()} if unit.media else {}
             with torch.no_grad():
                 logits = model(ids, **more).logits[0, len(unit.prompt_ids) - 1 :]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]

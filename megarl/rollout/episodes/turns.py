@@ -108,7 +108,7 @@ class TurnTemplate:
             return ToldTokens(ids, [])
         shown = [piece for piece in _pieces(messages) if not isinstance(piece, str)]
         try:
-            expanded = expand(ids, shown, self._pictures.rules, self._pictures.tokens.image_id)
+            expanded = expand(ids, shown, self._pictures.rules, self._pictures.tokens)
         except ValueError as error:
             roles = ", ".join(sorted({message["role"] for message in messages}))
             raise EpisodeError(

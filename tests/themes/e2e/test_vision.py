@@ -213,6 +213,14 @@ def test_limits_that_an_engine_would_not_keep_are_refused(limit: str, pixels: in
         check_engine(rl_config(seeing_model, tmp_path, data={limit: pixels}), "cpu")
 
 
+def test_native_videos_are_refused_with_engines_that_compute_them_otherwise(seeing_model: Path, tmp_path: Path) -> None:
+    sentence = r"^data.video is 'native', which is not how rollout.engine = 'sglang' computes videos; it must be 'frames', or"
+    with pytest.raises(ConfigError, match=sentence):
+        check_engine(rl_config(seeing_model, tmp_path, data={"video": "native"}), "cpu")
+    embedded = rl_config(seeing_model, tmp_path, data={"video": "native"}, rollout={"engine": "embedded"})
+    check_engine(embedded, "cpu")
+
+
 def test_engines_that_do_not_see_are_refused(seeing_model: Path, tmp_path: Path) -> None:
     elsewhere = {"weight_transport": "folder", "servers": {"urls": ["http://engine:1"]}}
     config = rl_config(seeing_model, tmp_path, rollout=elsewhere)
