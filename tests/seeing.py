@@ -2,7 +2,8 @@
 
 `SEEING` holds one entry per family; `build_seeing_folder(family, path)` writes its folder as the hub has it, and
 `hugging_face(family)` is the same model as a transformers module. `pictures(family, folder)` writes a media folder, and
-`units(family)` are four prompts that show its pictures: none, one, two (one of them again), and a video with a picture behind.
+`units(family)` are four prompts that show its pictures: none, one, two (one of them again), and a video with a picture behind;
+`units_of_turns(family)` are three with pictures between the turns of their responses.
 
 Decoders have the sizes of tests/families.py. Towers have two layers or three, windows of 2 x 2 tokens where there are any, and
 features added behind two layers where there is deepstack; no picture is square.
@@ -11,6 +12,7 @@ features added behind two layers where there is deepstack; no picture is square.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch import Tensor
 from megarl.data.media import Media
 from megarl.data.stream import Response, Unit
 from megarl.models.hf_folder import write_hf_folder
-from megarl.models.positions import prompt_positions
+from megarl.models.positions import prompt_positions, with_positions
 from megarl.models.registry import architecture_for
 from megarl.models.vision import Vision
 from tests import families
@@ -273,12 +275,62 @@ def units(family: str) -> list[Unit]:
     return found
 
 
-def inputs(family: str, folder: Path, unit: Unit) -> dict[str, Any]:
+def units_of_turns(family: str) -> list[Unit]:
+    """Three prompts, of text, with one picture and with two; each response is told pictures once, twice or never."""
+    generator = torch.Generator().manual_seed(13)
+
+    def text(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (), generator=generator))
+        return torch.randint(0, TEXT_IDS, (length,), generator=generator).tolist()
+
+    def show(ids: list[int], media: list[Media], name: str) -> None:
+        for of_one in _shown(family, name):
+            tokens = prod(of_one["grid"]) // vision.merge**2
+            media.append(Media(**of_one, place=len(ids) + 1, tokens=tokens))
+            ids += [START, *[VIDEO if of_one["kind"] == "video" else IMAGE] * tokens, END]
+
+    vision, found, index = vision_of(family), [], 0
+    told = [[("flat",), ("wide", "high")], [("high", "wide"), ()], [("flat",), ("high",)]]
+    for shown, of_responses in zip(((), ("wide",), ("high", "wide")), told, strict=True):
+        ids, media = text(2, 6), list[Media]()
+        for name in shown:
+            show(ids, media, name)
+        ids += text(1, 4)
+        responses = []
+        for names in of_responses:
+            answer, answer_media = text(2, 6), list[Media]()
+            mask = [True] * len(answer)
+            for name in names:
+                answer += text(1, 3)
+                show(answer, answer_media, name)
+                answer += text(1, 3)
+                mask += [False] * (len(answer) - len(mask))
+                answer += text(1, 6)
+                mask += [True] * (len(answer) - len(mask))
+            weights = {"weights": torch.randn(len(answer), generator=generator) / 20}
+            responses.append(Response(index, torch.tensor(answer), torch.tensor(mask), weights, tuple(answer_media)))
+            index += 1
+        found.append(with_positions(Unit(torch.tensor(ids), responses, tuple(media)), vision))
+    return found
+
+
+def conversations(family: str) -> list[Unit]:
+    """The conversations of `units_of_turns` in which pictures were told, as prompts of their next turn."""
+    found = []
+    for unit in units_of_turns(family):
+        for response in (response for response in unit.responses if response.media):
+            ids = torch.cat([unit.prompt_ids, response.token_ids])
+            media = (*unit.media, *(shown.moved(len(unit.prompt_ids)) for shown in response.media))
+            found.append(with_positions(Unit(ids, [], media), vision_of(family)))
+    return found
+
+
+def inputs(family: str, folder: Path, shown: Sequence[Media]) -> dict[str, Any]:
     """What transformers takes beside ids: pixels by its own processor, and grids."""
     patch, processor = SEEING[family].patch, image_processor(family)
     found: dict[str, Any] = {}
-    images = [media for media in unit.media if media.kind == "image"]
-    videos = [media for media in unit.media if media.kind == "video"]
+    images = [media for media in shown if media.kind == "image"]
+    videos = [media for media in shown if media.kind == "video"]
     if images:
         read = processor([Image.open(file) for media in images for file in media.files(folder)], return_tensors="pt")
         found |= {"pixel_values": read["pixel_values"], "image_grid_thw": read["image_grid_thw"]}
@@ -309,21 +361,23 @@ def positions_with(unit: Unit, response: Tensor) -> Tensor | None:
     return torch.cat([unit.positions, behind.expand(3, -1)], dim=1)[:, None]
 
 
-def by_hugging_face(family: str, folder: Path, temperature: float) -> dict[str, Any]:
+def by_hugging_face(family: str, folder: Path, temperature: float, given: Sequence[Unit] | None = None) -> dict[str, Any]:
     """Tensors, values by response and gradients: each response alone behind its prompt; log-softmax in float64.
 
     Positions are transformers' own but for videos, which it places otherwise than the models were trained (transformers#45381).
     """
     model = hugging_face(family)
     values: dict[int, Tensor] = {}
-    for unit in units(family):
-        of_prompt = inputs(family, folder, unit)
+    for unit in units(family) if given is None else given:
         for response in unit.responses:
+            start = len(unit.prompt_ids)
+            media = [*unit.media, *(shown.moved(start) for shown in response.media)]
+            read = inputs(family, folder, media)
             ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
-            more = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if unit.media else {}
-            if "video_grid_thw" in of_prompt:
+            more = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()} if media else {}
+            if "video_grid_thw" in read:
                 more["position_ids"] = positions_with(unit, response.token_ids)
-            logits = model(ids, **of_prompt, **more).logits[0, len(unit.prompt_ids) - 1 : -1].double() / temperature
+            logits = model(ids, **read, **more).logits[0, len(unit.prompt_ids) - 1 : -1].double() / temperature
             log_p = logits.log_softmax(-1)
             both = torch.stack([log_p.gather(1, response.token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], -1)
             loss = -(response.columns["weights"] * (both[:, 0] + 0.3 * both[:, 1]))[response.mask].sum()

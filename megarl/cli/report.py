@@ -119,7 +119,7 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
     from rich.text import Text
 
     from megarl.observe.chat import printable
-    from megarl.observe.pictures import describe_media, shown_media
+    from megarl.observe.pictures import describe_media, shown_media, turn_texts
     from megarl.observe.run_record import reward_of
 
     (run,) = _read(arguments.runs)
@@ -146,7 +146,8 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
         for number, media in enumerate(shown_media(sample), start=1):
             console.print(Text(printable(describe_media(number, media, run.media_folder))), soft_wrap=True)
         console.print(Text(printable(sample["prompt_text"]), style="dim"))
-        console.print(Text(printable(sample["response_text"])))
+        for text in turn_texts(sample) or [sample["response_text"]]:
+            console.print(Text(printable(text)))
         console.print()
     console.print(Text(f"{min(arguments.count, len(wanted))} of {len(wanted)} samples"))
     return 0

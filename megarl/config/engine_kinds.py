@@ -35,6 +35,8 @@ class EngineCapabilities:
     """Gives back the responses in `rollout.replay_from`, step by step."""
     sees: bool = False
     """Answers prompts that show pictures, never with features of theirs that other weights made."""
+    sees_videos: bool = False
+    """Answers prompts that show videos in the model's own way (`data.video: native`)."""
     reads_arguments: bool = False
     """Reads `rollout.engine_args`."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -60,8 +62,8 @@ _SGLANG_SET_ELSEWHERE = {
     "model_path": "rollout.servers.model_path",
 }
 
-EMBEDDED = EngineCapabilities(sees=True)
-REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True)
+EMBEDDED = EngineCapabilities(sees=True, sees_videos=True)
+REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True, sees_videos=True)
 SGLANG = EngineCapabilities(
     concurrent=True,
     weights="slices",
@@ -76,7 +78,7 @@ RUNNING_SGLANG = EngineCapabilities(
     concurrent=True, weights="folder", in_process=False, reads_arguments=True, set_elsewhere=_SGLANG_SET_ELSEWHERE
 )
 """Of SGLang servers that somebody else started."""
-NOT_YET_KNOWN = EngineCapabilities(weights="slices", in_process=False, sees=True, reads_arguments=True)
+NOT_YET_KNOWN = EngineCapabilities(weights="slices", in_process=False, sees=True, sees_videos=True, reads_arguments=True)
 """Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""
 
 

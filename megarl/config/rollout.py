@@ -35,7 +35,7 @@ class EpisodeConfig(Section):
     tool_timeout_s: Seconds = 10.0
     """Time limit in seconds for one tool call or one step of an environment."""
     tool_max_tokens: Positive = 1024
-    """Maximum number of tokens of one tool or environment answer. Longer answers are cut, with a note in the text."""
+    """Maximum number of tokens of the text of one tool or environment answer. Longer ones are cut, with a note in the text."""
 
 
 class RolloutDeadlines(Section):

@@ -353,6 +353,8 @@ class PictureFields(Section):
     """Number of frames that are used per second of a video."""
     max_frames: Annotated[int, Field(ge=2, strict=True)] = 16
     """Maximum number of frames of a video."""
+    video: Literal["frames", "native"] = "frames"
+    """`frames`: a video's frames are shown as pictures. `native`: in the model's own way (Qwen3-VL; not with SGLang)."""
     media_folder: str | None = None
     """Folder that keeps pictures at their final size; every node must see it. null: `media` in the run folder."""
     bad_pictures: Literal["error", "drop"] = "error"

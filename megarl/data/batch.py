@@ -53,10 +53,11 @@ class Batch:
         of_group = [numbers.setdefault(sample.group_id, len(numbers)) for sample in self.samples]
         self.groups = torch.tensor(of_group, dtype=torch.long)
         prompts: dict[tuple[int, tuple[Media, ...], tuple[int, ...]], int] = {}
-        keys = ((group, (*s.media,), (*s.prompt_ids,)) for group, s in zip(of_group, self.samples, strict=True))
+        keys = ((group, s.prompt_media, (*s.prompt_ids,)) for group, s in zip(of_group, self.samples, strict=True))
         self._prompt_of_row = np.array([prompts.setdefault(key, len(prompts)) for key in keys], dtype=np.int64)
         self._prompt_ids = [_tokens(ids) for _, _, ids in prompts]  # each prompt of a group once
         self._media = [media for _, media, _ in prompts]
+        self._told_media = [sample.response_media for sample in self.samples]
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
@@ -119,7 +120,14 @@ class Batch:
         lengths, starts = self.lengths.numpy()[ordered].tolist(), starts_of(counts)
         prompts, ends = self._prompt_of_row[ordered[starts[:-1]]].tolist(), pairwise(starts.tolist())
         sizes = (
-            UnitSize(len(self._prompt_ids[prompt]), tuple(lengths[a:b]), tuple(shown.grid for shown in self._media[prompt]))
+            UnitSize(
+                len(self._prompt_ids[prompt]),
+                tuple(lengths[a:b]),
+                tuple(shown.grid for shown in self._media[prompt]),
+                tuple(tuple(shown.grid for shown in self._told_media[row]) for row in ordered[a:b].tolist())
+                if any(self._told_media)
+                else (),
+            )
             for prompt, (a, b) in zip(prompts, ends, strict=True)
         )
         return UnitRows(ordered, starts, tuple(sizes))
@@ -153,6 +161,7 @@ class Batch:
             laid(self.mask if mask is None else mask),
             {name: laid(self.columns[name]) for name in columns},
             tuple(self._media[prompt] for prompt in numbers_of_prompts) if any(self._media) else (),
+            tuple(self._told_media[row] for row in numbers) if any(self._told_media) else (),
         )
         return whole.cut([len(share) for share in plan])
 

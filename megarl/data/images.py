@@ -137,37 +137,53 @@ def final_size(width: int, height: int, rules: PictureRules) -> tuple[int, int]:
     Raises:
         PictureError: the long side is more than 200 times the short one, or the rule finds no size within the limits.
     """
+    return _within_limits(width, height, rules, 1, grows_first=rules.grows_first)
+
+
+def final_frame_size(width: int, height: int, frames: int, rules: PictureRules) -> tuple[int, int]:
+    """(width, height) that each of the `frames` of a video is resized to, by the rule of Qwen3-VL's processor.
+
+    As `final_size`, but the limits are of all frames together, and a side below one token is enlarged first.
+
+    Raises:
+        PictureError: as `final_size`.
+    """
+    return _within_limits(width, height, rules, frames, grows_first=True)
+
+
+def _within_limits(width: int, height: int, rules: PictureRules, frames: int, *, grows_first: bool) -> tuple[int, int]:
     given, multiple = f"{width}x{height}", rules.patch * rules.merge
-    if rules.grows_first and min(width, height) < multiple:
+    if grows_first and min(width, height) < multiple:
         grow = max(multiple / height, multiple / width)
         width, height = int(width * grow), int(height * grow)
     if max(width, height) > LARGEST_RATIO * min(width, height):
         raise PictureError(f"is {given} pixels, but a side must be at most {LARGEST_RATIO} times the other")
     # Python rounds halves to the even number, and so does the rule
     new_width, new_height = round(width / multiple) * multiple, round(height / multiple) * multiple
-    if new_width * new_height > rules.max_pixels:
-        shrink = math.sqrt(height * width / rules.max_pixels)
+    if frames * new_width * new_height > rules.max_pixels:
+        shrink = math.sqrt(frames * height * width / rules.max_pixels)
         new_width, new_height = (max(multiple, math.floor(side / shrink / multiple) * multiple) for side in (width, height))
-    elif new_width * new_height < rules.min_pixels:
-        grow = math.sqrt(rules.min_pixels / (height * width))
+    elif frames * new_width * new_height < rules.min_pixels:
+        grow = math.sqrt(rules.min_pixels / (frames * height * width))
         new_width, new_height = (math.ceil(side * grow / multiple) * multiple for side in (width, height))
-    if not rules.min_pixels <= new_width * new_height <= rules.max_pixels:
+    if not rules.min_pixels <= frames * new_width * new_height <= rules.max_pixels:
+        of_frames = f" in each of {frames} frames" if frames > 1 else ""
         raise PictureError(
-            f"is {given} pixels and would be resized to {new_width}x{new_height}, which are not "
+            f"is {given} pixels and would be resized to {new_width}x{new_height}{of_frames}, which are not "
             f"{rules.min_pixels} to {rules.max_pixels} pixels; data.min_pixels and data.max_pixels must be further apart"
         )
     return new_width, new_height
 
 
-def keep_picture(image: Image.Image, rules: PictureRules, folder: Path) -> KeptPicture:
+def keep_picture(image: Image.Image, rules: PictureRules, folder: Path, size: tuple[int, int] | None = None) -> KeptPicture:
     """Resize an RGB picture, and write it into the media folder unless it is there; any number of processes may.
 
-    The filter is that of the processor (bicubic, Pillow's).
+    The filter is that of the processor (bicubic, Pillow's). `size`: (width, height) that it gets; None: `final_size`.
 
     Raises:
         PictureError: there is no size for it.
     """
-    size = final_size(*image.size, rules)
+    size = size or final_size(*image.size, rules)
     if image.size != size:
         image = image.resize(size, Image.Resampling.BICUBIC)
     pixels = image.tobytes()

@@ -1,22 +1,25 @@
-"""Pictures in prompts: what travels in their place.
+"""Pictures in prompts and between turns: what travels in their place.
 
 A picture is decoded and resized once, and kept as a PNG of its final size under a hash of its pixels. Everything else says
-which one it is, how many patches it has and where it is in the prompt; only who needs the pixels reads the file.
+which one it is, how many patches it has and where it is among the tokens; only who needs the pixels reads the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+Pixels = tuple[tuple[str, ...], tuple[int, int, int]]
+"""What the pixels of a picture follow from: digests of its files and its grid."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """One picture, or the frames of one video, of a prompt.
+    """One picture, or the frames of one video, of a prompt or of what was told in a response.
 
-    `grid` is its patches in time, height and width, `place` the number of its first placeholder among the prompt's ids, of
+    `grid` is its patches in time, height and width, `place` the number of its first placeholder among the ids, of
     which it has `tokens`, one after another: where a model has text between a video's frames, a pair of frames is a video.
     Every frame of a video has a digest, in their order; a picture has one. `seconds_per_grid` is the time from one grid of a
     video to the next.
@@ -30,9 +33,13 @@ class Media:
     seconds_per_grid: float | None = None
 
     @property
-    def pixels(self) -> tuple[tuple[str, ...], tuple[int, int, int]]:
-        """What its pixels follow from: equal for pictures that look the same to a model."""
+    def pixels(self) -> Pixels:
+        """Equal for pictures that look the same to a model."""
         return self.digests, self.grid
+
+    def moved(self, tokens: int) -> Media:
+        """The same where `tokens` more ids come before it."""
+        return replace(self, place=self.place + tokens)
 
     @classmethod
     def of_json(cls, record: Mapping[str, Any]) -> Media:

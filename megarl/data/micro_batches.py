@@ -32,18 +32,25 @@ Grid = tuple[int, int, int]
 
 
 class UnitSize(NamedTuple):
-    """Lengths of a unit in tokens, and the grids of the prompt's pictures."""
+    """Lengths of a unit in tokens, grids of the prompt's pictures, and of each response's; empty where none has any."""
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
     grids: tuple[Grid, ...] = ()
+    response_grids: tuple[tuple[Grid, ...], ...] = ()
+
+    def grids_of(self, places: Iterable[int]) -> tuple[Grid, ...]:
+        """Those of the prompt's pictures and of the responses at `places`."""
+        if not self.response_grids:
+            return self.grids
+        return (*self.grids, *(grid for place in places for grid in self.response_grids[place]))
 
 
 class CostModel(Protocol):
     """What a piece costs, in any unit: `models/flops.FlopsModel` in operations."""
 
     def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid]) -> int:
-        """A prompt and its pictures computed once with responses that each attend to it and to themselves."""
+        """A prompt computed once with responses that each attend to it and to themselves, and pictures of all of them."""
 
 
 def plan_micro_batches(
@@ -57,7 +64,10 @@ def plan_micro_batches(
         ValueError: there are fewer responses than ranks, or a unit has none.
     """
     if whole_units:
-        joined = [unit._replace(response_tokens=(sum(unit.response_tokens),)) for unit in units]
+        joined = [
+            UnitSize(unit.prompt_tokens, (sum(unit.response_tokens),), unit.grids_of(range(len(unit.response_tokens))))
+            for unit in units
+        ]
         plan = plan_micro_batches(joined, ranks=ranks, max_tokens=max_tokens, flops=flops)
         return [[[(u, tuple(range(len(units[u].response_tokens)))) for u, _ in pieces] for pieces in share] for share in plan]
     responses = sum(len(unit.response_tokens) for unit in units)
@@ -83,7 +93,7 @@ class _Planner:
     def cost(self, piece: UnitPart) -> int:
         if (known := self._costs.get(piece)) is None:
             unit = self.units[piece[0]]
-            known = self._costs[piece] = self.flops.cost(unit.prompt_tokens, self._lengths(piece), unit.grids)
+            known = self._costs[piece] = self.flops.cost(unit.prompt_tokens, self._lengths(piece), unit.grids_of(piece[1]))
         return known
 
     def tokens(self, piece: UnitPart) -> int:

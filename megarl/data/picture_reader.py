@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,12 @@ from PIL import Image
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage
-from megarl.data.images import KeptPicture, describe_original, keep_picture, original_of, upright_rgb
-from megarl.data.media import Media, PictureRules
-from megarl.data.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, sees
+from megarl.data.images import KeptPicture, describe_original, final_frame_size, keep_picture, original_of, upright_rgb
+from megarl.data.media import PictureRules
+from megarl.data.picture_rules import PictureTokens, load_picture_rules, load_picture_tokens, load_video_rules, sees
+from megarl.data.placeholders import Expanded, FramePair, Showable, expand
 from megarl.data.rows import Origin, Row, RowPlace
-from megarl.data.video import chosen_frames, frames_of
+from megarl.data.video import chosen_frames, timed_frames_of
 from megarl.errors import DataError, PictureError
 
 MARKS = {"image": "<image>", "video": "<video>"}
@@ -36,6 +37,8 @@ SOURCES = {"image": ("image", "image_url", "bytes", "path", "url"), "video": ("v
 REMEDY = "mend the row, or set data.bad_pictures to 'drop'"
 
 ContentParts = list[dict[str, Any]]
+KeptPaths = str | list[str] | dict[str, Any]
+"""A picture in a light row, the frames of a video, or a native video's `frames` with the `seconds` of each."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,8 @@ class PictureSettings:
     rules: PictureRules
     tokens: PictureTokens
     media_folder: Path
+    videos: PictureRules | None = None
+    """Limits are of all frames together; None: a video's frames are pictures."""
 
 
 def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, run_folder: str | Path) -> PictureReader:
@@ -64,7 +69,8 @@ def open_pictures(settings: PictureFields, model_folder: str, tokenizer: Any, ru
             f"must be at least data.min_pixels and {smallest}, the pixels of one token"
         )
     tokens = load_picture_tokens(model_folder, tokenizer)
-    return PictureReader(settings, PictureSettings(rules, tokens, settings.kept_in(str(run_folder))))
+    videos = load_video_rules(model_folder, rules) if settings.video == "native" else None
+    return PictureReader(settings, PictureSettings(rules, tokens, settings.kept_in(str(run_folder)), videos))
 
 
 class PictureReader:
@@ -174,8 +180,8 @@ class PictureReader:
         row.update({key: [_with_parts(message, without) for message in messages] for key, messages in lists.items()})
         return cast(Row, _without_bytes(row))
 
-    def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: PictureSettings) -> str | list[str]:
-        """The path of the kept picture, or those of the frames of a video."""
+    def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: PictureSettings) -> KeptPaths:
+        """The path of the kept picture, or those of the frames of a video; of a native one with the `seconds` of each."""
         settings = self.settings
         try:
             if kind == "image":
@@ -184,27 +190,52 @@ class PictureReader:
                 chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
                 if not chosen:
                     raise PictureError("has no frames")
-                return [self._file(upright_rgb(original_of(value[frame], settings.image_folder)), model) for frame in chosen]
+                frames = [
+                    self._frame(upright_rgb(original_of(value[frame], settings.image_folder)), len(chosen), model)
+                    for frame in chosen
+                ]
+                return frames if model.videos is None else {"frames": frames, "seconds": [n / settings.fps for n in chosen]}
             original = original_of(value, settings.image_folder)
             if isinstance(original, Image.Image):
                 raise PictureError("is a picture; it must be a path, bytes or a list of frames")
-            return frames_of(original, settings.fps, settings.max_frames, lambda frame: self._file(frame, model))
+
+            def keep(frame: Image.Image, frames: int) -> str:
+                return self._frame(frame, frames, model)
+
+            found = timed_frames_of(original, settings.fps, settings.max_frames, keep)
+            return found.kept if model.videos is None else {"frames": found.kept, "seconds": found.seconds}
         except PictureError as error:
             name = "picture" if kind == "image" else "video"
             raise PictureError(f"{place}: {name} {which} ({describe_original(value)}) {error}; {REMEDY}") from error
         except OSError as error:
             raise DataError(f"the media folder '{model.media_folder}' cannot be written: {error}") from error
 
-    def _file(self, image: Image.Image, model: PictureSettings) -> str:
-        kept = keep_picture(image, model.rules, model.media_folder)
+    def _frame(self, image: Image.Image, frames: int, model: PictureSettings) -> str:
+        """The path of a kept frame of a video that has so many `frames`."""
+        if model.videos is None:
+            return self._file(image, model)
+        frames += frames % model.rules.temporal  # the last one is shown twice
+        limits, settings = model.videos, self.settings
+        rules = replace(
+            limits,
+            min_pixels=max(limits.min_pixels, (settings.min_pixels or 0) * frames),
+            max_pixels=min(limits.max_pixels, (settings.max_pixels or limits.max_pixels) * frames),
+        )
+        return self._file(image, model, final_frame_size(*image.size, frames, rules))
+
+    def _file(self, image: Image.Image, model: PictureSettings, size: tuple[int, int] | None = None) -> str:
+        kept = keep_picture(image, model.rules, model.media_folder, size)
         path = str(model.media_folder / f"{kept.digest}.png")
         self._kept[path] = kept
         return path
 
     # the second pass ----------------------------------------------------------------------------------------------
 
-    def arrange(self, row: Row, messages: list[ChatMessage], place: RowPlace) -> tuple[list[ChatMessage], list[KeptPicture]]:
+    def arrange(self, row: Row, messages: list[ChatMessage], place: RowPlace) -> tuple[list[ChatMessage], list[Showable]]:
         """`messages` of a light row with a part `{"type": "image"}` for each picture or frame, and these in their order.
+
+        A native video has a part `{"type": "video"}` for each pair of frames, behind its time as text, as Qwen3-VL's processor
+        writes it (transformers 5.10 and later): the whole stands between the tokens that begin and end a picture, too.
 
         Messages without pictures stay as they are. Pictures without any mark or part stand before the first user turn's
         text, and so do videos.
@@ -219,23 +250,23 @@ class PictureReader:
         waiting = self._of_columns(row)
         numbers = {kind: len(items) for kind, items in waiting.items()}
         asked = dict.fromkeys(MARKS, 0)
-        pictures: list[KeptPicture] = []
+        pictures: list[Showable] = []
 
-        def frames_of_part(kind: str, part: dict[str, Any]) -> list[KeptPicture]:
+        def parts_for(kind: str, part: dict[str, Any]) -> ContentParts:
             own = part.get(kind)
-            if own is not None:
-                return [self._kept[path] for path in ([own] if isinstance(own, str) else own)]
-            asked[kind] += 1
-            return waiting[kind].pop(0) if waiting[kind] else []
+            if own is None:
+                asked[kind] += 1
+                own = waiting[kind].pop(0) if waiting[kind] else []
+            found, shown = self._parts_of(own)
+            pictures.extend(shown)
+            return found
 
         def placed(content: str | ContentParts) -> str | ContentParts:
             """`content` with its pictures' parts, taken in passing."""
             parts: ContentParts = []
             for part in _split(content, self._mark):
                 kind = kind_of(part)
-                frames = frames_of_part(kind, part) if kind else []
-                pictures.extend(frames)
-                parts += [{"type": "image"}] * len(frames) if kind else [part]
+                parts += parts_for(kind, part) if kind else [part]
             return content if isinstance(content, str) and not any(map(kind_of, parts)) else parts
 
         arranged = [
@@ -247,8 +278,9 @@ class PictureReader:
         if not any(asked.values()) and any(waiting.values()):
             if pictures:
                 raise self._error(place, "has pictures both in its messages and in a column; one of them must go")
-            first = [frame for kind in ("image", "video") for frames in waiting[kind] for frame in frames]
-            return _before_user_text(arranged, len(first), place), first
+            first = [self._parts_of(one) for kind in ("image", "video") for one in waiting[kind]]
+            pictures = [one for _, shown in first for one in shown]
+            return _before_user_text(arranged, [part for parts, _ in first for part in parts], place), pictures
         for kind, mark in MARKS.items():
             if asked[kind] != numbers[kind]:
                 what = _several(numbers[kind], "picture" if kind == "image" else "video")
@@ -257,55 +289,57 @@ class PictureReader:
                 raise self._error(place, f"has {what} {key}, but {places}")
         return arranged, pictures
 
-    def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[KeptPicture]]:
+    def _parts_of(self, kept: KeptPaths) -> tuple[ContentParts, list[Showable]]:
+        """The parts of a message that show a picture or video of a light row, and what its placeholders stand for."""
+        if not isinstance(kept, dict):
+            frames = [self._kept[path] for path in ([kept] if isinstance(kept, str) else kept)]
+            return [{"type": "image"}] * len(frames), [*frames]
+        assert self.model is not None
+        files, seconds = [self._kept[path] for path in kept["frames"]], list(kept["seconds"])
+        if len(files) % 2:
+            files, seconds = [*files, files[-1]], [*seconds, seconds[-1]]
+        pairs = [FramePair(*pair) for pair in zip(files[::2], files[1::2], strict=True)]
+        times = [(one + other) / 2 for one, other in zip(seconds[::2], seconds[1::2], strict=True)]
+        parts: ContentParts = [{"type": "text", "text": self.model.tokens.start}]
+        for time in times:
+            parts += [{"type": "text", "text": f"<{time:.1f} seconds>"}, {"type": "video"}]
+        return [*parts, {"type": "text", "text": self.model.tokens.end}], [*pairs]
+
+    def arrange_text(self, row: Row, text: str, place: RowPlace) -> tuple[str, list[Showable]]:
         """`arrange` for a prompt without a chat template: the model's own tokens stand for each picture."""
         if self.model is None:
             return text, []
         [message], pictures = self.arrange(row, [{"role": "user", "content": text}], place)
         if isinstance(message["content"], str):
             return message["content"], pictures
-        mark = self.model.tokens.mark
-        return "".join(part.get("text", mark) for part in message["content"]), pictures
+        marks = {"image": self.model.tokens.mark, "video": self.model.tokens.video_mark}
+        return "".join(part["text"] if part["type"] == "text" else marks[part["type"]] for part in message["content"]), pictures
 
-    def expand(
-        self, prompt: list[int], response: list[int], pictures: Sequence[KeptPicture], place: RowPlace
-    ) -> tuple[list[int], list[Media]]:
-        """`prompt` with the placeholder of each picture repeated once for each of its tokens, and where they are.
+    def expand(self, ids: Sequence[int], pictures: Sequence[Showable], place: RowPlace) -> Expanded:
+        """`ids` with the placeholder of each picture repeated once for each of its tokens, and where they are.
 
         Raises:
-            PictureError: a picture is in `response`, which is what comes behind the first token that is trained on.
             DataError: the chat template wrote another number of placeholders than there are pictures.
         """
         if self.model is None:
-            return prompt, []
-        rules, placeholder = self.model.rules, self.model.tokens.image_id
-        if (found := (prompt + response).count(placeholder)) != len(pictures):
+            return Expanded([*ids], [], [1] * len(ids))
+        try:
+            return expand(ids, pictures, self.model.rules, self.model.tokens)
+        except ValueError:
+            tokens = self.model.tokens
+            found = sum(token in (tokens.image_id, tokens.video_id) for token in ids)
             raise DataError(
                 f"{place} has {_several(len(pictures), 'picture')}, but the chat template makes "
                 f"{_several(found, 'placeholder')}; the model's folder must have the template of its processor"
-            )
-        if placeholder in response:
-            raise self._error(place, "has a picture behind its first answer; pictures must be in turns before it")
-        expanded: list[int] = []
-        media: list[Media] = []
-        for token in prompt:
-            count = 1
-            if token == placeholder:
-                picture = pictures[len(media)]
-                grid = (1, picture.height // rules.patch, picture.width // rules.patch)
-                count = grid[1] * grid[2] // rules.merge**2
-                media.append(Media("image", (picture.digest,), grid, len(expanded), count))
-            expanded += [token] * count
-        return expanded, media
+            ) from None
 
-    def _of_columns(self, row: Row) -> dict[str, list[list[KeptPicture]]]:
-        """The row's pictures, each as one frame, and its videos, in the shapes that `_light` gives them."""
-        found: dict[str, list[list[KeptPicture]]] = {kind: [] for kind in MARKS}
+    def _of_columns(self, row: Row) -> dict[str, list[KeptPaths]]:
+        """The row's pictures and its videos, in the shapes that `_keep` gives them."""
+        found: dict[str, list[KeptPaths]] = {kind: [] for kind in MARKS}
         for kind, key in self._keys.items():
             value = row.get(key) or []
-            is_one = isinstance(value, str) or (kind == "video" and isinstance(value[0] if value else [], str))
-            for one in [value] if is_one else value:
-                found[kind].append([self._kept[path] for path in ([one] if isinstance(one, str) else one)])
+            is_one = isinstance(value, str | dict) or (kind == "video" and isinstance(value[0] if value else [], str))
+            found[kind] += [value] if is_one else value
         return found
 
     def check_texts(self, messages: Sequence[ChatMessage], place: RowPlace) -> None:
@@ -363,14 +397,15 @@ def _split(content: str | ContentParts, mark: re.Pattern[str]) -> ContentParts:
     return parts
 
 
-def _before_user_text(messages: list[ChatMessage], count: int, place: RowPlace) -> list[ChatMessage]:
-    """`messages` with `count` pictures at the beginning of the first user turn."""
+def _before_user_text(messages: list[ChatMessage], parts: ContentParts, place: RowPlace) -> list[ChatMessage]:
+    """`messages` with `parts`, which show pictures, at the beginning of the first user turn."""
     first = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise PictureError(f"{place} has {_several(count, 'picture')}, but no user turn that they could be in; {REMEDY}")
+        count = _several(sum(kind_of(part) is not None for part in parts), "picture")
+        raise PictureError(f"{place} has {count}, but no user turn that they could be in; {REMEDY}")
     content = messages[first]["content"]
     text = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    turn = {**messages[first], "content": [*[{"type": "image"}] * count, *text]}
+    turn = {**messages[first], "content": [*parts, *text]}
     return [*messages[:first], turn, *messages[first + 1 :]]
 
 

@@ -21,19 +21,24 @@ VIDEO_MARKS = ("video_start_token_id", "video_end_token_id")
 """Those around a video, where they are others."""
 TOWER_FIELDS = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size", "merge_size": "spatial_merge_size"}
 """Settings of the image processor, and what config.json calls them."""
+TIMED_VIDEOS = ("qwen3_vl", "qwen3_vl_moe")
+"""Model types whose videos are pairs of frames, each behind its time as text."""
 BICUBIC = 3
 """PIL's number of the only filter that pictures are resized by."""
 
 
 @dataclass(frozen=True)
 class PictureTokens:
-    """The texts of the special tokens around a picture in a prompt, and the id of the one that is repeated.
+    """The texts of the special tokens around a picture in a prompt, and the ids of those that are repeated.
 
-    A picture is `start`, `image` once for each of its tokens, `end`. `others` are those of videos.
+    A picture is `start`, `image` once for each of its tokens, `end`; two frames of a native video have `video` instead.
+    `others` are the marks around videos where they are others.
     """
 
     image_id: int
+    video_id: int
     image: str
+    video: str
     start: str
     end: str
     others: tuple[str, ...]
@@ -44,9 +49,14 @@ class PictureTokens:
         return f"{self.start}{self.image}{self.end}"
 
     @property
+    def video_mark(self) -> str:
+        """The same for two frames of a video."""
+        return f"{self.start}{self.video}{self.end}"
+
+    @property
     def reserved(self) -> tuple[str, ...]:
         """Texts that no row may contain."""
-        return (self.image, self.start, self.end, *self.others)
+        return (self.image, self.video, self.start, self.end, *self.others)
 
 
 def sees(folder: str | Path) -> bool:
@@ -105,6 +115,44 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
     return replace(rules, min_pixels=min_pixels or rules.min_pixels, max_pixels=max_pixels or rules.max_pixels)
 
 
+def load_video_rules(folder: str | Path, pictures: PictureRules) -> PictureRules:
+    """How the model in `folder` wants its videos, by its video processor; the limits are of all frames together.
+
+    `pictures` are its rules for pictures, which must be the same but for the limits.
+
+    Raises:
+        ModelError: the model has no videos with times as text (Qwen3-VL), or its processor does otherwise.
+    """
+    family = _config(folder).get("model_type")
+    if family not in TIMED_VIDEOS:
+        raise ModelError(
+            f"data.video is 'native', which '{folder}' ({family}) has not in megarl; it must be 'frames', or the model one of "
+            f"{', '.join(TIMED_VIDEOS)}"
+        )
+    given = _read_json(Path(folder) / "processor_config.json").get("video_processor")
+    given = given or _read_json(Path(folder) / "video_preprocessor_config.json")
+    size = given.get("size") or {}
+    if not isinstance(size.get("shortest_edge"), int) or not isinstance(size.get("longest_edge"), int):
+        raise ModelError(
+            f"data.video is 'native', but '{folder}' has no video_preprocessor_config.json with size.shortest_edge and "
+            "size.longest_edge; copy it from the model's hub folder"
+        )
+    rules = replace(
+        pictures,
+        patch=given.get("patch_size", pictures.patch),
+        temporal=given.get("temporal_patch_size", pictures.temporal),
+        merge=given.get("merge_size", pictures.merge),
+        mean=_colours(given.get("image_mean", pictures.mean)),
+        std=_colours(given.get("image_std", pictures.std)),
+    )
+    if rules != pictures or given.get("cap_pixels_per_frame"):
+        raise ModelError(
+            f"'{folder}': its video processor has other patches or colours than its image processor, or cap_pixels_per_frame; "
+            "data.video must be 'frames'"
+        )
+    return replace(rules, min_pixels=size["shortest_edge"], max_pixels=size["longest_edge"])
+
+
 def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
     """The tokens that stand for pictures in prompts to the model in `folder`.
 
@@ -121,8 +169,8 @@ def load_picture_tokens(folder: str | Path, tokenizer: Any) -> PictureTokens:
         if token is None or token not in tokenizer.get_added_vocab():
             raise ModelError(f"'{folder}/config.json' has {name} {config[name]}, which is no special token of the tokenizer")
         texts[name] = str(token)
-    image, start, end, *others = texts.values()
-    return PictureTokens(int(config["image_token_id"]), image, start, end, tuple(others))
+    image, start, end, video, *others = texts.values()
+    return PictureTokens(int(config["image_token_id"]), int(config["video_token_id"]), image, video, start, end, tuple(others))
 
 
 def load_processor_template(folder: str | Path) -> str | None:
@@ -141,7 +189,10 @@ def load_processor_template(folder: str | Path) -> str | None:
 
 
 def _config(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder) / "config.json"
+    return _read_json(Path(folder) / "config.json")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text()) if file.is_file() else {}
     except ValueError as error:

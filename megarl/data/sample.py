@@ -7,7 +7,7 @@ their ids, never by position.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from megarl.data.media import Media
@@ -46,7 +46,8 @@ class Sample:
     A response that comes from a data row was sampled by no engine: `rollout_log_probs` and `weight_versions` are both
     empty, and `sampled_mask` is 1 on the tokens to be trained on. `labels` is empty, or has one number from 0 to 1 per
     such token, in their order: whether the step that the token ends is right, or whether the response is desirable.
-    `media` are the prompt's pictures.
+    `media` are the pictures of the prompt, and behind them those that were told between turns; a place counts the ids of prompt
+    and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
     """
 
     sample_id: str
@@ -62,7 +63,7 @@ class Sample:
     response_text: str = ""
     rewards: dict[str, float] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
-    turns: list[dict[str, str]] = field(default_factory=list)
+    turns: list[dict[str, Any]] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
 
@@ -80,6 +81,22 @@ class Sample:
                 f"sample {self.sample_id}: labels must have one entry per token in the mask, got {len(self.labels)} "
                 f"for {sum(self.sampled_mask)}"
             )
+
+    @property
+    def prompt_media(self) -> tuple[Media, ...]:
+        """The pictures of the prompt."""
+        return tuple(media for media in self.media if media.place < len(self.prompt_ids))
+
+    @property
+    def response_media(self) -> tuple[Media, ...]:
+        """The pictures among the response's ids, their places counted from its first one."""
+        start = len(self.prompt_ids)
+        return tuple(media.moved(-start) for media in self.media if media.place >= start)
+
+    def behind(self, other: Sample) -> Sample:
+        """This response behind the prompt of `other`."""
+        told = (media.moved(len(other.prompt_ids)) for media in self.response_media)
+        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *told])
 
     @property
     def has_rollout(self) -> bool:

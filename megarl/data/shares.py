@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megarl.data.media import Media
+from megarl.data.media import Media, Pixels
 from megarl.data.stream import MicroBatch, Response, Unit
 
 Integers = npt.NDArray[np.int64]
@@ -24,7 +24,8 @@ class Share:
     `micro_batches` int64 `[M]`: units of each. `units` int64 `[U]`: responses of each. `prompt_lengths` int64 `[U]` and
     `lengths` int64 `[R]`: tokens of each prompt and response. `rows` int64 `[R]`: each response's row in the batch.
     `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
-    and `columns` float `[L]`: as in `Response`. `media`: the pictures of each of the U prompts; empty where none has any.
+    and `columns` float `[L]`: as in `Response`. `media`: the pictures of each of the U prompts, `told_media`: of each of the R
+    responses; empty where none has any.
     """
 
     micro_batches: Integers
@@ -37,14 +38,16 @@ class Share:
     mask: npt.NDArray[np.bool_]
     columns: dict[str, npt.NDArray[Any]]
     media: tuple[tuple[Media, ...], ...] = ()
+    told_media: tuple[tuple[Media, ...], ...] = ()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """The micro-batches; their tensors are views of one copy, as what came through Ray's store cannot be written to."""
         lengths = self.lengths.tolist()
         tokens, masks = torch.tensor(self.token_ids).long().split(lengths), torch.tensor(self.mask).split(lengths)
         columns = {name: torch.tensor(column).split(lengths) for name, column in self.columns.items()}
+        told = self.told_media or ((),) * len(self.rows)
         responses = (
-            Response(row, tokens[place], masks[place], {name: column[place] for name, column in columns.items()})
+            Response(row, tokens[place], masks[place], {name: column[place] for name, column in columns.items()}, told[place])
             for place, row in enumerate(self.rows.tolist())
         )
         prompts = torch.tensor(self.prompt_ids).long().split(self.prompt_lengths.tolist())
@@ -53,6 +56,13 @@ class Share:
             Unit(prompt, [*islice(responses, n)], m) for prompt, n, m in zip(prompts, self.units.tolist(), shown, strict=True)
         )
         return (list(islice(units, count)) for count in self.micro_batches.tolist())
+
+    def pictures(self) -> Iterator[set[Pixels]]:
+        """The different pictures of each micro-batch."""
+        prompts, responses, units = iter(self.media), iter(self.told_media), iter(self.units.tolist())
+        for count in self.micro_batches.tolist() if self.media or self.told_media else ():
+            told = islice(responses, sum(islice(units, count)))
+            yield {shown.pixels for media in (*islice(prompts, count), *told) for shown in media}
 
     def cut(self, counts: Sequence[int]) -> list[Share]:
         """Shares of `counts` micro-batches each, in order; their arrays are views of this one's."""
@@ -73,6 +83,7 @@ class Share:
                 self.mask[t],
                 {name: column[t] for name, column in self.columns.items()},
                 self.media[u],
+                self.told_media[r],
             )
             for m, u, r, p, t in parts
         ]

@@ -40,13 +40,16 @@ class Response:
 
     `index` is its row in the global batch: results come back under it. `token_ids` is int64 `[L]`, `mask` bool `[L]`
     (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` tensors
-    by name (advantages, old log-probs, loss weights …).
+    by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their places
+    counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one by one.
     """
 
     index: int
     token_ids: Tensor
     mask: Tensor
     columns: dict[str, Tensor] = field(default_factory=dict)
+    media: tuple[Media, ...] = ()
+    positions: Tensor | None = None
 
 
 @dataclass
@@ -54,7 +57,8 @@ class Unit:
     """A prompt (`prompt_ids` int64 `[P]`) and the responses computed with it.
 
     `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width
-    (`models/positions.py`), which responses continue behind the largest; None: each token's is its place.
+    (`models/positions.py`), which responses continue behind the largest if they have none of their own; None: each token's is
+    its place.
     """
 
     prompt_ids: Tensor
@@ -83,13 +87,13 @@ class Segment:
 class PackedStream:
     """A micro-batch as one stream of S tokens.
 
-    `token_ids`: int64 `[S]`. `position_ids`: int64 `[S]`, or `[3, S]` where a prompt has positions on three axes.
+    `token_ids`: int64 `[S]`. `position_ids`: int64 `[S]`, or `[3, S]` where any token has positions on three axes.
     `segments` say who attends to whom. `boundaries` are the starts of the
     segments, that of the padding after the last one if there is any, and S. `rows`, `targets`: int64 `[N]`, the
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]`, aligned with `rows`.
-    `media` are the pictures and which of the tokens show them; None: no prompt has any.
+    `media` are the pictures and which of the tokens show them; None: there are none.
     """
 
     token_ids: Tensor
@@ -219,9 +223,7 @@ class _StreamBuilder:
 
     def position_ids(self) -> Tensor:
         """`[S]`, or `[3, S]` if any of the tokens has a position on each axis."""
-        if any(positions.dim() == 2 for positions in self.positions):
-            return torch.cat([positions.expand(3, -1) for positions in self.positions], dim=1)
-        return torch.cat(self.positions)
+        return _joined(self.positions)
 
     def _add(self, tokens: Tensor, positions: Tensor) -> None:
         self.tokens.append(tokens)
@@ -229,14 +231,37 @@ class _StreamBuilder:
         self.length += len(tokens)
 
 
+def _joined(positions: Sequence[Tensor]) -> Tensor:
+    """`[n]` and `[3, n]` behind each other: `[n]` where all are, else `[3, n]`."""
+    if any(part.dim() == 2 for part in positions):
+        return torch.cat([part.expand(3, -1) for part in positions], dim=1)
+    return torch.cat([*positions])
+
+
 def _positions(unit: Unit) -> tuple[Tensor, int]:
     """Those of a prompt's tokens, and the one that a response begins with."""
     length = len(unit.prompt_ids)
     if unit.positions is None:
         return torch.arange(length), length
-    if unit.positions.shape != (3, length):
-        raise ValueError(f"a prompt of {length} tokens has positions {list(unit.positions.shape)}; they must be [3, {length}]")
+    _check_positions(unit.positions, "prompt", length)
     return unit.positions, int(unit.positions.max()) + 1
+
+
+def _positions_behind(first: int, response: Response, fed: int) -> Tensor:
+    """`[fed]` or `[3, fed]`: those of a response's first `fed` tokens, the prompt's ending before `first`."""
+    if response.positions is None:
+        if response.media:
+            raise ValueError(f"response {response.index} shows pictures, but has no positions on three axes")
+        return torch.arange(first, first + fed)
+    _check_positions(response.positions, "response", len(response.token_ids))
+    if any(shown.place + shown.tokens > fed for shown in response.media):
+        raise ValueError(f"response {response.index} ends with a picture; its last token must be one that was sampled")
+    return response.positions[:, :fed]
+
+
+def _check_positions(positions: Tensor, what: str, length: int) -> None:
+    if positions.shape != (3, length):
+        raise ValueError(f"a {what} of {length} tokens has positions {list(positions.shape)}; they must be [3, {length}]")
 
 
 def pack(
@@ -268,14 +293,14 @@ def pack(
             length = len(response.token_ids)
             places = response.mask.nonzero().flatten()
             kept = response.token_ids[: length if position is ScorePosition.AT else max(length - 1, 0)]
-            follow = torch.arange(first, first + len(kept))
+            follow = _positions_behind(first, response, len(kept))
             if shared:
                 at = laid.length
                 laid.append(kept, follow, prompt_start, prompt_length)
             else:
                 at = prompt_start + prompt_length
-                both = torch.cat([of_prompt, follow.expand(*of_prompt.shape[:-1], -1)], dim=-1)
-                laid.append(torch.cat([unit.prompt_ids, kept]), both)
+                laid.append(torch.cat([unit.prompt_ids, kept]), _joined([of_prompt, follow]))
+            shown += ((media, at) for media in response.media)
             before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
             rows.append(at + places if position is ScorePosition.AT else before)
             targets.append(response.token_ids[places])

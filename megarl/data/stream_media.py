@@ -1,4 +1,4 @@
-"""Which tokens of a stream show which pictures: each picture is computed once, however many tokens and prompts show it."""
+"""Which tokens of a stream show which pictures: each picture is computed once, however many tokens and turns show it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StreamMedia:
 
 
 def laid_media(shown: Sequence[tuple[Media, int]]) -> StreamMedia:
-    """Pictures with the start of the prompt that each is in; there is at least one."""
+    """Pictures with the start of the prompt or response that each is in; there is at least one."""
     numbers: dict[object, int] = {}
     pictures: list[Media] = []
     media: list[int] = []

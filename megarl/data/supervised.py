@@ -12,16 +12,16 @@ from typing import Any, Literal, get_args
 
 from megarl.config.sections import PictureFields
 from megarl.data.chat import ChatMessage, ChatTemplate, TrainedText
-from megarl.data.images import KeptPicture
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
+from megarl.data.placeholders import Showable
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, PictureError, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
-_Spans = tuple[list[TrainedText], list[KeptPicture]]
+_Spans = tuple[list[TrainedText], list[Showable]]
 """Pieces of a conversation, and the pictures in them."""
 
 
@@ -169,7 +169,15 @@ class SupervisedBuilder:
 
     def _spans(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int = 0) -> _Spans:
         messages, pictures = self.pictures.arrange(row, messages, place)
-        return self.template.spans(messages, place, after=after), pictures
+        # what follows the last answer is no part of the sample, nor are its pictures
+        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
+        behind = sum(
+            part.get("type") in ("image", "video")
+            for one in messages[last:]
+            if isinstance(one["content"], list)
+            for part in one["content"]
+        )
+        return self.template.spans(messages, place, after=after), pictures[: len(pictures) - behind]
 
     def _answered(self, row: Row, response: str, place: RowPlace) -> _Spans:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""
@@ -255,9 +263,9 @@ class SupervisedBuilder:
         return value
 
     def _tokenise(
-        self, spans: Sequence[TrainedText], pictures: Sequence[KeptPicture], place: RowPlace, *, only_ends: bool = False
+        self, spans: Sequence[TrainedText], pictures: Sequence[Showable], place: RowPlace, *, only_ends: bool = False
     ) -> _Tokens:
-        """Tokens of `spans`, whose `pictures` must all be in the prompt.
+        """Tokens of `spans`, in which `pictures` are.
 
         With `only_ends` the mask is 1 only on the last token of every trained span.
         Text before a boundary gives the tokens that it gives alone: a response does not change the ids of its prompt,
@@ -277,8 +285,10 @@ class SupervisedBuilder:
             ids += more
             mask += [int(is_trained and (not only_ends or number == len(more) - 1)) for number in range(len(more))]
         texts = ["".join(piece for piece, _ in part) for part in (spans[:first], spans[first:])]
-        prompt, media = self.pictures.expand(ids[:start], ids[start:], pictures, place)
-        return _Tokens(prompt, ids[start:], mask[start:], media, texts[0], texts[1])
+        expanded = self.pictures.expand(ids, pictures, place)
+        mask = [trained for trained, count in zip(mask, expanded.counts, strict=True) for _ in range(count)]
+        start = sum(expanded.counts[:start])
+        return _Tokens(expanded.ids[:start], expanded.ids[start:], mask[start:], expanded.media, texts[0], texts[1])
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])

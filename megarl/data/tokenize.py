@@ -12,9 +12,9 @@ from typing import Any
 
 from megarl.config.sections import DataConfig
 from megarl.data.chat import ChatTemplate
-from megarl.data.images import KeptPicture
 from megarl.data.picture_reader import PictureReader
 from megarl.data.picture_rules import load_processor_template
+from megarl.data.placeholders import Showable
 from megarl.data.rows import Origin, Row, RowPlace, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
@@ -122,7 +122,8 @@ class PromptBuilder:
         ids = list(self.tokenizer(text, add_special_tokens=not self.template.is_used)["input_ids"])
         if not ids:
             raise DataError(f"{place} has an empty prompt under '{self.data.prompt_key}'")
-        ids, media = self.pictures.expand(ids, [], pictures, place)
+        expanded = self.pictures.expand(ids, pictures, place)
+        ids, media = expanded.ids, expanded.media
         if len(ids) <= self.data.max_prompt_tokens:
             return Prompt(row_id, "", ids, text, row, media)
         if self.data.overlong_prompts == "error":
@@ -137,7 +138,7 @@ class PromptBuilder:
         self.dropped["overlong"] += 1
         return None
 
-    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[KeptPicture]]:
+    def _render(self, row: Row, place: RowPlace) -> tuple[str, list[Showable]]:
         """The prompt of `row` as the text that is tokenised, and its pictures."""
         key = self.data.prompt_key
         prompt = value_of(row, key, "data.prompt_key", place)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -21,8 +22,25 @@ COMPLETE = 0.8
 """Of the length that a video's header states: less was cut off. Rates of frames are averages, so it need not be exact."""
 
 
+@dataclass(frozen=True)
+class TimedFrames(Generic[Kept]):
+    """Frames of a video, and when each is shown, in seconds from the first one of the video."""
+
+    kept: list[Kept]
+    seconds: list[float]
+
+
 def frames_of(original: Path | bytes, fps: float, max_frames: int, keep: Callable[[Image.Image], Kept]) -> list[Kept]:
+    """The frames of `timed_frames_of`, each handed to `keep` without their number."""
+    return timed_frames_of(original, fps, max_frames, lambda frame, _: keep(frame)).kept
+
+
+def timed_frames_of(
+    original: Path | bytes, fps: float, max_frames: int, keep: Callable[[Image.Image, int], Kept]
+) -> TimedFrames[Kept]:
     """`chosen_frames` of a video as RGB pictures, turned as the video says, each handed to `keep` as soon as it is decoded.
+
+    `keep` is also told how many frames there will be. A frame's time is its number by the video's average rate.
 
     Raises:
         PictureError: it is missing, damaged or cut off, too large, or has no frames; or `keep` raised one.
@@ -48,7 +66,7 @@ def frames_of(original: Path | bytes, fps: float, max_frames: int, keep: Callabl
             wanted = chosen_frames(total, rate, fps, max_frames)
             frames, seen = _decoded(av, content, wanted, keep)
             if len(frames) == len(wanted) and frames:
-                return frames
+                return TimedFrames(frames, [number / rate for number in wanted])
             if not seen:
                 raise PictureError("has no frames that can be decoded")
             total = seen  # fewer frames than packets: choose again among those that there are
@@ -74,7 +92,7 @@ def _length_s(container: Any, stream: Any) -> float:
     return container.duration / 1e6 if container.duration and len(container.streams) == 1 else 0.0
 
 
-def _decoded(av: Any, content: bytes, wanted: list[int], keep: Callable[[Image.Image], Kept]) -> tuple[list[Kept], int]:
+def _decoded(av: Any, content: bytes, wanted: list[int], keep: Callable[[Image.Image, int], Kept]) -> tuple[list[Kept], int]:
     """The wanted frames that there are, and how many frames were seen until the last one was found."""
     found: list[Kept] = []
     seen = 0
@@ -84,7 +102,8 @@ def _decoded(av: Any, content: bytes, wanted: list[int], keep: Callable[[Image.I
                 if frame.width * frame.height > LARGEST_PIXELS:
                     raise PictureError(f"has frames of {frame.width}x{frame.height} pixels, more than {LARGEST_PIXELS}")
                 image = frame.to_image().convert("RGB")
-                found.append(keep(image.rotate(frame.rotation, expand=True) if frame.rotation else image))
+                image = image.rotate(frame.rotation, expand=True) if frame.rotation else image
+                found.append(keep(image, len(wanted)))
             seen += 1
             if len(found) == len(wanted):
                 break

@@ -6,7 +6,7 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
-from megarl.data.stream import MicroBatch, ScorePosition, Unit
+from megarl.data.stream import MicroBatch, ScorePosition
 from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
@@ -32,7 +32,7 @@ from megarl.megatron.step import LossFunction, PassProgress, forward, forward_ba
 from megarl.megatron.update_guard import WatchedLoss, refusal
 from megarl.megatron.weights import Quantiser, export_weights, load_weights
 from megarl.models.hf_folder import HFFolder
-from megarl.models.positions import prompt_positions
+from megarl.models.positions import with_positions
 from megarl.models.registry import architecture_for
 from megarl.platform.deterministic import make_deterministic
 
@@ -104,17 +104,12 @@ class RankModel:
         return sum(chunk.tower_time.take() for chunk in chunks if isinstance(chunk, SeeingModel))
 
     def _placed(self, micro_batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
-        """The same micro-batches, in which prompts that show pictures have positions on three axes."""
+        """The same micro-batches, in which prompts and responses that show pictures have positions on three axes."""
         vision = self.vision
         if vision is None:
             return micro_batches
 
-        def placed(unit: Unit) -> Unit:
-            if not unit.media or unit.positions is not None:
-                return unit
-            return replace(unit, positions=prompt_positions(len(unit.prompt_ids), unit.media, vision))
-
-        return [[placed(unit) for unit in units] for units in micro_batches]
+        return [[with_positions(unit, vision) for unit in units] for units in micro_batches]
 
     def copy_weights_from(self, other: RankModel) -> None:
         """Take over the weights of a role with the same layout and head. The optimizer, if any, is not touched."""

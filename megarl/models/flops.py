@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -53,7 +52,7 @@ class FlopsModel:
     def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid] = ()) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
 
-        `grids` are those of the prompt's pictures (`data/media.py`).
+        `grids` are those of all their pictures (`data/media.py`).
         """
         total = sum(response_tokens)
         pairs = _pairs(prompt_tokens) + sum(prompt_tokens * r + _pairs(r) for r in response_tokens)
@@ -122,10 +121,7 @@ def update_flops(
         tokens += int(prompts.sum() + fed.sum())
         pairs += int(_pairs(prompts).sum() + (prompt_of * fed + _pairs(fed)).sum())
         rows += int(share.mask.sum())
-        units = iter(share.media)
-        for count in share.micro_batches.tolist() if share.media else ():
-            pictures = {shown.pixels for media in islice(units, count) for shown in media}
-            of_towers += flops.tower(grid for _, grid in pictures)
+        of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in share.pictures())
     of_decoder = flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits
     return UpdateFlops(PASSES * of_decoder, tower_passes * of_towers)
 

@@ -31,6 +31,26 @@ def shown_media(sample: Mapping[str, Any]) -> list[Media]:
     return [Media.of_json(one) for one in sample.get("media") or () if isinstance(one, Mapping)]
 
 
+def told_media(sample: Mapping[str, Any]) -> list[tuple[int, Media]]:
+    """Those of `shown_media` that were told between turns, with their numbers in it, their places counted from the response."""
+    start = len(sample.get("prompt_ids") or ())
+    numbered = enumerate(shown_media(sample) if start else ())
+    return [(number, media.moved(-start)) for number, media in numbered if media.place >= start]
+
+
+def turn_texts(sample: Mapping[str, Any]) -> list[str]:
+    """`user: see [picture 2] there` for each turn behind the prompt, pictures by number; none where there was one turn."""
+    number = len(shown_media(sample)) - len(told_media(sample))
+    texts: list[str] = []
+    for turn in sample.get("turns") or ():
+        content, text = turn["content"], f"{turn['role']}: "
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            number += part["type"] == "image"
+            text += f"[picture {number}]" if part["type"] == "image" else part["text"]
+        texts.append(text)
+    return texts
+
+
 def frames_shown(media: Media) -> tuple[str, ...]:
     """The digests of a picture, or of those frames of a video that a page shows."""
     number = len(media.digests)

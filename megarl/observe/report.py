@@ -19,7 +19,7 @@ from urllib.parse import quote
 import yaml
 
 from megarl.data.final_answer import read_boxes
-from megarl.observe.pictures import PagePictures, frames_shown, shown_media
+from megarl.observe.pictures import PagePictures, frames_shown, shown_media, told_media
 from megarl.observe.run_record import RunRecord, differences, last_mean, repetitions, reward_of
 
 SAMPLES = 600
@@ -125,7 +125,10 @@ def _boxes_in(run: RunRecord) -> str:
 
 
 def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
-    """The pictures of a sample by digest, and the boxes of its answer and of the gold one; nothing for a sample of text."""
+    """The pictures of a sample by digest, and the boxes of its answer and of the gold one; nothing for a sample of text.
+
+    Those that were told between turns have their place among the response's tokens.
+    """
     shown = shown_media(sample)
     for media in shown:
         for digest in frames_shown(media):
@@ -133,6 +136,8 @@ def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictu
     if not shown:
         return {}
     parts = [{"kind": one.kind, "shown": frames_shown(one), "frames": len(one.digests)} for one in shown]
+    for number, media in told_media(sample):
+        parts[number] |= {"place": media.place, "tokens": media.tokens}
     gold = read_boxes(sample.get("row", {}).get(run.answer_key))
     return {"media": parts, "boxes": read_boxes(sample.get("response_text", "")), "gold_boxes": gold}
 

@@ -20,7 +20,7 @@ from megarl.convert.sources import open_hf
 from megarl.observe.plots import band
 from megarl.observe.report import POINTS, SAMPLES, SPANS, TOKENS, as_inert_json, page_data
 from megarl.observe.run_record import differences, read_run, repetitions
-from tests.observe.recorded import HARM, show_pictures, write_run
+from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
 
@@ -89,6 +89,16 @@ def test_samples_are_found_by_step_reward_and_text(tmp_path, capsys) -> None:
     assert heads("--step", "4", "--best", "--count", "1") == ["step 4  row-4@0/3  reward 0.75 (exact_number 0.75)  stop"]
     assert heads("--worst", "--grep", "IS 7", "--count", "2")[0].startswith("step 7  row-7@0/0  reward 0 ")
     assert heads()[0].startswith("step 12 ")
+
+
+def test_samples_show_pictures_in_their_turns(tmp_path, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    _, second = show_pictures(run)
+    show_between_turns(run, second)
+    assert main(["samples", str(run), "--step", "1", "--count", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"picture 2: {run}/media/{second}.png, 896x448 px, 2 tokens" in lines
+    assert lines[lines.index("question 1") :][1:4] == ["assistant: look", "user: see [picture 2]!", "assistant: two"]
 
 
 def test_samples_name_their_pictures(tmp_path, capsys) -> None:

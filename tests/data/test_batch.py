@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -59,6 +60,17 @@ def test_pictures_travel_with_their_prompts_and_tell_equal_ids_apart() -> None:
     assert [unit.media for part in (first, second) for units in part for unit in units] == [(red,), (), (blue,), ()]
     [without] = _batch().shares(whole, [[[(0, (0,))]]], [])
     assert without.media == ()
+
+
+def test_a_response_behind_another_prompt_takes_its_own_pictures_along() -> None:
+    red, blue, green = (Media("image", (name,), (1, 2, 2), place, 1) for name, place in (("red", 0), ("blue", 4), ("green", 1)))
+    samples = _batch().samples
+    one = replace(samples[0], prompt_ids=[1, 2, 3], media=[red, blue])
+    other = replace(samples[2], prompt_ids=[4, 5], media=[green])
+    moved = one.behind(other)
+    assert (moved.prompt_ids, moved.response_ids) == (other.prompt_ids, one.response_ids)
+    assert moved.media == [green, replace(blue, place=3)]
+    assert moved.response_media == one.response_media == (replace(blue, place=1),)
 
 
 def answers_of(values: dict[int, Tensor]) -> Answers:

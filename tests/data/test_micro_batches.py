@@ -12,7 +12,13 @@ from megarl.data.micro_batches import Assignment, UnitSize, plan_micro_batches
 from megarl.models.flops import FlopsModel
 
 UNITS = st.lists(
-    st.builds(UnitSize, st.integers(1, 60), st.lists(st.integers(0, 80), min_size=1, max_size=8).map(tuple)),
+    st.builds(
+        UnitSize,
+        st.integers(1, 60),
+        st.lists(st.integers(0, 80), min_size=1, max_size=8).map(tuple),
+        st.just(()),
+        st.just(()),
+    ),
     min_size=1,
     max_size=14,
 )

@@ -31,7 +31,16 @@ from megarl.data.sampler import drop_eval_overlap
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError, ModelError, PictureError
-from tests.data.seeing_folders import PROCESSORS, TEMPLATE, encoded, picture, processed, seeing_folder, seeing_tokenizer
+from tests.data.seeing_folders import (
+    PROCESSORS,
+    SPECIAL,
+    TEMPLATE,
+    encoded,
+    picture,
+    processed,
+    seeing_folder,
+    seeing_tokenizer,
+)
 
 FAMILIES = [*PROCESSORS]
 SIZES = [(100, 70), (31, 200), (640, 480)]
@@ -406,14 +415,42 @@ def test_a_part_that_is_neither_text_nor_a_picture_is_refused(tmp_path: Path) ->
         _prompts(tmp_path, [row])
 
 
-def test_a_picture_behind_the_first_answer_is_refused(tmp_path: Path) -> None:
-    turns = [("user", "?"), ("assistant", "!"), ("user", "<image>"), ("assistant", "3")]
-    row = {"messages": [{"role": role, "content": text} for role, text in turns], "images": [PICTURES[0]]}
-    builder = SupervisedBuilder(seeing_tokenizer(), "sft", SupervisedSettings(messages_key="messages"), _reader(tmp_path))
-    with pytest.raises(
-        PictureError, match=r"row 0 .* has a picture behind its first answer; pictures must be in turns before it"
-    ):
-        builder.build([row], prefix="train")
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
+def test_a_conversation_may_show_pictures_behind_its_first_answer(tmp_path: Path, family: str) -> None:
+    """One picture before it, two behind it, and one behind the last, which is left out with its turn."""
+    shown = [picture(90, 60, 1), picture(60, 120, 2), picture(64, 64, 3), picture(70, 70, 4)]
+    turns = [
+        ("user", "<image>How?"),
+        ("assistant", "!"),
+        ("user", "<image>t<image>"),
+        ("assistant", "How 3"),
+        ("user", "<image>"),
+    ]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns], "images": shown}
+    reader = _reader(tmp_path, family)
+    builder = SupervisedBuilder(seeing_tokenizer(), "sft", SupervisedSettings(messages_key="messages"), reader)
+    [sample] = builder.build([row], prefix="train")
+    messages = [{"role": role, "content": _parts(text)} for role, text in turns[:-1]]
+    expected = processed(family, messages, shown[:3], ask=False)
+    whole = expected["input_ids"][0].tolist()
+    assert sample.prompt_ids + sample.response_ids == whole[:-1]  # the line break behind the last turn
+    asked = processed(family, messages[:1], shown[:1])["input_ids"][0].tolist()
+    assert sample.prompt_ids == asked
+    tokenizer = seeing_tokenizer()
+    said = [tokenizer(f"{text}<|im_end|>")["input_ids"] for text in ("!", "How 3")]
+    between = len(sample.response_ids) - sum(map(len, said))
+    assert sample.sampled_mask == [1] * len(said[0]) + [0] * between + [1] * len(said[1])
+    assert [list(media.grid) for media in sample.media] == expected["image_grid_thw"].tolist()
+    ids, image = sample.prompt_ids + sample.response_ids, SPECIAL.index("<|image_pad|>")
+    shows = [at for media in sample.media for at in range(media.place, media.place + media.tokens)]
+    assert shows == [at for at, token in enumerate(ids) if token == image]
+    assert [len(sample.prompt_media), len(sample.response_media)] == [1, 2]
+    assert sample == read_record(Sample, json.loads(json.dumps(sample.to_dict())))
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    pieces = [piece for piece in re.split("(<image>)", text) if piece]
+    return [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
+from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitSize, plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.data.shares import Share
@@ -56,7 +58,11 @@ def cases(draw: Any) -> Case:
             mask = draw(st.lists(st.integers(0, 1), min_size=len(ids), max_size=len(ids)))
             log_probs = draw(st.lists(st.floats(-9, 0), min_size=len(ids), max_size=len(ids)))
             prompt, name = draw(st.sampled_from(prompts)), f"g{group}"
-            samples.append(Sample(str(len(samples)), name, name, prompt, ids, mask, log_probs, [0] * len(ids), "stop"))
+            told = draw(st.lists(st.integers(0, len(ids) - 1), unique=True, max_size=2).map(sorted)) if ids else []
+            media = [Media("image", (f"{group}.{at}",), (1, 2, 2), len(prompt) + at, 1) for at in told]
+            samples.append(
+                Sample(str(len(samples)), name, name, prompt, ids, mask, log_probs, [0] * len(ids), "stop", media=media)
+            )
     order = draw(st.permutations(range(len(samples))))
     rows = order[: draw(st.integers(1, len(order)))]
     share_prefix, keep_groups = draw(st.sampled_from([(True, False), (False, False), (True, True)]))
@@ -79,6 +85,7 @@ def plain_units(case: Case) -> MicroBatch:
             torch.tensor(sample.response_ids, dtype=torch.long),
             mask,
             {name: values[row][:size] for name, values in columns.items()},
+            tuple(replace(media, place=media.place - len(sample.prompt_ids)) for media in sample.media),
         )
         key = (sample.group_id, tuple(sample.prompt_ids)) if case.share_prefix else row
         units.setdefault(key, Unit(torch.tensor(sample.prompt_ids), [])).responses.append(response)
@@ -112,6 +119,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def assert_same_responses(found: Response, expected: Response) -> None:
     assert found.index == expected.index
+    assert found.media == expected.media
     assert same(found.token_ids, expected.token_ids)
     assert same(found.mask, expected.mask)
     assert found.columns.keys() == expected.columns.keys()

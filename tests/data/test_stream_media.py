@@ -89,3 +89,50 @@ def test_positions_of_another_length_are_refused() -> None:
     broken = Unit(torch.arange(3), UNITS[0].responses, (), torch.zeros(3, 4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"a prompt of 3 tokens has positions \[3, 4\]; they must be \[3, 3\]"):
         pack([broken])
+
+
+def told(index: int, length: int, *media: Media) -> Response:
+    """Token `1000 + 100 * index + n` is the response's n-th; its positions are 50 more than those on one axis."""
+    mask = torch.ones(length, dtype=torch.bool)
+    for shown in media:
+        mask[shown.place : shown.place + shown.tokens] = False
+    positions = torch.stack([50 + torch.arange(length) * factor for factor in (1, 2, 3)]) if media else None
+    return Response(index, 1000 + 100 * index + torch.arange(length), mask, {}, media, positions)
+
+
+IN_TURNS = [
+    Unit(torch.arange(100, 108), [told(0, 6, TALL), told(1, 9, TALL, WIDE), told(2, 3)], (WIDE,), torch.arange(24).view(3, 8)),
+    Unit(torch.arange(200, 205), [told(3, 8, WIDE)]),
+]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_pictures_between_turns_stand_in_their_response(shared: bool) -> None:
+    stream = pack(IN_TURNS if shared else split_shared_prompts(IN_TURNS), pad_to_multiple=16, segment_multiple=4)
+    assert stream.media is not None
+    assert [picture.digests for picture in stream.media.pictures] == [("wide",), ("tall",)]
+    found: dict[int, set[int]] = {}
+    for place, row in zip(stream.media.places.tolist(), stream.media.rows.tolist(), strict=True):
+        found.setdefault(int(stream.token_ids[place]), set()).add(row)
+    wide, tall = {4: 0, 5: 1, 6: 2}, {1: 3, 2: 4}
+    wanted = {100 + at: row for at, row in wide.items()} | {1000 + at: row for at, row in tall.items()}
+    wanted |= {1100 + at: row for at, row in (tall | wide).items()} | {1300 + at: row for at, row in wide.items()}
+    assert found == {token: {row} for token, row in wanted.items()}
+    assert len(stream.media.places) == len(wanted) + (0 if shared else 2 * 3)  # the first prompt's, once for each copy
+    # a response has its own positions, or follows the prompt's largest, or the number of its tokens
+    of_token = dict(zip(stream.token_ids.tolist(), stream.position_ids.T.tolist(), strict=True))
+    assert [of_token[1100 + at] for at in range(8)] == [[50 + at, 50 + 2 * at, 50 + 3 * at] for at in range(8)]
+    assert [of_token[1200 + at] for at in range(2)] == [[24 + at] * 3 for at in range(2)]
+    assert [of_token[200 + at] for at in range(5)] == [[at] * 3 for at in range(5)]
+
+
+def test_pictures_without_positions_are_a_mistake() -> None:
+    unplaced = Response(0, torch.arange(6), torch.ones(6, dtype=torch.bool), {}, (TALL,))
+    with pytest.raises(ValueError, match="response 0 shows pictures, but has no positions on three axes"):
+        pack([Unit(torch.arange(3), [unplaced])])
+    last = told(0, 7, WIDE)
+    with pytest.raises(ValueError, match="response 0 ends with a picture; its last token must be one that was sampled"):
+        pack([Unit(torch.arange(3), [last])])
+    short = Response(0, torch.arange(6), torch.ones(6, dtype=torch.bool), {}, (TALL,), torch.zeros(3, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"a response of 6 tokens has positions \[3, 5\]; they must be \[3, 6\]"):
+        pack([Unit(torch.arange(3), [short])])

@@ -101,7 +101,9 @@ def test_pictures_count_once_for_each_micro_batch_that_shows_them() -> None:
         ]
         batch = Batch(samples)
         units = batch.unit_rows(range(len(samples)), share_prefix=True)
-        assert [size.grids for size in units.sizes] == [tuple(one.grid for one in shown) for shown in media]
+        grids = [size.grids_of([0]) for size in units.sizes]
+        assert grids == [tuple(one.grid for one in shown) for shown in media]
+        assert [len(size.grids) for size in units.sizes] == [sum(one.place < 20 for one in shown) for shown in media]
         return batch.shares(units, [[[(unit, (0,)) for unit in range(len(samples))]]], [])
 
     of_wide, of_high = (picture_flops(shape.vision, one.grid) for one in (wide, high))
@@ -110,6 +112,10 @@ def test_pictures_count_once_for_each_micro_batch_that_shows_them() -> None:
     assert ours(flops, *shares([wide], [high, again])) == without + 3 * (of_wide + of_high)
     how = {"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True}
     assert update_flops(flops, shares([wide], [high]), **how, tower_passes=1) == UpdateFlops(without, of_wide + of_high)
+    told = replace(high, place=21)  # of a response
+    assert ours(flops, *shares([wide], [told])) == ours(flops, *shares([wide], [high]))
+    assert ours(flops, *shares([high], [told])) == without + 3 * of_high
+    assert ours(flops, *shares([], [told])) == without + 3 * of_high
     assert flops.cost(20, [4], [wide.grid, high.grid]) == flops.cost(20, [4]) + of_wide + of_high
 
 

@@ -64,6 +64,21 @@ def show_pictures(run: Path, folder: Path | None = None) -> list[str]:
     return digests
 
 
+def show_between_turns(run: Path, digest: str) -> None:
+    """Let the first sample of a written run with pictures be told the picture `digest` as two tokens between two turns."""
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    told = {"kind": "image", "digests": [digest], "grid": [1, 32, 64], "place": 10 + 1, "tokens": 2, "seconds_per_grid": None}
+    samples[0]["media"].append(told)
+    parts = [{"type": "text", "text": "see "}, {"type": "image", "image": f"/gone/{digest}.png"}, {"type": "text", "text": "!"}]
+    samples[0] |= {"prompt_ids": [*range(10)], "response_ids": [*range(5)], "sampled_mask": [1, 0, 0, 0, 1]}
+    samples[0]["turns"] = [
+        {"role": "assistant", "content": "look"}, {"role": "user", "content": parts}, {"role": "assistant", "content": "two"}
+    ]  # fmt: skip
+    samples[0]["rollout_log_probs"] = [-1.0, 0.0, 0.0, 0.0, -2.0]
+    samples[0]["training"] = {"pieces": ["look", "<pad>", "<pad>", "!", "two"]}
+    _lines(run / "samples.jsonl", samples)
+
+
 def _sample(step: int, place: int) -> dict[str, Any]:
     harmful = place == 3
     pieces = ["the ", "answer ", HARM if harmful else f"is {step}"]

@@ -10,7 +10,7 @@ import pytest
 from megarl.observe.report import build_page
 from megarl.observe.run_record import read_run
 from tests.observe.chromium import BINARY, Chromium
-from tests.observe.recorded import HARM, show_pictures, write_run
+from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="needs Chromium (apt-get install chromium)")
 
@@ -176,6 +176,21 @@ def test_pictures_are_shown_with_the_boxes_of_the_answer(browser: Chromium, tmp_
     assert browser.run("document.querySelectorAll('#samples-list .sample:last-child svg.picture').length") == 8
     assert browser.run("document.title") == "megarl: r"
     assert browser.run("document.scripts.length") == 2
+    assert browser.complaints == []
+
+
+def test_pictures_between_turns_stand_among_the_tokens(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r")
+    first, second = show_pictures(run)
+    show_between_turns(run, second)
+    (tmp_path / "report.html").write_text(build_page([read_run(run)]))
+    browser.open(tmp_path / "report.html")
+    card = "document.querySelector('#samples-list .sample')"
+    labels = "[...{}.querySelectorAll('svg.picture')].map((one) => one.getAttribute('aria-label'))"
+    assert browser.run(labels.format(f"{card}.querySelector('.response')")) == [f"picture {second}"]
+    assert browser.run(labels.format(card)) == [f"picture {first}", f"picture {second}"]
+    pieces = f"[...{card}.querySelector('.response').children].map((one) => one.textContent || one.tagName)"
+    assert browser.run(pieces) == ["look", "DIV", "!", "two"]
     assert browser.complaints == []
 
 

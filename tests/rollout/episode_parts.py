@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.sections import DataConfig, SourceConfig
+from megarl.data.media import Media
+from megarl.data.picture_reader import PictureSettings
 from megarl.data.sample import Prompt
 from megarl.rollout.engines.protocol import FinishReason, Generation
 from megarl.rollout.episodes import Episode, EpisodeContext, open_episodes
@@ -30,10 +32,12 @@ class Settings:
     tool_max_tokens: int = 100
 
 
-def opened(tokenizer: Any, settings: Settings, max_new_tokens: int = 10_000, **data: Any) -> tuple[Episode, EpisodeContext]:
-    """An episode and its context under `settings`."""
+def opened(
+    tokenizer: Any, settings: Settings, max_new_tokens: int = 10_000, pictures: PictureSettings | None = None, **data: Any
+) -> tuple[Episode, EpisodeContext]:
+    """An episode and its context under `settings`, for a model that takes `pictures`, or none."""
     config = DataConfig(train=SourceConfig(name="chain_sum"), **data)
-    episodes = open_episodes(settings, config, tokenizer, max_new_tokens)
+    episodes = open_episodes(settings, config, tokenizer, max_new_tokens, pictures)
     return episodes.function, episodes.context
 
 
@@ -47,8 +51,10 @@ class Script:
     turns: Sequence[tuple[list[int], FinishReason]]
     asked: list[tuple[list[int], int]] = field(default_factory=list)
     sampled: int = 0
+    shown: list[list[Media]] = field(default_factory=list)
 
-    async def __call__(self, ids: list[int], max_new_tokens: int) -> Generation:
+    async def __call__(self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
+        self.shown.append([*(media or ())])
         assert max_new_tokens >= 1
         turn, reason = self.turns[min(len(self.asked), len(self.turns) - 1)]
         self.asked.append((list(ids), max_new_tokens))

@@ -19,7 +19,10 @@ from tests.rollout.test_sglang_seeing import difference, served_folder, with_val
 @pytest.mark.parametrize("family", seeing.SEEING)
 def test_answers_are_transformers_also_after_updates(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = served_folder(family, tmp_path / "model", monkeypatch)
-    units = seeing.units(family)[:3]  # no picture, one, and two of which one is the same
+    # no picture, one, and two of which one is the same; then conversations, with pictures in the middle
+    units = [*seeing.units(family)[:3], *seeing.conversations(family)]
+    if seeing.SEEING[family].frames_apart:  # a native video, and a picture behind it
+        units += seeing.units(family)[3:]
     prompts, media = [unit.prompt_ids.tolist() for unit in units], [unit.media for unit in units]
     params = SamplingParams(max_new_tokens=6, cut_token_ids=(seeing.IMAGE, seeing.VIDEO))
     engine = EmbeddedEngine(folder, initial_version=0, max_batch_samples=5, media_folder=folder / "media")

@@ -203,10 +203,10 @@ def test_calls_of_one_turn_run_at_once_and_are_answered_in_order() -> None:
 
 
 def test_an_engine_s_error_and_a_cancellation_pass_through() -> None:
-    async def broken(ids: list[int], max_new_tokens: int) -> Any:
+    async def broken(ids: list[int], max_new_tokens: int, media: Any = None) -> Any:
         raise ConnectionError("gone")
 
-    async def endless(ids: list[int], max_new_tokens: int) -> Any:
+    async def endless(ids: list[int], max_new_tokens: int, media: Any = None) -> Any:
         await asyncio.sleep(600)
 
     episode, context = opened(byte_tokenizer(CHATML), Settings(tools=[f"{HERE}:slow"]))

@@ -141,7 +141,7 @@ def test_an_engine_s_episode_has_the_log_probs_of_the_whole_conversation(tmp_pat
     stops = tuple(range(60, 512))  # most of what it says ends a turn
     episode, context = opened(byte_tokenizer(), Settings("environment", [f"{HERE}:Counting"]), 120)
 
-    async def sample(ids: list[int], max_new_tokens: int) -> Generation:
+    async def sample(ids: list[int], max_new_tokens: int, media: Any = None, /) -> Generation:
         params = SamplingParams(max_new_tokens=max_new_tokens, stop_token_ids=stops)
         return (await engine.generate([ids], params, keys=[f"{len(ids)}"]))[0][0]
 

@@ -125,7 +125,7 @@ def test_processes_end_with_the_run() -> None:
 
     before = {process.pid for process in psutil.Process().children()}
     _, context = opened(byte_tokenizer(), Settings())
-    assert asyncio.run(call(context)).text == "3"
+    assert asyncio.run(call(context)).told.text == "3"
     started = [process for process in psutil.Process().children() if process.pid not in before]
     assert len(started) == 1
     context.close()

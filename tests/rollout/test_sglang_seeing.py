@@ -59,8 +59,8 @@ def difference(model: Any, family: str, folder: Path, units: Sequence[Unit], gro
     for unit, group in zip(units, groups, strict=True):
         for answer in group:
             ids = torch.cat([unit.prompt_ids, torch.tensor(answer.response_ids[:-1], dtype=torch.long)])[None]
-            more: dict[str, Any] = seeing.inputs(family, folder / "media", unit)
-            more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int()} if unit.media else {}
+            more: dict[str, Any] = seeing.inputs(family, folder / "media", unit.media)
+            more |= {"mm_token_type_ids": (ids == seeing.IMAGE).int() + 2 * (ids == seeing.VIDEO).int()} if unit.media else {}
             with torch.no_grad():
                 logits = model(ids, **more).logits[0, len(unit.prompt_ids) - 1 :]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.response_ids)[:, None])[:, 0]
@@ -89,7 +89,8 @@ def test_answers_are_transformers_also_after_updates_and_for_pictures_asked_befo
     family: str, tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = served_folder(family, tmp_path / "model", monkeypatch)
-    units = seeing.units(family)[:3]  # no picture, one, and two of which one is the same
+    # no picture, one, and two of which one is the same; then conversations, with pictures in the middle
+    units = [*seeing.units(family)[:3], *seeing.conversations(family)]
     prompts, media = [unit.prompt_ids.tolist() for unit in units], [unit.media for unit in units]
     params = SamplingParams(max_new_tokens=6, cut_token_ids=(seeing.IMAGE, seeing.VIDEO))
     options = ServerOptions(

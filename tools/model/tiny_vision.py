@@ -40,6 +40,16 @@ SETTINGS = {
     "min_pixels": (PATCH * MERGE) ** 2,
     "max_pixels": 64 * (PATCH * MERGE) ** 2,
 }
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message.content is string -%}{{- message.content -}}"
+    "{%- else -%}{%- for part in message.content -%}"
+    "{{- '<|vision_start|><|image_pad|><|vision_end|>' if part.type == 'image' else part.text -}}"
+    "{%- endfor -%}{%- endif -%}"
+    "{{- '<eos>' if message.role == 'assistant' else ' ' -}}"
+    "{%- endfor -%}"
+)
+"""Turns behind one another, the policy's with their end; its words have no room for roles."""
 BATCH, MOST_STEPS, LR = 64, 400, 1e-3
 FIRST_SEED = 10_000_000
 """Of the warm-up's pictures of shapes: no example's."""
@@ -81,7 +91,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>", chat_template=CHAT_TEMPLATE
+    )
 
 
 def examples(first: int, count: int) -> list[Row]:

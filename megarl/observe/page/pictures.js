@@ -27,12 +27,15 @@ function pictureOf(pictures, digest, sample, scale) {
 }
 
 // Boxes say not which picture they are of, so they are drawn where there is one picture only.
-function mediaOf(pictures, sample, scale) {
-  if (!sample.media) return null;
-  const isOne = sample.media.length === 1 && sample.media[0].kind === "image";
-  const parts = sample.media.flatMap(({ kind, shown, frames }) => [
+function shownOf(pictures, { kind, shown, frames }, sample, scale) {
+  const isOne = sample.media.length === 1 && kind === "image";
+  return html("div", { class: "pictures" },
     kind === "video" ? html("div", { class: "note" }, `video, ${shown.length} of ${frames} frames:`) : null,
-    ...shown.map((digest) => pictureOf(pictures, digest, isOne ? sample : null, scale)),
-  ]);
-  return html("div", { class: "pictures" }, ...parts);
+    ...shown.map((digest) => pictureOf(pictures, digest, isOne ? sample : null, scale)));
+}
+
+// Those of the prompt; a picture that was told stands among the tokens of the response.
+function mediaOf(pictures, sample, scale) {
+  return (sample.media ?? []).filter(({ place }) => place === undefined || !sample.pieces)
+    .map((media) => shownOf(pictures, media, sample, scale));
 }

@@ -22,12 +22,15 @@ const COLORINGS = {
   },
 };
 
-function tokensOf(sample, coloring) {
+function tokensOf(sample, coloring, pictures, scale) {
   if (!sample.pieces) return [html("span", {}, sample.response)];
   const rule = COLORINGS[coloring];
   const values = sample.pieces.map((_, token) => sample.sampled[token] ? rule.value(sample, token) : undefined);
   const most = Math.max(...values.filter(isNumber).map(Math.abs), 1e-12);
+  const told = (sample.media ?? []).filter(({ place }) => place !== undefined);
   return sample.pieces.map((piece, token) => {
+    const media = told.find(({ place, tokens }) => token >= place && token < place + tokens);
+    if (media) return token === media.place ? shownOf(pictures, media, sample, scale) : null;
     const facts = [`token ${token}`];
     if (!sample.sampled[token]) facts.push("not sampled by the policy");
     if (isNumber(sample.engine[token])) facts.push(`engine ${short(sample.engine[token])}`);
@@ -46,9 +49,9 @@ function sampleCard(sample, coloring, pictures, scale) {
   if (sample.finish) facts.append(` · ended by ${sample.finish}`);
   if (sample.answer !== null && sample.answer !== undefined) facts.append(` · expected ${sample.answer}`);
   return html("article", { class: "sample" }, facts,
-    mediaOf(pictures, sample, scale),
+    ...mediaOf(pictures, sample, scale),
     html("div", { class: "text prompt" }, sample.prompt),
-    html("div", { class: "text response" }, ...tokensOf(sample, coloring)));
+    html("div", { class: "text response" }, ...tokensOf(sample, coloring, pictures, scale)));
 }
 
 function samplesSection(runs, pictures, leftOut) {

@@ -47,10 +47,10 @@ class Sight:
         return cls(vision, folder, media_folder) if vision is not None else None
 
     def prompt(self, ids: Sequence[int], media: Sequence[Media]) -> SeenPrompt:
-        """Raises EngineError if it shows a video as one, not by its frames, or pictures that are in no folder."""
+        """Raises EngineError if it shows a video as one, not by frames or pairs of them, or pictures that are in no folder."""
         if media and self.pictures is None:
             raise EngineError("a prompt shows pictures, but the engine was started without a media folder to read them from")
-        if any(shown.kind == "video" for shown in media):
+        if any(shown.kind == "video" and (shown.grid[0] > 1 or self.vision.tokens_per_second is not None) for shown in media):
             raise EngineError("a prompt shows a video as one; the embedded engine is shown its frames as pictures")
         return SeenPrompt(tuple(media), prompt_positions(len(ids), media, self.vision))
 
@@ -64,10 +64,11 @@ class Sight:
             start = longest - own.shape[1]
             laid[:, row, start:] = own
             for shown in prompt.media:
-                kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1
+                kinds[row, start + shown.place : start + shown.place + shown.tokens] = 1 if shown.kind == "image" else 2
         found: dict[str, Any] = {"position_ids": laid, "mm_token_type_ids": kinds}
-        media = [shown for prompt in prompts for shown in prompt.media]
-        if media and self.pictures is not None:
-            found["pixel_values"] = torch.cat([self.pictures.patches(shown) for shown in media])
-            found["image_grid_thw"] = torch.tensor([shown.grid for shown in media])
+        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            media = [shown for prompt in prompts for shown in prompt.media if shown.kind == kind]
+            if media and self.pictures is not None:
+                found[pixels] = torch.cat([self.pictures.patches(shown) for shown in media])
+                found[f"{kind}_grid_thw"] = torch.tensor([shown.grid for shown in media])
         return found

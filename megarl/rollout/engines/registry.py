@@ -59,5 +59,8 @@ def check_engine(config: Config, platform: str) -> type[Engine]:
         raise ConfigError.of(
             "rollout.engine", config.rollout.engine, reason, allowed="'embedded', or 'sglang' with servers of the run's own"
         )
+    if config.data.video == "native" and not able.sees_videos:
+        reason = f"is not how rollout.engine = '{config.rollout.engine}' computes videos"
+        raise ConfigError.of("data.video", "native", reason, allowed="'frames', or rollout.engine 'embedded'")
     engine.check(config, platform)
     return engine

@@ -7,25 +7,34 @@ ids into text and back, and marks every token that the policy did not sample.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError, nearest
 from megarl.rollout.engines.protocol import Generation
 from megarl.system.user_code import load_user_function
 
 if TYPE_CHECKING:
+    from megarl.data.told_pictures import PictureKeeper
     from megarl.rollout.episodes.tools.toolbox import ToolBox
-    from megarl.rollout.episodes.turns import TurnTemplate
+    from megarl.rollout.episodes.turns import ToldMessage, TurnTemplate
 
-SampleTokens = Callable[[list[int], int], Awaitable[Generation]]
-"""`await sample(ids, n)`: at most `n` (1 or more) tokens that follow `ids`, which are all tokens so far, prompt included.
 
-All turns of an episode, and all episodes of a group, ask the same engine under the same sampling parameters; the weights
-may change between two tokens. The answer includes the end token, if one was sampled.
-"""
+class SampleTokens(Protocol):
+    """Samples a turn. All turns of an episode, and all episodes of a group, ask the same engine under the same sampling
+    parameters; the weights may change between two tokens."""
+
+    async def __call__(self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
+        """At most `max_new_tokens` (1 or more) tokens that follow `ids`, which are all tokens so far, prompt included.
+
+        `media` are the pictures among `ids`; None: those of the prompt that the episode was given. The answer includes the end
+        token, if one was sampled.
+        """
+        ...
 
 
 @dataclass
@@ -48,6 +57,10 @@ class EpisodeContext:
     tools: ToolBox | None = None
     environment: Callable[[], Any] | None = None
     """Makes the environment of one episode."""
+    environment_name: str = ""
+    """What the config calls it."""
+    pictures: PictureKeeper | None = None
+    """Keeps what tools and environments show; None: the model takes no pictures."""
     system_prompt: str | None = None
     """System message before what an environment begins with."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -58,6 +71,11 @@ class EpisodeContext:
     def tool_schemas(self) -> list[dict[str, Any]]:
         """The tools as the chat template's `tools=` takes them; prompts are rendered with them."""
         return self.tools.schemas if self.tools is not None else []
+
+    def as_turns(self, messages: Sequence[ToldMessage]) -> list[dict[str, Any]]:
+        """Messages as `Sample.turns` has them: pictures by the paths of their kept files."""
+        folder = self.pictures.media_folder if self.pictures is not None else Path()
+        return [{**message, "content": message["content"].content(folder)} for message in messages]
 
     def take_counts(self) -> dict[str, int]:
         """The counts since the last call."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megarl.config.sections import DataConfig
+from megarl.data.picture_reader import PictureSettings
+from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError
 from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, load_episode
 from megarl.rollout.episodes.tools.toolbox import ToolBox
@@ -50,8 +52,14 @@ class Episodes:
         self.context.close()
 
 
-def open_episodes(settings: EpisodeSettings, data: DataConfig, tokenizer: Any, max_new_tokens: int) -> Episodes:
-    """The episodes that the config's section `rollout.episode` names.
+def open_episodes(
+    settings: EpisodeSettings,
+    data: DataConfig,
+    tokenizer: Any,
+    max_new_tokens: int,
+    pictures: PictureSettings | None = None,
+) -> Episodes:
+    """The episodes that the config's section `rollout.episode` names; the model takes `pictures`, or none.
 
     The prompts of episodes with tools must have been built with `tool_schemas`. An episode of the user's own gets
     tools if it names some, and turns if the tokenizer has a chat template.
@@ -70,6 +78,7 @@ def open_episodes(settings: EpisodeSettings, data: DataConfig, tokenizer: Any, m
         timeout_s,
         settings.tool_max_tokens,
         system_prompt=data.system_prompt,
+        pictures=PictureKeeper(pictures.rules, pictures.media_folder, data.image_folder) if pictures is not None else None,
     )
     if kind == "single":
         return Episodes(episode, context)
@@ -81,12 +90,14 @@ def open_episodes(settings: EpisodeSettings, data: DataConfig, tokenizer: Any, m
                 f"rollout.episode.tools has {len(settings.tools)} names, but rollout.episode.kind = 'environment' needs one: "
                 "the environment as 'package.module:Class'"
             )
+        context.environment_name = settings.tools[0]
         context.environment = load_user_function(settings.tools[0], EpisodeError)
     elif settings.tools:
-        context.tools = ToolBox(settings.tools, timeout_s, settings.tool_max_tokens * CHARACTERS_PER_TOKEN)
+        characters = settings.tool_max_tokens * CHARACTERS_PER_TOKEN
+        context.tools = ToolBox(settings.tools, timeout_s, characters, context.pictures)
     elif kind == "tools":
         raise EpisodeError("rollout.episode.tools is empty, but rollout.episode.kind = 'tools' needs at least one")
     if kind in BUILT_IN or tokenizer.chat_template:
         observation_role = "tool" if context.tools is not None else "user"
-        context.chat = TurnTemplate(tokenizer, context.tool_schemas, observation_role)
+        context.chat = TurnTemplate(tokenizer, context.tool_schemas, observation_role, pictures)
     return Episodes(episode, context)

@@ -9,7 +9,7 @@ from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.tools.answers import ToolAnswer
 from megarl.rollout.episodes.tools.calls import ToolCall, parse_tool_calls
 from megarl.rollout.episodes.transcript import Transcript
-from megarl.rollout.episodes.turns import TextMessage
+from megarl.rollout.episodes.turns import ToldMessage
 
 
 async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
@@ -19,7 +19,7 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, con
     last token of a response is always a sampled one.
     """
     assert context.chat is not None
-    transcript = Transcript(prompt.prompt_ids, context.max_new_tokens)
+    transcript = Transcript(prompt, context.max_new_tokens)
     for turn in range(1, context.max_turns + 1):
         generation, text = await transcript.take_turn(sample, context)
         if generation.finish_reason != "stop":
@@ -30,14 +30,14 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, con
         if turn == context.max_turns:
             break
         answers = await asyncio.gather(*(_answer(call, place, context) for place, call in enumerate(calls)))
-        ids = context.chat.between(answers, generation.response_ids[-1])
-        if len(ids) >= transcript.room:
+        told = context.chat.between(answers, generation.response_ids[-1])
+        if len(told.ids) >= transcript.room:
             break
-        transcript.append_observation(ids, answers)
+        transcript.append_observation(told.ids, context.as_turns(answers), told.media)
     return transcript.sample(prompt, number, "length")
 
 
-async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> TextMessage:
+async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> ToldMessage:
     """The message that answers `call`, whatever comes of it."""
     assert context.chat is not None
     assert context.tools is not None
@@ -49,9 +49,9 @@ async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> TextMe
         answer = await context.tools.call(call.name, call.arguments)
         if answer.failure is not None:
             context.counts[answer.failure] += 1
-    text, was_cut = context.chat.cut(answer.text, context.tool_max_tokens, answer.characters)
+    told, was_cut = context.chat.cut(answer.told, context.tool_max_tokens, answer.characters)
     if was_cut:
         context.counts["tool_cuts"] += 1
     name = call.name if call.name in context.tools else "unknown"
     # Templates that want an id (Mistral) want nine letters or digits.
-    return {"role": "tool", "name": name, "tool_call_id": f"call{place:05d}", "content": text}
+    return {"role": "tool", "name": name, "tool_call_id": f"call{place:05d}", "content": told}

@@ -1,4 +1,5 @@
-"""Episodes in an environment of the user's: `reset(prompt)` begins one, `step(text)` answers each turn of the policy.
+"""Episodes in an environment of the user's: `reset(prompt)` begins one, `step(text)` answers each turn of the policy, both in
+words and pictures.
 
 Both may be `async def`. What an environment raises ends the run, because its rewards would be missing.
 """
@@ -15,10 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import EpisodeError
+from megarl.data.told_pictures import TEXT_AND_PICTURES, PicturedText, Pieces, pieces_of
+from megarl.errors import DataError, EpisodeError, PictureError
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.transcript import Transcript
-from megarl.rollout.episodes.turns import TextMessage
+from megarl.rollout.episodes.turns import ToldMessage
 from megarl.system.user_code import describe
 
 REWARD = "environment"
@@ -35,8 +37,8 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
     assert context.environment is not None
     environment = await _ask(context.environment, context.tool_timeout_s)
     try:
-        prompt = _opening(prompt, await _ask(environment.reset, context.tool_timeout_s, prompt), context)
-        transcript = Transcript(prompt.prompt_ids, context.max_new_tokens)
+        prompt = await _opening(prompt, await _ask(environment.reset, context.tool_timeout_s, prompt), context)
+        transcript = Transcript(prompt, context.max_new_tokens)
         reward, finish_reason = 0.0, "length"
         for turn in range(1, context.max_turns + 1):
             generation, text = await transcript.take_turn(sample, context)
@@ -48,11 +50,13 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
             if done:
                 finish_reason = "stop"
                 break
-            told = _cut(_messages(observation), context)
-            ids = context.chat.between(told, generation.response_ids[-1])
-            if turn == context.max_turns or len(ids) >= transcript.room:
+            if turn == context.max_turns:
                 break
-            transcript.append_observation(ids, told)
+            messages = _cut(await _messages(observation, prompt, context), context)
+            told = context.chat.between(messages, generation.response_ids[-1])
+            if len(told.ids) >= transcript.room:
+                break
+            transcript.append_observation(told.ids, context.as_turns(messages), told.media)
         return transcript.sample(prompt, number, finish_reason, {REWARD: reward})
     finally:
         close = getattr(environment, "close", None)
@@ -61,49 +65,80 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
                 await asyncio.shield(_ask(close, context.tool_timeout_s))
 
 
-def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Prompt:
+async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Prompt:
     """The prompt that an episode begins with: the one given if the environment says nothing of its own."""
     if observation is None:
         return prompt
     assert context.chat is not None
-    if prompt.media:
-        raise EpisodeError(
-            f"the environment begins row {prompt.row_id} in its own words, but the row shows {len(prompt.media)} pictures; "
-            "reset must return None for rows with pictures"
-        )
-    messages = _messages(observation)
+    messages = await _messages(observation, prompt, context)
     if context.system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": context.system_prompt}, *messages]
-    text, ids = context.chat.opening(messages)
-    if len(ids) > context.max_prompt_tokens:
+        messages = [{"role": "system", "content": PicturedText(context.system_prompt)}, *messages]
+    try:
+        text, told = context.chat.opening(messages)
+    except EpisodeError as error:
+        raise EpisodeError(f"the environment {context.environment_name} cannot begin row {prompt.row_id}: {error}") from None
+    if len(told.ids) > context.max_prompt_tokens:
+        of_pictures = f", {sum(one.tokens for one in told.media)} of them for pictures" if told.media else ""
         raise EpisodeError(
-            f"the environment begins row {prompt.row_id} with {len(ids)} tokens, but data.max_prompt_tokens is "
-            f"{context.max_prompt_tokens}; raise it, or say less in reset"
+            f"the environment begins row {prompt.row_id} with {len(told.ids)} tokens{of_pictures}, but data.max_prompt_tokens "
+            f"is {context.max_prompt_tokens}; raise it, or say less in reset"
         )
-    return replace(prompt, prompt_ids=ids, prompt_text=text)
+    return replace(prompt, prompt_ids=told.ids, prompt_text=text, media=told.media)
 
 
-def _messages(observation: Any) -> list[TextMessage]:
-    """An observation as chat messages: text is one user message."""
-    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+async def _messages(observation: Any, prompt: Prompt, context: EpisodeContext) -> list[ToldMessage]:
+    """An observation as chat messages, its pictures kept: what is no list of messages is one user message."""
+    is_chat = isinstance(observation, list) and all(isinstance(one, dict) and "role" in one for one in observation)
+    given = observation if is_chat else [{"role": "user", "content": observation}]
+    try:
+        contents = [_pieces(message["content"]) for message in given if isinstance(message["role"], str)]
+    except PictureError as error:
+        raise _of_pictures(prompt, context, error) from error
+    except KeyError:
+        contents = []
+    if not contents or len(contents) < len(given) or any(pieces is None for pieces in contents):
         raise EpisodeError(
             f"the environment observed a {type(observation).__name__}; it must be text or a list of chat messages, each "
-            "with 'role' and 'content' as text"
+            "with 'role' and 'content', or text with pictures: {'text': ..., 'images': [...]}"
         )
-    return messages
+    found: list[ToldMessage] = []
+    for message, pieces in zip(given, contents, strict=True):
+        found.append({**message, "content": await _kept(pieces or [], prompt, context)})
+    return found
 
 
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
+def _pieces(content: Any) -> Pieces | None:
+    if isinstance(content, str):
+        return [content]
+    pieces = pieces_of(content)
+    if pieces is None and isinstance(content, dict) and content.keys() <= TEXT_AND_PICTURES and "text" in content:
+        return _pieces(content["text"])  # a step without pictures, in the form of those with some
+    return pieces
 
 
-def _cut(messages: list[TextMessage], context: EpisodeContext) -> list[TextMessage]:
-    """`messages`, none longer than `tool_max_tokens`."""
+async def _kept(pieces: Pieces, prompt: Prompt, context: EpisodeContext) -> PicturedText:
+    if all(isinstance(piece, str) for piece in pieces):
+        return PicturedText("".join(map(str, pieces)))
+    if context.pictures is None:
+        raise _of_pictures(prompt, context, "the model takes none; train a vision-language model")
+    try:
+        return await asyncio.to_thread(context.pictures.kept, pieces)
+    except PictureError as error:
+        raise _of_pictures(prompt, context, error) from error
+    except DataError as error:
+        raise EpisodeError(str(error)) from error
+
+
+def _of_pictures(prompt: Prompt, context: EpisodeContext, why: PictureError | str) -> EpisodeError:
+    return EpisodeError(f"the environment {context.environment_name} shows row {prompt.row_id} what cannot be shown: {why}")
+
+
+def _cut(messages: list[ToldMessage], context: EpisodeContext) -> list[ToldMessage]:
+    """`messages`, none with a text longer than `tool_max_tokens`."""
     assert context.chat is not None
     texts = [context.chat.cut(message["content"], context.tool_max_tokens) for message in messages]
     context.counts["tool_cuts"] += sum(was_cut for _, was_cut in texts)
-    return [{**message, "content": text} for message, (text, _) in zip(messages, texts, strict=True)]
+    return [{**message, "content": told} for message, (told, _) in zip(messages, texts, strict=True)]
 
 
 def _checked(answer: Any) -> tuple[Any, float, bool]:

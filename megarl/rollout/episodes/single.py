@@ -18,6 +18,6 @@ async def single_turn(prompt: Prompt, number: int, sample: SampleTokens, context
 
 def single_sample(prompt: Prompt, number: int, generation: Generation, tokenizer: Any) -> Sample:
     """One sampled response as sample `number` of the group that `prompt` names."""
-    transcript = Transcript(prompt.prompt_ids, len(generation.response_ids))
+    transcript = Transcript(prompt, len(generation.response_ids))
     transcript.append_turn(generation, tokenizer.decode(generation.response_ids, skip_special_tokens=True))
     return transcript.sample(prompt, number, generation.finish_reason)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
@@ -10,15 +14,15 @@ from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 class Transcript:
     """Grows turn by turn; token in, token out: nothing in it is ever tokenised again."""
 
-    def __init__(self, prompt_ids: list[int], max_new_tokens: int) -> None:
+    def __init__(self, prompt: Prompt, max_new_tokens: int) -> None:
         """`max_new_tokens` bounds all tokens behind the prompt."""
-        self.prompt_ids = list(prompt_ids)
+        self.prompt_ids, self.media = list(prompt.prompt_ids), list(prompt.media)
         self.max_new_tokens = max_new_tokens
         self.response_ids: list[int] = []
         self.sampled_mask: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
-        self.turns: list[dict[str, str]] = []
+        self.turns: list[dict[str, Any]] = []
 
     @property
     def ids(self) -> list[int]:
@@ -41,14 +45,19 @@ class Transcript:
     async def take_turn(self, sample: SampleTokens, context: EpisodeContext) -> tuple[Generation, str]:
         """Let the policy take a turn of a conversation, take it over, and return it with its text."""
         assert context.chat is not None
-        generation = await sample(self.ids, self.room)
+        generation = await sample(self.ids, self.room, self.media)
         context.counts["turns"] += 1
         text = context.chat.turn_text(generation)
         self.append_turn(generation, text)
         return generation, text
 
-    def append_observation(self, ids: list[int], turns: list[dict[str, str]]) -> None:
-        """Take over what the policy is told: masked, log-prob 0, under the version of the token before."""
+    def append_observation(self, ids: list[int], turns: list[dict[str, Any]], media: Sequence[Media] = ()) -> None:
+        """Take over what the policy is told: masked, log-prob 0, under the version of the token before.
+
+        `media` are the pictures among `ids`, their places counted from the first of these.
+        """
+        start = len(self.ids)
+        self.media += (shown.moved(start) for shown in media)
         self.response_ids += ids
         self.sampled_mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
@@ -73,5 +82,5 @@ class Transcript:
             rewards=dict(rewards or {}),
             row=prompt.row,
             turns=self.turns if len(self.turns) > 1 else [],
-            media=prompt.media,
+            media=self.media,
         )

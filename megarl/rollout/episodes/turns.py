@@ -6,16 +6,23 @@ write an earlier turn otherwise once more follows (thinking taken out, for one) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 
 from megarl.data.chat import special_tokens
+from megarl.data.images import KeptPicture
+from megarl.data.media import Media
+from megarl.data.picture_reader import PictureSettings
+from megarl.data.placeholders import expand
+from megarl.data.told_pictures import PicturedText
 from megarl.errors import EpisodeError
 from megarl.rollout.engines.protocol import Generation
 
-TextMessage = dict[str, str]
+ToldMessage = dict[str, Any]
+"""A chat message whose `content` is a PicturedText; its other fields are text."""
 
 _TURN, _TOLD = "\ue000the turn\ue001", "megarl-told"
 """Stand for what the policy said and was told; nothing that a template writes by itself."""
@@ -24,11 +31,26 @@ CHARACTERS_PER_TOKEN = 32
 """What is longer than so many characters per allowed token is cut before it is tokenised."""
 
 
+@dataclass(frozen=True)
+class ToldTokens:
+    """What the policy is told, as ids, and the pictures among them, their places counted from the first id."""
+
+    ids: list[int]
+    media: list[Media]
+
+
 class TurnTemplate:
     """The tokenizer's chat template, from the end of one turn of the policy to where its next one begins."""
 
-    def __init__(self, tokenizer: Any, schemas: Sequence[dict[str, Any]], observation_role: str) -> None:
-        """`schemas`: the tools, as the template's `tools=` takes them; `observation_role`: the role of what the policy is told.
+    def __init__(
+        self,
+        tokenizer: Any,
+        schemas: Sequence[dict[str, Any]],
+        observation_role: str,
+        pictures: PictureSettings | None = None,
+    ) -> None:
+        """`schemas`: the tools, as the template's `tools=` takes them; `observation_role`: the role of what the policy is told;
+        `pictures`: how the model takes them; None: it takes none.
 
         Raises:
             EpisodeError: there is no template, or it does not write such messages.
@@ -38,7 +60,7 @@ class TurnTemplate:
                 "rollout.episode.kind needs a chat template for turns that follow one another, but the model's tokenizer has "
                 "none; it must be 'single'"
             )
-        self.tokenizer, self._schemas = tokenizer, list(schemas)
+        self.tokenizer, self._schemas, self._pictures = tokenizer, list(schemas), pictures
         added = tokenizer.added_tokens_decoder
         self._special_ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
         self._special_texts = sorted((token for token in special_tokens(tokenizer) if len(token) > 1), key=len, reverse=True)
@@ -50,10 +72,18 @@ class TurnTemplate:
                 "rollout.episode.kind needs; use a model whose template writes them"
             )
 
-    def opening(self, messages: Sequence[TextMessage]) -> tuple[str, list[int]]:
-        """A conversation up to where the policy's first turn begins: its text and ids."""
-        text = self._render(messages, ask=True)
-        return text, self._ids(text)
+    def opening(self, messages: Sequence[ToldMessage]) -> tuple[str, ToldTokens]:
+        """A conversation up to where the policy's first turn begins: its text, with a placeholder for each picture, and ids.
+
+        Raises:
+            EpisodeError: a text has a token that stands for a picture, or the template leaves out pictures.
+        """
+        for text in (piece for piece in _pieces(messages) if isinstance(piece, str)):
+            for token in self._pictures.tokens.reserved if self._pictures is not None else ():
+                if token in text:
+                    raise EpisodeError(f"a message has the text '{token}', which stands for a picture")
+        text = self._render([_rendered(message, str) for message in messages], ask=True)
+        return text, self._with_pictures(self._ids(text), messages)
 
     def turn_text(self, generation: Generation) -> str:
         """The text of a sampled turn without the token that ended it."""
@@ -61,43 +91,61 @@ class TurnTemplate:
         ended = generation.finish_reason == "stop" and ids and ids[-1] in self._special_ids
         return str(self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False))
 
-    def between(self, messages: Sequence[TextMessage], last_sampled: int) -> list[int]:
+    def between(self, messages: Sequence[ToldMessage], last_sampled: int) -> ToldTokens:
         """The ids that follow a turn whose last token is `last_sampled`, up to where the next turn begins.
 
         The token that ends a turn is there once: the sampled one, or else the template's. Special tokens spelled out in
         `messages` are broken up by a space, so that what a tool says cannot end its turn and begin another.
-        """
-        harmless = [{**message, "content": self._harmless(message["content"])} for message in messages]
-        ids = self._ids(self._after_turn(harmless, ask=True))
-        return ids[1:] if self._ends_turns and last_sampled in self._special_ids else ids
 
-    def cut(self, text: str, max_tokens: int, characters: int | None = None) -> tuple[str, bool]:
-        """`text`, or its first `max_tokens` tokens and a notice; and whether it was cut.
+        Raises:
+            EpisodeError: the template leaves out pictures.
+        """
+        ids = self._ids(self._after_turn([_rendered(message, self._harmless) for message in messages], ask=True))
+        return self._with_pictures(ids[1:] if self._ends_turns and last_sampled in self._special_ids else ids, messages)
+
+    def _with_pictures(self, ids: list[int], messages: Sequence[ToldMessage]) -> ToldTokens:
+        if self._pictures is None:
+            return ToldTokens(ids, [])
+        shown = [piece for piece in _pieces(messages) if not isinstance(piece, str)]
+        try:
+            expanded = expand(ids, shown, self._pictures.rules, self._pictures.tokens)
+        except ValueError as error:
+            roles = ", ".join(sorted({message["role"] for message in messages}))
+            raise EpisodeError(
+                f"the tokenizer's chat template does not write the pictures in messages of the roles {roles}: {error}; use a "
+                "model whose template writes them"
+            ) from None
+        return ToldTokens(expanded.ids, expanded.media)
+
+    def cut(self, told: PicturedText, max_tokens: int, characters: int | None = None) -> tuple[PicturedText, bool]:
+        """`told`, or the first `max_tokens` tokens of its text, the pictures in it and a notice; and whether it was cut.
 
         Args:
-            text: anything, or the beginning of something that has so many `characters`.
-            max_tokens: 1 or more.
-            characters: of the whole; None: `text` is all of it.
+            told: anything, or the beginning of something whose text has so many `characters`.
+            max_tokens: 1 or more; pictures do not count.
+            characters: of the whole; None: `told` is all of it.
         """
+        text = told.text
         whole = len(text) if characters is None else characters
         head = _encodable(text[: max_tokens * CHARACTERS_PER_TOKEN])
         encoded = self.tokenizer(head, add_special_tokens=False, return_offsets_mapping=self.tokenizer.is_fast)
         ids = encoded["input_ids"]
         if len(ids) <= max_tokens and len(head) == whole:
-            return head, False
+            return replace(told, text=head), False
         if len(ids) > max_tokens:
             fast = self.tokenizer.is_fast
             head = head[: encoded["offset_mapping"][max_tokens][0]] if fast else self.tokenizer.decode(ids[:max_tokens])
-        return f"{head}\n[cut: {len(head)} of {whole} characters]", True
+        left = told.beginning(len(head))
+        return replace(left, text=f"{head}\n[cut: {len(head)} of {whole} characters]"), True
 
-    def _after_turn(self, messages: Sequence[TextMessage], *, ask: bool) -> str:
+    def _after_turn(self, messages: Sequence[dict[str, Any]], *, ask: bool) -> str:
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _TURN}, *messages]
         _, turn, after = self._render(conversation, ask=ask).partition(_TURN)
         if not turn:
             raise EpisodeError("the tokenizer's chat template does not write what an assistant said word for word")
         return after
 
-    def _render(self, conversation: Sequence[TextMessage], *, ask: bool) -> str:
+    def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool) -> str:
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -115,6 +163,19 @@ class TurnTemplate:
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(_encodable(text), add_special_tokens=False)["input_ids"])
+
+
+def _pieces(messages: Sequence[ToldMessage]) -> Iterator[str | KeptPicture]:
+    return (piece for message in messages for piece in message["content"].pieces)
+
+
+def _rendered(message: ToldMessage, change: Callable[[str], str]) -> dict[str, Any]:
+    """`message` as a template takes it, with `change` made to its texts."""
+    told: PicturedText = message["content"]
+    if not told.pictures:
+        return {**message, "content": change(told.text)}
+    parts = [{"type": "text", "text": change(p)} if isinstance(p, str) else {"type": "image"} for p in told.pieces]
+    return {**message, "content": parts}
 
 
 def _encodable(text: str) -> str:

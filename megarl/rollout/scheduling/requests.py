@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engines.protocol import Generation, SamplingParams
-from megarl.rollout.episodes import Episodes
+from megarl.rollout.episodes import Episodes, SampleTokens
 from megarl.rollout.episodes.single import single_sample
 from megarl.rollout.scheduling.engine_state import EngineState, GenerateGroups
 
@@ -37,11 +38,12 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
 def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: float) -> GenerateGroups:
     """`n` episodes for each prompt, all at once; `params` are those of every turn but for its number of tokens."""
 
-    def sampler(engine: EngineState, prompt: Prompt, number: int) -> Callable[[list[int], int], Any]:
-        async def sample(token_ids: list[int], max_new_tokens: int) -> Generation:
+    def sampler(engine: EngineState, prompt: Prompt, number: int) -> SampleTokens:
+        async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
             key = f"{_key(prompt)}/{number}/{len(token_ids)}"  # a seeded engine draws by it
             turn = replace(params, max_new_tokens=max_new_tokens)
-            answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=[prompt.media])
+            shown = [prompt.media if media is None else media]
+            answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=shown)
             return answer[0][0]
 
         return sample

@@ -92,12 +92,12 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
     check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
     with ExitStack() as opened:
+        pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
         episodes = None
         if kind.kind != "single":
-            episodes = open_episodes(kind, data, tokenizer, config.rollout.max_new_tokens)
+            episodes = open_episodes(kind, data, tokenizer, config.rollout.max_new_tokens, pictures.model)
             opened.callback(episodes.close)
         tools = episodes.tool_schemas if episodes is not None else ()
-        pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
         builder = PromptBuilder(tokenizer, data, tools, pictures)
         held_out = builder.build(rows_of(data.eval), prefix="eval") if data.eval is not None else []
         parts = build_parts(builder, data.train, prefix="train") if train else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -188,12 +188,7 @@ class SupervisedRun(Run):
     def _kto_reference(self, batch: Batch) -> float:
         """KTO's reference point, from every prompt with the response to the next one (docs/methods.md#objective-kto)."""
         shifted = [*batch.samples[1:], batch.samples[0]]
-        mismatched = Batch(
-            [
-                replace(after, prompt_ids=sample.prompt_ids, media=sample.media)
-                for sample, after in zip(batch.samples, shifted, strict=True)
-            ]
-        )
+        mismatched = Batch([after.behind(sample) for sample, after in zip(batch.samples, shifted, strict=True)])
         with self.phases("reference"):
             self.roles.forward(POLICY, mismatched, ["log_probs", "entropy"])
             self.roles.forward(REFERENCE, mismatched, ["reference_log_probs", "reference_entropy"])

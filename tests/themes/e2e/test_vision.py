@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 from megarl.cli import main
 from megarl.config import Config, SupervisedConfig, parse_config
 from megarl.config.load import parse_supervised_config
+from megarl.data.sample import Sample, read_record
 from megarl.errors import ConfigError
 from megarl.observe import read_metrics
 from megarl.rollout.engines.registry import check_engine
@@ -129,6 +131,64 @@ def test_a_resumed_run_on_pictures_is_the_uninterrupted_one(seeing_model: Path, 
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
+def walk_config(model: Path, folder: Path, name: str, **sections: Any) -> Config:
+    """The environment of examples/vision/walk.yaml, which shows a picture after every turn."""
+    folder.mkdir(exist_ok=True)
+    walk = str(Path(SHAPES).parent / "walk.py")
+    rows = {"source": "python", "name": f"{walk}:walks", "args": {"last": 16}}
+    data = {"train": rows, "prompt_key": "question", "chat_template": "always", "max_prompt_tokens": 32}
+    rollout = {
+        "engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 96, "threads": 1,
+        "episode": {"kind": "environment", "tools": [f"{walk}:Walk"], "max_turns": 3},
+    }  # fmt: skip
+    run = {"name": name, "folder": str(folder), "steps": 2, "save_every": 1, "resume": "auto"}
+    return rl_config(
+        model, folder, run=run | sections.pop("run", {}), data=data, rollout=rollout | sections.pop("rollout", {}), **sections
+    )
+
+
+def pictures_told(config: Config) -> list[int]:
+    """Of every logged sample how many pictures its environment showed between turns."""
+    lines = (Path(config.run_folder) / "samples.jsonl").read_text().splitlines()
+    samples = [
+        read_record(Sample, {n: v for n, v in json.loads(line).items() if n not in ("step", "training")}) for line in lines
+    ]
+    for sample in samples:
+        assert all((Path(config.run_folder) / "media" / f"{media.digests[0]}.png").is_file() for media in sample.media)
+    return [len(sample.response_media) for sample in samples]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 2}, pytest.param({"tp": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive)],
+    ids=["dp2", "tp2+sp"],
+)
+def test_sglang_and_the_trainer_see_the_same_pictures_between_turns(
+    layout: dict[str, Any], seeing_model: Path, tmp_path: Path
+) -> None:
+    own = {"layout": layout, "threads_per_rank": 1, "optimizer": {"lr": 0.01}, "max_tokens_per_micro_batch": 256}
+    config = walk_config(seeing_model, tmp_path, "run", rollout={"engine": "sglang"}, policy=own | {"share_prefix": True})
+    train_rl(config)
+    rows = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
+    assert [int(row["step"]) for row in rows] == [1, 2]
+    assert all(row["mismatch/log_prob_max"] < 1e-4 for row in rows)
+    assert rows[0]["policy/grad_norm"] > 0
+    assert sum(row["episode/turns"] for row in rows) > 2 * 16  # further turns, each behind a picture that was told
+    assert max(pictures_told(config)) <= 2
+
+
+@pytest.mark.slow
+def test_a_resumed_run_in_an_environment_with_pictures_is_the_same(seeing_model: Path, tmp_path: Path) -> None:
+    """Three steps in one run, and in one that stops after one."""
+    train_rl(walk_config(seeing_model, tmp_path / "whole", "walk", run={"steps": 3}))
+    for steps in (1, 3):
+        train_rl(walk_config(seeing_model, tmp_path / "parts", "walk", run={"steps": steps}))
+    whole, parts = (list(read_metrics(tmp_path / name / "walk" / "metrics.jsonl")) for name in ("whole", "parts"))
+    exact = ("policy/grad_norm", "reward/mean", "mismatch/log_prob_max")
+    assert [[row[name] for name in exact] for row in whole] == [[row[name] for name in exact] for row in parts]
+
+
 def supervised_config(model: Path, folder: Path, steps: int) -> SupervisedConfig:
     return parse_supervised_config(
         {
@@ -181,6 +241,14 @@ def test_limits_that_an_engine_would_not_keep_are_refused(limit: str, pixels: in
     sentence = rf"^data.{limit} is {pixels}, which SGLang does not do: .* it must be from 784 to 50176$"
     with pytest.raises(ConfigError, match=sentence):
         check_engine(rl_config(seeing_model, tmp_path, data={limit: pixels}), "cpu")
+
+
+def test_native_videos_are_refused_with_engines_that_compute_them_otherwise(seeing_model: Path, tmp_path: Path) -> None:
+    sentence = r"^data.video is 'native', which is not how rollout.engine = 'sglang' computes videos; it must be 'frames', or"
+    with pytest.raises(ConfigError, match=sentence):
+        check_engine(rl_config(seeing_model, tmp_path, data={"video": "native"}), "cpu")
+    embedded = rl_config(seeing_model, tmp_path, data={"video": "native"}, rollout={"engine": "embedded"})
+    check_engine(embedded, "cpu")
 
 
 def test_engines_that_do_not_see_are_refused(seeing_model: Path, tmp_path: Path) -> None:

@@ -6,19 +6,21 @@ features are added is refused.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from megarl.data.stream import Unit
+from megarl.data.stream import Response, Unit
 from megarl.errors import LayoutError
 from megarl.models.expert_tensors import joined
 from megarl.models.hf_folder import fused_experts_of
 from megarl.models.shape import ModelShape
-from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, vision_of
+from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, units_of_turns, vision_of
 from tests.themes.parallel.comparison import TOLERANCE, compare
 from tests.themes.parallel.planted import run_spec, run_with_error
 from tests.themes.parallel.report import Report
@@ -83,6 +85,71 @@ def test_every_layout_sees_what_transformers_sees(
     fused = fused_experts_of(hf_config(family).to_dict())
     stored = (lambda tensors: dict(joined(fused, tensors.items()))) if fused else (lambda tensors: tensors)
     compare(expected, answers, partial(seeing_report.add, layout, family), stored)
+
+
+IN_TURNS = ("tp2", "tp2+sp", "pp2", "cp2", "dp2")
+IN_TURNS_IN_EVERY_RUN = {("qwen2_5_vl", "dp2"), ("qwen2_5_vl", "cp2"), ("qwen3_vl", "tp2+sp"), ("qwen3_vl", "pp2")}
+
+
+@pytest.fixture(scope="module")
+def of_turns(reference: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+    """What transformers computes of `units_of_turns`, by family."""
+    return functools.cache(
+        lambda family: {
+            **reference(family), **by_hugging_face(family, reference(family)["media"], TEMPERATURE, units_of_turns(family))
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        pytest.param(
+            layout, name, marks=() if (name, layout) in IN_TURNS_IN_EVERY_RUN else pytest.mark.exhaustive, id=f"{name}-{layout}"
+        )
+        for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+        for layout in IN_TURNS
+    ],
+)
+def test_pictures_between_turns_are_seen_as_transformers_sees_them(
+    parity_world: World, of_turns: Callable[[str], dict[str, Any]], seeing_report: Report, layout: str, family: str
+) -> None:
+    expected, given = of_turns(family), units_of_turns(family)
+    answers = parity_world.call(
+        run_family, expected["folder"], LAYOUTS[layout], given, expected["media"], size=LAYOUTS[layout].world_size
+    )
+    compare(expected, answers, partial(seeing_report.add, f"{layout}, in turns", family))
+
+
+def positions_as_of_text(shown: list[Unit]) -> list[Unit]:
+    """Responses whose positions go on one by one, over their pictures too."""
+
+    def behind(unit: Unit, response: Response) -> Response:
+        first = len(unit.prompt_ids) if unit.positions is None else int(unit.positions.max()) + 1
+        return replace(response, positions=torch.arange(first, first + len(response.token_ids)).expand(3, -1))
+
+    return [replace(unit, responses=[behind(unit, response) for response in unit.responses]) for unit in shown]
+
+
+def told_later(shown: list[Unit]) -> list[Unit]:
+    """Features of told pictures one token behind their place."""
+
+    def later(response: Response) -> Response:
+        return replace(response, media=tuple(one.moved(1) for one in response.media))
+
+    return [replace(unit, responses=[later(response) for response in unit.responses]) for unit in shown]
+
+
+@pytest.mark.parametrize("planted", [positions_as_of_text, told_later])
+def test_the_comparison_notices_an_error_between_turns(
+    parity_world: World, of_turns: Callable[[str], dict[str, Any]], planted: Callable[[list[Unit]], list[Unit]]
+) -> None:
+    expected, worst = of_turns("qwen2_5_vl"), list[float]()
+    given = planted(units_of_turns("qwen2_5_vl"))
+    answers = parity_world.call(run_with_error, None, expected["folder"], given, expected["media"], size=1)
+    with pytest.raises(AssertionError):
+        compare(expected, answers, lambda mode, values, gradients: worst.extend((values, gradients)))
+    assert min(worst) > 100 * TOLERANCE
 
 
 def swapped_axes(shown: list[Unit]) -> list[Unit]:

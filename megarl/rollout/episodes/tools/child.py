@@ -1,8 +1,9 @@
 """The program of a process that runs the synchronous tools of a run, one call at a time. Run by path.
 
 A process of its own, because a policy chooses the arguments: 9**9**9**9 stops an interpreter, and only a process can be
-ended from outside. In: lines of JSON, first `{"path": sys.path, "tools": {name: import path}}`, then `{"name", "arguments",
-"max_characters", "timeout_s"}`. Out: `"ready"`, then per call `{"text", "characters", "failed"}`.
+ended from outside. In: lines of JSON, first `{"path": sys.path, "tools": {name: import path}, "pictures"}`, then `{"name",
+"arguments", "max_characters", "timeout_s"}`. Out: `"ready"`, then per call `{"told", "characters", "failure", "fault"}`.
+Pictures are kept here, and named by their hashes.
 """
 
 from __future__ import annotations
@@ -22,23 +23,32 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     setting = json.loads(questions.readline())
     sys.path[:] = setting["path"]
+    from megarl.data.told_pictures import PictureKeeper
     from megarl.errors import EpisodeError
-    from megarl.rollout.episodes.tools.answers import as_text, failure_text
+    from megarl.rollout.episodes.tools.answers import ToolAnswer, failure_text, told_answer
     from megarl.system.user_code import load_user_function
 
     functions = {name: load_user_function(path, EpisodeError) for name, path in setting["tools"].items()}
+    pictures = PictureKeeper.of_json(setting["pictures"]) if setting["pictures"] else None
     print('"ready"', file=answers, flush=True)
     for line in questions:
         question: dict[str, Any] = json.loads(line)
         # The default action ends this process, even inside an operation in C and even if nobody waits any more.
         signal.setitimer(signal.ITIMER_REAL, question["timeout_s"])
+        fault = None
         try:
-            text, failed = as_text(functions[question["name"]](**question["arguments"])), False
+            answer = functions[question["name"]](**question["arguments"])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy is told
-            text, failed = failure_text(error), True
+            found = ToolAnswer.whole(failure_text(error), "tool_errors")
+        else:
+            try:
+                found = told_answer(answer, pictures)
+            except EpisodeError as error:
+                found, fault = ToolAnswer.whole(""), str(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        head = text[: question["max_characters"]]
-        print(json.dumps({"text": head, "characters": len(text), "failed": failed}), file=answers, flush=True)
+        head = found.told.beginning(question["max_characters"]).to_json()
+        reply = {"told": head, "characters": found.characters, "failure": found.failure, "fault": fault}
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 if __name__ == "__main__":

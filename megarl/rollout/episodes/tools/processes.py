@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from megarl.data.told_pictures import PicturedText, PictureKeeper
 from megarl.errors import EpisodeError
 from megarl.rollout.episodes.tools.answers import ToolAnswer, late
 
@@ -28,10 +29,14 @@ _FEWEST = 4
 class ToolProcesses:
     """As many processes as cores (at least four), each with one call at a time; further calls wait for one to be free."""
 
-    def __init__(self, paths: Mapping[str, str], timeout_s: float, max_characters: int) -> None:
-        """`paths`: import path of each tool by its name."""
+    def __init__(
+        self, paths: Mapping[str, str], timeout_s: float, max_characters: int, pictures: PictureKeeper | None = None
+    ) -> None:
+        """`paths`: import path of each tool by its name; `pictures` keeps those of answers, in the processes."""
         self.timeout_s, self.max_characters = timeout_s, max_characters
-        self._setting: dict[str, Any] = {"path": sys.path, "tools": dict(paths)}
+        self._setting: dict[str, Any] = {
+            "path": sys.path, "tools": dict(paths), "pictures": pictures.to_json() if pictures is not None else None
+        }  # fmt: skip
         number = max(_FEWEST, len(os.sched_getaffinity(0)))
         self._threads = ThreadPoolExecutor(number, thread_name_prefix="tool")
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()  # the last one used first, so that few are ever started
@@ -47,7 +52,7 @@ class ToolProcesses:
         """What the tool called `name` answers, or that it raised, died or took longer than `timeout_s` and was killed.
 
         Raises:
-            EpisodeError: no process could be started.
+            EpisodeError: no process could be started, or the media folder cannot be written.
         """
         question = {"name": name, "arguments": arguments, "max_characters": self.max_characters}
         question["timeout_s"] = self.timeout_s + 1  # its own alarm is for when nobody is there to kill it
@@ -64,7 +69,9 @@ class ToolProcesses:
             return ToolAnswer.whole(f"error: the process of {name} died", "tool_errors")
         finally:
             self._idle.put(process)
-        return ToolAnswer(answer["text"], answer["characters"], "tool_errors" if answer["failed"] else None)
+        if answer["fault"] is not None:
+            raise EpisodeError(answer["fault"])
+        return ToolAnswer(PicturedText.of_json(answer["told"]), answer["characters"], answer["failure"])
 
     def close(self) -> None:
         """Kill the processes; calls under way fail."""

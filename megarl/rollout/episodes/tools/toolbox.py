@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError, nearest
-from megarl.rollout.episodes.tools.answers import ToolAnswer, as_text, failure_text, late
+from megarl.rollout.episodes.tools.answers import ToolAnswer, failure_text, late, told_answer
 from megarl.rollout.episodes.tools.processes import ToolProcesses
 from megarl.system.user_code import load_user_function
 
@@ -19,15 +20,18 @@ from megarl.system.user_code import load_user_function
 class ToolBox:
     """The tools of a run by name. `schemas` is what the chat template's `tools=` takes."""
 
-    def __init__(self, paths: Sequence[str], timeout_s: float, max_characters: int) -> None:
+    def __init__(
+        self, paths: Sequence[str], timeout_s: float, max_characters: int, pictures: PictureKeeper | None = None
+    ) -> None:
         """Import the functions at `paths` (`package.module:function` or `path/to/file.py:function`).
 
         A call has `timeout_s` seconds from when it begins; no more than `max_characters` of an answer leave a process.
+        `pictures` keeps those of answers; None: the model takes none.
 
         Raises:
             EpisodeError: a function cannot be imported or has no schema, or two have one name.
         """
-        self.timeout_s = timeout_s
+        self.timeout_s, self._pictures = timeout_s, pictures
         self._functions: dict[str, Callable[..., Any]] = {}
         self.schemas: list[dict[str, Any]] = []
         in_process: dict[str, str] = {}
@@ -40,7 +44,7 @@ class ToolBox:
             self.schemas.append(schema_of(function, path))
             if not inspect.iscoroutinefunction(function):
                 in_process[name] = path
-        self._processes = ToolProcesses(in_process, timeout_s, max_characters) if in_process else None
+        self._processes = ToolProcesses(in_process, timeout_s, max_characters, pictures) if in_process else None
 
     def __contains__(self, name: object) -> bool:
         return name in self._functions
@@ -49,7 +53,8 @@ class ToolBox:
         """What the tool called `name` answers to `arguments`, or what went wrong.
 
         Raises:
-            EpisodeError: the process of the tools did not start. Whatever a tool does is an answer.
+            EpisodeError: the process of the tools did not start, or the media folder cannot be written. Whatever a tool does is
+                an answer.
         """
         function = self._functions.get(name)
         if function is None:
@@ -64,11 +69,12 @@ class ToolBox:
             return await self._processes.call(name, arguments)
         try:
             async with asyncio.timeout(self.timeout_s) as deadline:
-                return ToolAnswer.whole(as_text(await function(**arguments)))
+                answer = await function(**arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy is told
             if isinstance(error, TimeoutError) and deadline.expired():
                 return late(name, self.timeout_s)
             return ToolAnswer.whole(failure_text(error), "tool_errors")
+        return await asyncio.to_thread(told_answer, answer, self._pictures)
 
     def close(self) -> None:
         """End the tools' processes."""
