@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.layout import divisors
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
+from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
 
 

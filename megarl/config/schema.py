@@ -10,12 +10,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.batch import batch_arithmetic
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sections import (
-    AlgorithmConfig,
     CriticConfig,
     DataConfig,
     ModelConfig,
