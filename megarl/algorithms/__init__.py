@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         AdvantageInputs,
         AdvantageOutputs,
         RunningMean,
+        last_of_each_row,
         masked_whiten,
         token_rewards,
     )
@@ -24,10 +25,17 @@ if TYPE_CHECKING:
     from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
     from megarl.algorithms.off_policy import CORRECTIONS, correction, mismatch_sums
     from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
-    from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss, PreferenceSettings, kto, kto_kl_reference
+    from megarl.algorithms.preference import (
+        PREFERENCE_LOSSES,
+        PreferenceLoss,
+        PreferenceSettings,
+        kto,
+        kto_kl_reference,
+        mismatched_rows,
+    )
     from megarl.algorithms.registry import Registry
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
-    from megarl.algorithms.shaping import RewardNormaliser, clip_rewards, length_penalty, overlong_penalty
+    from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
     from megarl.algorithms.value_losses import value_loss
 
 _MODULES = (
@@ -52,14 +60,17 @@ __all__ = [
     "Registry",
     "RewardNormaliser",
     "RunningMean",
+    "aggregate_steps",
     "clip_rewards",
     "correction",
     "kl_per_token",
     "kto",
     "kto_kl_reference",
+    "last_of_each_row",
     "length_penalty",
     "masked_whiten",
     "mismatch_sums",
+    "mismatched_rows",
     "needs",
     "overlong_penalty",
     "pairwise_reward_loss",

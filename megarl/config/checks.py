@@ -18,7 +18,7 @@ from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
 from megarl.config.sections import ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole
-from megarl.config.supervised import PAIR_LOSSES, SupervisedConfig
+from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, SupervisedConfig
 from megarl.errors import ConfigError
 
 PROCEDURAL_ROWS = 1000
@@ -57,6 +57,7 @@ def check_fields_agree(config: Config) -> None:
 def check_supervised(config: SupervisedConfig) -> None:
     """`check_fields_agree` for a run that trains on given responses."""
     check_megatron_sections(config)
+    _check_objective(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
@@ -86,6 +87,25 @@ def check_supervised(config: SupervisedConfig) -> None:
         raise ConfigError.of(
             "reference.reset_every", config.reference.reset_every, "only reinforcement learning uses", allowed="0"
         )
+
+
+def _check_objective(config: SupervisedConfig) -> None:
+    objective, data = config.objective, config.data
+    for field, losses in OBJECTIVE_FIELDS.items():
+        value, unset = getattr(objective, field), type(objective).model_fields[field].default
+        if objective.name not in losses and value != unset:
+            shown = str(unset).lower() if isinstance(unset, bool) else str(unset)
+            reason = f"objective.name = '{objective.name}' does not read"
+            raise ConfigError.of(f"objective.{field}", value, reason, allowed=shown)
+    if objective.name == "cdpo" and not objective.label_smoothing:
+        remedy = "set it above 0, or set objective.name to 'dpo', which is the same without it"
+        raise ConfigError.needs("objective.name = 'cdpo'", "objective.label_smoothing", remedy)
+    if data.margin_key is not None and objective.name != "reward_model":
+        remedy = "set objective.name to 'reward_model', or remove data.margin_key"
+        raise ConfigError.needs("data.margin_key", "the loss of a reward model", remedy)
+    if objective.name == "kto" and data.rows_per_step < 2:
+        reason = "leaves objective.name = 'kto' no other row to pair a prompt with"
+        raise ConfigError.of("data.rows_per_step", data.rows_per_step, reason, allowed="at least 2")
 
 
 def check_run(run: RunConfig, *, evaluates: bool) -> None:
