@@ -55,7 +55,7 @@ class AdvantageInputs:
     truncated: Tensor | None = None
     """bool `[B]`: responses cut by the length limit."""
     gamma: float = 1.0
-    """Discount per token (`gae`, `reinforce`)."""
+    """Discount per token (`gae`, `reinforce`, `reinforce_plus_plus`)."""
     lam: float = 1.0
     """λ of `gae`."""
     eps: float = 1e-6
@@ -110,6 +110,11 @@ def token_rewards(scores: Tensor, token_penalty: Tensor, mask: Tensor) -> Tensor
         last = mask.shape[1] - 1 - mask.flip(1).to(torch.uint8).argmax(1)
         rewards[rows, last[rows]] += scores[rows].to(rewards.dtype)
     return rewards
+
+
+def last_of_each_row(mask: Tensor) -> Tensor:
+    """bool `[B, T]`: the last place of each row in `mask` bool `[B, T]`."""
+    return mask & (mask.flip(1).long().cumsum(1).flip(1) == 1)
 
 
 def per_token(inputs: AdvantageInputs, per_response: Tensor) -> Tensor:

@@ -171,6 +171,8 @@ class RewardModelConfig(Section):
     """Weight of the reward model's score in the sum of all rewards."""
     per_step: bool = False
     """Score every step of a response (steps end with a newline), for `advantage: grpo_process`."""
+    step_aggregation: Literal["mean", "min", "product", "last"] = "mean"
+    """How the scores of steps become the score of a response, with `per_step`."""
 
 
 class SourceConfig(Section):
