@@ -13,23 +13,25 @@ from megarl.errors import ConfigError, nearest
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs")
 
 
-def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, old_log_probs: Tensor | None = None) -> Tensor:
-    """Estimate KL(π‖π_ref) at tokens sampled from π, or from π_old, in nats (http://joschu.net/blog/kl-approx.html).
+def kl_per_token(
+    log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, sampler_log_probs: Tensor | None = None
+) -> Tensor:
+    """Estimate KL(π‖π_ref) at tokens sampled from π, or from μ, in nats (http://joschu.net/blog/kl-approx.html).
 
     With d = log π − log π_ref: `k1` d; `k2` ½d²; `k3` exp(−d) + d − 1, never negative; `abs` |d|. As *values* k1 and k3
     are unbiased. As *losses* they differ: the mean gradient of k1 is 0 and that of k2 is the gradient of this KL; that
     of k3 is the gradient of KL(π_ref‖π), which agrees with it near π = π_ref.
 
-    `old_log_probs` is the `unbiased` option, for tokens that another policy sampled (DeepSeek-V3.2, arXiv 2512.02556 §3.1):
-    the estimate is multiplied by ρ = π/π_old, and E_old[ρ·k] = E_π[k]. The gradient flows through both factors, because
-    ∇E_π[k] = E_old[ρ·(k·∇log π + ∇k)]: without the first term it would be that of the paragraph above. So with k1 and k3
-    value *and* gradient are those of KL(π‖π_ref), at π = π_old too. ρ is not clipped.
+    `sampler_log_probs` is the `unbiased` option, for tokens that another policy sampled (DeepSeek-V3.2, arXiv 2512.02556 §3.1):
+    the estimate is multiplied by ρ = π/μ, and E_μ[ρ·k] = E_π[k]. The gradient flows through both factors, because
+    ∇E_π[k] = E_μ[ρ·(k·∇log π + ∇k)]: without the first term it would be that of the paragraph above. So with k1 and k3
+    value *and* gradient are those of KL(π‖π_ref) of a token given those before it, at π = μ too.
 
     Args:
         log_probs: float `[...]`, of the policy whose KL is estimated; gradients flow through it.
         ref_log_probs: float, same shape.
         estimator: one of `KL_ESTIMATORS`.
-        old_log_probs: float, same shape, of the policy that sampled the tokens, no gradient; None: no ratio.
+        sampler_log_probs: float, same shape, of the policy that sampled the tokens (the engine's), no gradient; None: no ratio.
 
     Returns:
         The shape and dtype of `log_probs`.
@@ -49,7 +51,7 @@ def kl_per_token(log_probs: Tensor, ref_log_probs: Tensor, estimator: str, *, ol
         estimate = torch.expm1(-difference) + difference
     else:
         estimate = difference.abs()
-    return estimate if old_log_probs is None else (log_probs - old_log_probs).exp() * estimate
+    return estimate if sampler_log_probs is None else (log_probs - sampler_log_probs).exp() * estimate
 
 
 class AdaptiveKl:

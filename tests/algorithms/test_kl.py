@@ -61,6 +61,18 @@ def test_as_losses_the_estimators_follow_the_gradient_that_their_docstring_names
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize(("estimator", "share"), [("k1", 1.0), ("k2", 0.05), ("k3", 0.05), ("abs", 0.6)])
+def test_in_the_reward_only_k1_has_the_gradient_of_the_kl(estimator: str, share: float) -> None:
+    """E_π[k·∇log π] near π_ref, exact over the vocabulary: its part along the gradient of KL(π‖π_ref)."""
+    logits, new, _ = policies()
+    reference = (new.detach() + 0.02 * torch.linspace(-1, 1, 6, dtype=torch.float64)).log_softmax(0)
+    reward = kl_per_token(new.detach(), reference, estimator)
+    (got,) = torch.autograd.grad((new.detach().exp() * reward * new).sum(), logits, retain_graph=True)
+    (want,) = torch.autograd.grad((new.exp() * (new - reference)).sum(), logits)
+    along = float((got @ want) / (want @ want))
+    assert along == pytest.approx(1.0, rel=1e-12) if share == 1 else abs(along) < share
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_the_ratio_makes_value_and_gradient_those_of_the_kl_for_tokens_of_another_policy(
@@ -69,7 +81,7 @@ def test_the_ratio_makes_value_and_gradient_those_of_the_kl_for_tokens_of_anothe
     """Exact over the vocabulary, weighted by the policy that sampled; without gradient through the ratio it fails."""
     logits, new, reference = policies()
     old = new.detach() if on_policy else (new.detach() + torch.linspace(-0.5, 0.7, 6)).log_softmax(0)
-    estimate = (old.exp() * kl_per_token(new, reference, estimator, old_log_probs=old)).sum()
+    estimate = (old.exp() * kl_per_token(new, reference, estimator, sampler_log_probs=old)).sum()
     exact = (new.exp() * (new - reference)).sum()
     torch.testing.assert_close(estimate, exact, rtol=1e-12, atol=1e-14)
     (got,) = torch.autograd.grad(estimate, logits, retain_graph=True)
@@ -81,7 +93,7 @@ def test_the_ratio_makes_value_and_gradient_those_of_the_kl_for_tokens_of_anothe
 def test_with_the_ratio_every_estimator_is_multiplied_by_it(estimator: str) -> None:
     _, new, reference = policies()
     old = reference.flip(0)
-    got = kl_per_token(new, reference, estimator, old_log_probs=old)
+    got = kl_per_token(new, reference, estimator, sampler_log_probs=old)
     torch.testing.assert_close(got, (new - old).exp() * kl_per_token(new, reference, estimator))
 
 

@@ -57,8 +57,8 @@ class PolicyObjective:
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
             if self.kl_coef:
-                sampled_by = old if self.kl_unbiased else None
-                loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, old_log_probs=sampled_by)
+                sampler = columns["rollout_log_probs"] if self.kl_unbiased else None
+                loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, sampler_log_probs=sampler)
             metrics["kl/reference"] = kl_per_token(log_probs.detach(), reference, "k3").sum()
         mismatch = mismatch_sums(old, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}

@@ -1,0 +1,40 @@
+"""The losses of a policy's update against exact expectations over small vocabularies: every token is enumerated."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.trainers.rl.objectives import PolicyObjective
+
+VOCABULARY = 7
+
+
+def policies(count: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(count)]
+
+
+def stream(**columns: Tensor) -> Any:
+    """Every token of the vocabulary as a response of its own, weighted by the probability that it was sampled with."""
+    return SimpleNamespace(columns=columns, response=torch.arange(VOCABULARY))
+
+
+def test_the_unbiased_kl_is_that_of_the_policy_whatever_policy_sampled_the_tokens() -> None:
+    """μ sampled, the step began at π_old, π_θ is trained: value and gradient are those of KL(π_θ‖π_ref)."""
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    new = logits.log_softmax(0)
+    sampler, old, reference = policies(3)
+    for is_given in (True, False):
+        columns = {"weights": sampler.exp(), "advantages": torch.zeros(VOCABULARY), "reference_log_probs": reference}
+        columns |= {"rollout_log_probs": sampler} | ({"old_log_probs": old} if is_given else {})
+        objective = PolicyObjective("reinforce", kl_coef=1.0, kl_estimator="k3", kl_unbiased=True)
+        loss, _ = objective(torch.stack([new, torch.zeros_like(new)], dim=1), stream(**columns))
+        exact = (new.exp() * (new - reference)).sum()
+        torch.testing.assert_close(loss, exact, rtol=1e-12, atol=1e-14)
+        (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
