@@ -52,6 +52,12 @@ def advantages(*overrides: str) -> tuple[Batch, dict[str, float], Experience]:
     return made, experience.estimate(made, REWARDS), experience
 
 
+def greedy(made: Batch, **rewards: float) -> list[tuple[Sample, float]]:
+    """A greedy response to every prompt, by group id: as long as the first of the group."""
+    first = {sample.group_id: sample for sample in reversed(made.samples)}
+    return [(first[group], reward) for group, reward in rewards.items()]
+
+
 def of_row(made: Batch, row: int) -> list[float]:
     return made.columns["advantages"][row][made.mask[row]].tolist()
 
@@ -142,6 +148,23 @@ def test_the_kl_weight_is_steered_towards_its_target_and_saved() -> None:
     assert resumed.kl.coef == pytest.approx(0.2 * 1.08 * 1.08)
 
 
+def test_the_kl_of_rejected_responses_is_not_what_the_weight_is_steered_by() -> None:
+    """Kept are rows 0 and 3, whose KL is 0.5 x 2 and 0.5 x 3 nats: on target, so that β stays."""
+    made, experience = (
+        batch(),
+        Experience(
+            config(
+                "algorithm.advantage=reinforce",
+                "algorithm.rollout_correction={mode: reject_sequence, low: 0.9, high: 1.2}",
+                "algorithm.kl={coef: 0.2, apply_to: reward, target: 1.25, horizon: 10}",
+            )
+        ),
+    )
+    experience.estimate(made, REWARDS)
+    assert made.mask.any(1).tolist() == [True, False, False, True]
+    assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2, rel=1e-6)
+
+
 def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made = batch()
     made.columns["values"] = torch.zeros(made.mask.shape)
@@ -157,8 +180,45 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
 
 def test_remax_subtracts_the_greedy_reward_of_the_same_prompt() -> None:
     made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0"))
-    experience.estimate(made, REWARDS, {"g1": 2.5, "g0": 1.0})
+    experience.estimate(made, REWARDS, greedy(made, g1=2.5, g0=1.0))
     assert [of_row(made, row)[0] for row in range(4)] == pytest.approx([0.0, -1.0, 0.5, -0.5])
+
+
+SHAPED = "algorithm.shaping={overlong_tokens: 4, length_penalty: 0.25, normalise: true, clip: 1.5}"
+
+
+def test_the_greedy_reward_is_shaped_as_the_others_are_and_counted_in_no_scale() -> None:
+    """A greedy response that is a row's own, with its reward, leaves that row exactly 0, whatever the shaping."""
+    made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0", SHAPED))
+    experience.estimate(made, REWARDS, [(made.samples[3], REWARDS[3]), (made.samples[0], REWARDS[0])])
+    assert [of_row(made, row)[0] for row in (0, 3)] == [0.0, 0.0]
+    raw = [r + o - 0.25 * n for r, o, n in zip(REWARDS, [0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
+    mean = sum(raw) / 4
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
+    shaped = [max(-1.5, min(1.5, (x - mean) / (std + 1e-6))) for x in raw]
+    assert of_row(made, 2)[0] == pytest.approx(shaped[2] - shaped[3], abs=1e-5)
+    assert experience.state_dict()["normaliser"]["count"] == 4
+
+
+def test_shaping_reaches_the_rewards_of_steps_at_the_last_step() -> None:
+    """overlong penalties 0, −0.5, −1, −0.25 and 0.25 a token, on steps that all have a reward of 1."""
+    tree = apply_overrides(BASE, ["algorithm.advantage=grpo_process", "algorithm.kl.coef=0.0"])
+    tree |= {"reward_model": {"path": "nowhere", "per_step": True}}
+    tree["algorithm"]["shaping"] = {"overlong_tokens": 4, "length_penalty": 0.25}
+    made = batch()
+    ends = torch.zeros(made.mask.shape)
+    for row, length in enumerate(LENGTHS):
+        ends[row, [0, length - 1]] = 1.0
+    made.columns |= {"step_rewards": ends.clone(), "step_ends": ends}
+    Experience(parse_config(tree)).estimate(made, REWARDS)
+    rewards = [[1.0, 1.0 + o - 0.25 * n] for o, n in zip([0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
+    for rows in ((0, 1), (2, 3)):
+        steps = [x for row in rows for x in rewards[row]]
+        mean = sum(steps) / 4
+        std = math.sqrt(sum((x - mean) ** 2 for x in steps) / 3) + 1e-6
+        for row in rows:
+            first, last = [(x - mean) / std for x in rewards[row]]
+            assert of_row(made, row) == pytest.approx([first + last] + [last] * (LENGTHS[row] - 1), abs=1e-5)
 
 
 def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
@@ -218,5 +278,5 @@ def test_what_a_users_estimator_does_wrong_is_one_sentence(answer: str, sentence
     made.columns["values"] = torch.zeros(made.mask.shape)
     experience = Experience(config(f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.kl.coef=0.0"))
     with pytest.raises(ConfigError, match=sentence) as error:
-        experience.estimate(made, REWARDS, {"g0": 0.0, "g1": 0.0})
+        experience.estimate(made, REWARDS, greedy(made, g0=0.0, g1=0.0))
     assert str(error.value).startswith("algorithm.advantage: '")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from megarl.algorithms import (
     clip_rewards,
     correction,
     kl_per_token,
+    last_of_each_row,
     length_penalty,
     overlong_penalty,
     token_weights,
@@ -72,7 +73,7 @@ class Experience:
             self.kl = AdaptiveKl(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
 
     def estimate(
-        self, batch: Batch, rewards: Sequence[float], greedy_scores: Mapping[str, float] | None = None
+        self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
     ) -> dict[str, float]:
         """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
 
@@ -83,11 +84,15 @@ class Experience:
             batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
                 and `values_after` for a critic, `step_rewards` and `step_ends` for process rewards.
             rewards: one per row, unshaped.
-            greedy_scores: by group id, the unshaped reward of the greedy response, for an estimator that needs it.
+            greedy: greedy responses, one to every prompt, with their unshaped rewards, for an estimator that needs them.
         """
         algorithm = self.config.algorithm
         metrics: dict[str, float] = {}
-        scores = self._shape(torch.tensor(rewards, dtype=torch.float32), batch)
+        unshaped = torch.tensor(rewards, dtype=torch.float32)
+        scores = self._shape(unshaped, batch)
+        if "step_rewards" in batch.columns:  # what shaping took off or added stands at the last step
+            last = last_of_each_row(batch.columns["step_ends"].bool() & batch.mask)
+            batch.columns["step_rewards"] += torch.where(last, (scores - unshaped)[:, None], 0)
         if algorithm.rollout_correction.mode != "none":
             metrics |= self._correct(batch)
         outputs = estimated(
@@ -107,7 +112,7 @@ class Experience:
                 bootstrap_truncated=algorithm.truncated_responses == "bootstrap",
                 bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
                 baseline=self.baseline,
-                greedy_scores=_by_row(greedy_scores, batch),
+                greedy_scores=self._greedy_scores(greedy, batch),
                 step_rewards=batch.columns.get("step_rewards"),
                 step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
             ),
@@ -135,16 +140,28 @@ class Experience:
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
 
-    def _shape(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping)."""
+    def _shape(self, scores: Tensor, batch: Batch, *, counted: bool = True) -> Tensor:
+        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping).
+
+        Unless `counted`, the rewards are normalised by those of earlier calls alone.
+        """
         shaping = self.config.algorithm.shaping
         if shaping.overlong_tokens:
             scores = scores + overlong_penalty(batch.lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
         if shaping.length_penalty:
             scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
         if shaping.normalise:
-            scores = self.normaliser.normalise(scores)
+            scores = self.normaliser.normalise(scores) if counted else self.normaliser.apply(scores)
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
+
+    def _greedy_scores(self, greedy: Sequence[tuple[Sample, float]] | None, batch: Batch) -> Tensor | None:
+        """The reward of the greedy response to each row's prompt, float `[B]`, shaped as those of the rows were."""
+        if greedy is None:
+            return None
+        rewards = torch.tensor([reward for _, reward in greedy], dtype=torch.float32)
+        scores = self._shape(rewards, Batch([sample for sample, _ in greedy]), counted=False).tolist()
+        of_group = {sample.group_id: score for (sample, _), score in zip(greedy, scores, strict=True)}
+        return torch.tensor([of_group[sample.group_id] for sample in batch.samples])
 
     def _correct(self, batch: Batch) -> dict[str, float]:
         settings, columns = self.config.algorithm.rollout_correction, batch.columns
@@ -163,7 +180,9 @@ class Experience:
         kl = kl_per_token(batch.columns["old_log_probs"], batch.columns["reference_log_probs"], settings.estimator) * batch.mask
         coef = settings.coef if self.kl is None else self.kl.coef
         if self.kl is not None:
-            self.kl.update(float(kl.sum(1).mean()), len(batch))
+            kept = batch.mask.any(1)
+            if kept.any():
+                self.kl.update(float(kl.sum(1)[kept].mean()), int(kept.sum()))
             metrics["kl/coef"] = coef
         return -coef * kl
 
@@ -196,12 +215,6 @@ def estimated(name: str, needed: EstimatorNeeds, inputs: AdvantageInputs) -> Adv
                 f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(wanted)}{why}, but gave {found}"
             )
     return outputs
-
-
-def _by_row(greedy_scores: Mapping[str, float] | None, batch: Batch) -> Tensor | None:
-    if greedy_scores is None:
-        return None
-    return torch.tensor([greedy_scores[sample.group_id] for sample in batch.samples])
 
 
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:

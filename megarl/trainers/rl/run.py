@@ -204,7 +204,7 @@ class RlRun(Run):
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
             if self.config.uses_reward_model and self.config.reward_model.per_step:
                 self.model_rewards.add_steps(batch, rewards)
-            self.metrics |= self.experience.estimate(batch, rewards, self._greedy_scores())
+            self.metrics |= self.experience.estimate(batch, rewards, self._scored_greedy())
         self.metrics |= {
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
@@ -301,13 +301,13 @@ class RlRun(Run):
             rewards = [own + model for own, model in zip(rewards, model_rewards, strict=True)]
         return rewards
 
-    def _greedy_scores(self) -> dict[str, float] | None:
-        """By group id, the reward of the greedy response, where the advantage compares with it."""
+    def _scored_greedy(self) -> list[tuple[Sample, float]] | None:
+        """The greedy responses with their rewards, where the advantage compares with them."""
         if not self.config.algorithm.estimator_needs.greedy:
             return None
         greedy, self._greedy = self._greedy, []
         with self.phases("reward"):
-            return dict(zip([sample.group_id for sample in greedy], self._score(greedy), strict=True))
+            return list(zip(greedy, self._score(greedy), strict=True))
 
     def _reset_reference_if_due(self) -> None:
         every = self.config.reference.reset_every
