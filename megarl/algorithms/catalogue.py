@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+ESTIMATOR_SETTINGS = ("gamma", "lam")
+"""The constants of the estimators, as `AdvantageInputs` names them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class EstimatorNeeds:
     """It reads `step_rewards` and `step_ends`, which a process reward model gives."""
     token_penalty: bool = True
     """It has a place for `token_penalty`, so the KL penalty may be in the reward."""
+    settings: tuple[str, ...] = ESTIMATOR_SETTINGS
+    """The constants that it reads; of a user's own estimator nobody knows, so all."""
 
 
 SETTINGS = ("clip_low", "clip_high", "dual_clip", "kl_coef")
@@ -39,6 +43,8 @@ class LossNeeds:
 
     settings: tuple[str, ...] = SETTINGS
     """The constants that it reads; of a user's own loss nobody knows, so all."""
+    lower_bound: bool = False
+    """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
     rollout_log_probs: bool = False
     """It takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
     reference_log_probs: bool = False
@@ -50,28 +56,28 @@ class LossNeeds:
         return tuple(name for name in ("rollout_log_probs", "reference_log_probs") if getattr(self, name))
 
 
-_WHOLE_RESPONSES = EstimatorNeeds(group=True, token_penalty=False)
+_WHOLE_RESPONSES = EstimatorNeeds(group=True, token_penalty=False, settings=())
 
 ESTIMATORS: dict[str, EstimatorNeeds] = {
     "gae": EstimatorNeeds(values=True),
-    "reinforce": EstimatorNeeds(),
-    "reinforce_moving_baseline": EstimatorNeeds(),
-    "reinforce_plus_plus": EstimatorNeeds(),
-    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True),
+    "reinforce": EstimatorNeeds(settings=("gamma",)),
+    "reinforce_moving_baseline": EstimatorNeeds(settings=()),
+    "reinforce_plus_plus": EstimatorNeeds(settings=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True, settings=()),
     "grpo": _WHOLE_RESPONSES,
-    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, token_penalty=False),
+    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, token_penalty=False, settings=()),
     "dr_grpo": _WHOLE_RESPONSES,
     "rloo": _WHOLE_RESPONSES,
-    "remax": EstimatorNeeds(greedy=True),
+    "remax": EstimatorNeeds(greedy=True, settings=()),
     "opo": _WHOLE_RESPONSES,
     "gpg": _WHOLE_RESPONSES,
 }
 """Advantage estimators by name."""
 
 POLICY_LOSSES: dict[str, LossNeeds] = {
-    "clip": LossNeeds(settings=("clip_low", "clip_high")),
-    "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip")),
-    "gspo": LossNeeds(settings=("clip_low", "clip_high")),
+    "clip": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
+    "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip"), lower_bound=True),
+    "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
     "cispo": LossNeeds(settings=("clip_low", "clip_high")),
     "reinforce": LossNeeds(settings=()),
     "kl_penalty": LossNeeds(settings=("kl_coef",)),

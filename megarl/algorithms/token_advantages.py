@@ -85,8 +85,8 @@ def reinforce_moving_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @ADVANTAGES.register("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_t = r + Σ_{i≥t} penalty_i, whitened over all sampled tokens of the batch (arXiv 2501.03262). γ plays no part."""
-    advantages = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
+    """Σ_k γ^k r_{t+k}, whitened over all sampled tokens of the batch (arXiv 2501.03262); with γ = 1, r + Σ_{i≥t} penalty_i."""
+    advantages = discounted_sum(_rewards(inputs), inputs.mask, inputs.gamma)
     return AdvantageOutputs(
         advantages=masked_whiten(advantages, inputs.mask, unbiased=inputs.unbiased, eps=inputs.eps).to(inputs.scores.dtype)
     )

@@ -51,7 +51,8 @@ def estimator_needs(name: str) -> EstimatorNeeds:
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    return EstimatorNeeds(**_asked(_ESTIMATOR, name, str(Path.cwd())))
+    answer = _asked(_ESTIMATOR, name, str(Path.cwd()))
+    return EstimatorNeeds(**answer | {"settings": tuple(answer["settings"])})
 
 
 def loss_needs(name: str) -> LossNeeds:

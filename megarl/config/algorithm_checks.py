@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -17,6 +18,7 @@ def check_algorithm(config: Config) -> None:
             allowed="at least 2",
         )
     _check_kl(config)
+    _check_unread(config)
     correction = algorithm.rollout_correction
     if correction.mode not in ("none", "tis_token", "tis_sequence") and correction.low >= correction.high:
         allowed = f"less than algorithm.rollout_correction.high = {correction.high}"
@@ -40,8 +42,17 @@ def check_algorithm(config: Config) -> None:
             "a reward model that scores every step",
             "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage",
         )
-    if algorithm.clip_low >= 1 and "clip_low" in algorithm.loss_needs.settings:
-        raise ConfigError.of("algorithm.clip_low", algorithm.clip_low, allowed="at least 0 and less than 1")
+    shaping = algorithm.shaping
+    if needed.step_rewards and (shaping.normalise or shaping.clip is not None):
+        field, value, allowed = ("clip", shaping.clip, "null") if shaping.clip is not None else ("normalise", True, "false")
+        reason = f"is for the reward of a response, and algorithm.advantage = '{algorithm.advantage}' reads those of steps"
+        raise ConfigError.of(f"algorithm.shaping.{field}", value, reason, allowed=allowed)
+    if config.reward_model.step_aggregation != "mean" and not config.reward_model.per_step:
+        remedy = "set reward_model.per_step, or remove reward_model.step_aggregation"
+        raise ConfigError.needs("reward_model.step_aggregation", "a reward model that scores every step", remedy)
+    if algorithm.clip_low >= 1 and algorithm.loss_needs.lower_bound:
+        reason = f"leaves algorithm.policy_loss = '{algorithm.policy_loss}' no lower bound"
+        raise ConfigError.of("algorithm.clip_low", algorithm.clip_low, reason, allowed="at least 0 and less than 1")
     if config.critic.warmup_steps and not config.uses_critic:
         raise ConfigError.of(
             "critic.warmup_steps",
@@ -49,6 +60,31 @@ def check_algorithm(config: Config) -> None:
             f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none",
             allowed="0, or set algorithm.advantage to one that needs values, such as 'gae'",
         )
+
+
+def _check_unread(config: Config) -> None:
+    """Refuse a constant that is not at its default where nothing reads it."""
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    aggregation = f"algorithm.aggregation = '{algorithm.aggregation}'"
+    estimator = f"algorithm.advantage = '{algorithm.advantage}'"
+    loss = f"algorithm.policy_loss = '{algorithm.policy_loss}'"
+    of_estimator, of_loss = algorithm.estimator_needs.settings, algorithm.loss_needs.settings
+    for field, is_read, reader in (
+        ("gamma", "gamma" in of_estimator, estimator),
+        ("gae_lambda", "lam" in of_estimator, estimator),
+        ("clip_low", "clip_low" in of_loss, loss),
+        ("clip_high", "clip_high" in of_loss, loss),
+        ("dual_clip", "dual_clip" in of_loss, loss),
+        ("old_policy_kl_coef", "kl_coef" in of_loss, loss),
+        ("norm_length", algorithm.aggregation == "seq_mean_token_sum_norm", aggregation),
+    ):
+        value, unset = getattr(algorithm, field), getattr(default, field)
+        if not is_read and value != unset:
+            allowed = "null" if unset is None else str(unset)
+            raise ConfigError.of(f"algorithm.{field}", value, f"{reader} does not read", allowed=allowed)
+    if algorithm.kl.target is None and algorithm.kl.horizon != default.kl.horizon:
+        remedy = "set algorithm.kl.target, or remove algorithm.kl.horizon"
+        raise ConfigError.needs("algorithm.kl.horizon", "a target that the coefficient is steered to", remedy)
 
 
 def _check_kl(config: Config) -> None:
@@ -59,6 +95,20 @@ def _check_kl(config: Config) -> None:
             "reward",
             f"needs an advantage per token, and algorithm.advantage = '{advantage}' has one per response",
             allowed="'loss', or set algorithm.kl.coef to 0",
+        )
+    if kl.coef and kl.apply_to == "reward" and kl.estimator != "k1":
+        raise ConfigError.of(
+            "algorithm.kl.estimator",
+            kl.estimator,
+            "is no penalty in the reward: its mean gradient vanishes where the policy is the reference",
+            allowed="'k1' with algorithm.kl.apply_to = 'reward'",
+        )
+    if kl.coef and kl.apply_to == "loss" and kl.estimator == "k1" and not kl.unbiased:
+        raise ConfigError.of(
+            "algorithm.kl.estimator",
+            "k1",
+            "is no penalty in the loss: its mean gradient is 0",
+            allowed="'k2' or 'k3', or set algorithm.kl.unbiased or algorithm.kl.apply_to = 'reward'",
         )
     if kl.target is not None and (kl.apply_to != "reward" or not kl.coef):
         raise ConfigError.needs(

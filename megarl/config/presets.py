@@ -66,4 +66,10 @@ def fill_preset(tree: Any) -> Any:
     for section in ("kl", "shaping"):
         if isinstance(tree.get(section), dict):
             filled[section] = {**preset[section], **tree[section]}
+    if isinstance(tree.get("kl"), dict) and "estimator" not in tree["kl"]:
+        filled["kl"]["estimator"] = "k1" if filled["kl"]["apply_to"] == "reward" else "k3"
+    advantage = filled["advantage"]
+    known = ESTIMATORS.get(advantage) if isinstance(advantage, str) else None
+    if "gae_lambda" not in tree and known is not None and "lam" not in known.settings:
+        filled["gae_lambda"] = 1.0
     return filled

@@ -117,12 +117,14 @@ def test_the_moving_baseline_is_the_mean_of_all_earlier_rewards() -> None:
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_reinforce_plus_plus_is_the_score_and_the_penalty_to_come_whitened_over_all_tokens(name: str, unbiased: bool) -> None:
-    inputs = batch(1, penalty=True, unbiased=unbiased, eps=0.01)
+    gamma = 0.9 if name == "reinforce_plus_plus" else 1.0  # the other does not read it
+    inputs = batch(1, penalty=True, unbiased=unbiased, eps=0.01, gamma=0.9)
     rows = {}
     for i in range(B):
         score = float(inputs.scores[i]) - (statistics.fmean(group_of(inputs, i)) if name.endswith("baseline") else 0.0)
         penalty = [float(inputs.token_penalty[i, t]) for t in places(inputs, i)]
-        rows[i] = [score + sum(penalty[k:]) for k in range(len(penalty))]
+        rewards = [*penalty[:-1], penalty[-1] + score]
+        rows[i] = [sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
     same(ADVANTAGES.resolve(name)(inputs).advantages, dense(inputs, plain_whiten(rows, unbiased, 0.01)))
 
 
@@ -137,7 +139,7 @@ def test_remax_subtracts_the_greedy_score_at_every_token() -> None:
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_equal_scores_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
     scores = torch.full((B,), 0.1, dtype=dtype)  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
-    outputs = ADVANTAGES.resolve(name)(batch(scores=scores, eps=0.0))
+    outputs = ADVANTAGES.resolve(name)(batch(scores=scores, eps=0.0, gamma=1.0))
     assert outputs.advantages.dtype == dtype
     assert bool((outputs.advantages == 0).all())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, AdvantageOutputs, LossSettings, RunningMean, catalogue
-from megarl.algorithms.catalogue import ESTIMATORS, SETTINGS
+from megarl.algorithms.catalogue import ESTIMATOR_SETTINGS, ESTIMATORS, SETTINGS
 from megarl.config.presets import AdvantageName, PolicyLossName
 from megarl.errors import ConfigError
 from tests.algorithms.batches import B, batch
@@ -81,6 +81,12 @@ def test_an_estimator_has_a_place_for_a_token_penalty_if_it_says_so(name: str) -
     else:
         with pytest.raises(ConfigError, match="has no place for it"):
             differs(name, token_penalty=penalty)
+
+
+@pytest.mark.parametrize("setting", ESTIMATOR_SETTINGS)
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_reads_the_constants_that_it_says_it_reads(name: str, setting: str) -> None:
+    assert differs(name, **{setting: 0.5}) is (setting in ESTIMATORS[name].settings)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
