@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         RunningMean,
         last_of_each_row,
         masked_whiten,
+        normalised,
         token_rewards,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
@@ -72,6 +73,7 @@ __all__ = [
     "mismatch_sums",
     "mismatched_rows",
     "needs",
+    "normalised",
     "overlong_penalty",
     "pairwise_reward_loss",
     "process_reward_loss",

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
-ESTIMATOR_SETTINGS = ("gamma", "lam")
-"""The constants of the estimators, as `AdvantageInputs` names them."""
+ESTIMATOR_SETTINGS = ("gamma", "lam", "eps", "unbiased")
+"""The constants of the estimators without their normalisation, as `AdvantageInputs` names them."""
+NORMALISATIONS = ("none", "batch", "group", "batch_rms", "group_rms")
+"""What is done with advantages (`advantages.normalised`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class EstimatorNeeds:
     """It reads `step_rewards` and `step_ends`, which a process reward model gives."""
     token_penalty: bool = True
     """It has a place for `token_penalty`, so the KL penalty may be in the reward."""
+    normalisation: str = "none"
+    """What is done with its advantages if the config does not say, one of `NORMALISATIONS`."""
+    per_response: bool = False
+    """It gives one number to all tokens of a response, so its advantages are normalised over responses, not over tokens."""
     settings: tuple[str, ...] = ESTIMATOR_SETTINGS
     """The constants that it reads; of a user's own estimator nobody knows, so all."""
 
@@ -56,21 +62,19 @@ class LossNeeds:
         return tuple(name for name in ("rollout_log_probs", "reference_log_probs") if getattr(self, name))
 
 
-_WHOLE_RESPONSES = EstimatorNeeds(group=True, token_penalty=False, settings=())
-
 ESTIMATORS: dict[str, EstimatorNeeds] = {
-    "gae": EstimatorNeeds(values=True),
+    "gae": EstimatorNeeds(values=True, normalisation="batch", settings=("gamma", "lam")),
     "reinforce": EstimatorNeeds(settings=("gamma",)),
-    "reinforce_moving_baseline": EstimatorNeeds(settings=()),
-    "reinforce_plus_plus": EstimatorNeeds(settings=("gamma",)),
-    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True, settings=()),
-    "grpo": _WHOLE_RESPONSES,
-    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, token_penalty=False, settings=()),
-    "dr_grpo": _WHOLE_RESPONSES,
-    "rloo": _WHOLE_RESPONSES,
+    "reinforce_moving_baseline": EstimatorNeeds(per_response=True, settings=()),
+    "reinforce_plus_plus": EstimatorNeeds(normalisation="batch", settings=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True, normalisation="batch", settings=()),
+    "grpo": EstimatorNeeds(group=True, normalisation="group", per_response=True, settings=()),
+    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, settings=("eps", "unbiased")),
+    "dr_grpo": EstimatorNeeds(group=True, per_response=True, settings=()),
+    "rloo": EstimatorNeeds(group=True, per_response=True, settings=()),
     "remax": EstimatorNeeds(greedy=True, settings=()),
-    "opo": _WHOLE_RESPONSES,
-    "gpg": _WHOLE_RESPONSES,
+    "opo": EstimatorNeeds(group=True, per_response=True, settings=()),
+    "gpg": EstimatorNeeds(group=True, per_response=True, settings=()),
 }
 """Advantage estimators by name."""
 

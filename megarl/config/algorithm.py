@@ -11,7 +11,15 @@ from pydantic import Field, model_validator
 
 from megarl.algorithms.catalogue import EstimatorNeeds, LossNeeds
 from megarl.algorithms.user_algorithms import estimator_needs, loss_needs
-from megarl.config.presets import AdvantageName, AggregationName, KlEstimator, PolicyLossName, PresetName, fill_preset
+from megarl.config.presets import (
+    AdvantageName,
+    AggregationName,
+    KlEstimator,
+    NormalisationName,
+    PolicyLossName,
+    PresetName,
+    fill_preset,
+)
 from megarl.config.section import Count, Fraction, NonNegative, Positive, Section, UserFunction
 
 
@@ -91,6 +99,9 @@ class AlgorithmConfig(Section):
     """Discount factor per token."""
     gae_lambda: Fraction = 1.0
     """Lambda of generalised advantage estimation (GAE)."""
+    advantage_normalisation: NormalisationName = "none"
+    """Whiten advantages over the batch or group, or only divide by the root mean square (`_rms`). Default: as published
+    for the estimator (docs/methods.md#normalisation)."""
     advantage_eps: NonNegative = 1e-6
     """Added to the standard deviation that advantages are divided by."""
     unbiased_std: bool = True

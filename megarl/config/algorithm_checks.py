@@ -17,6 +17,10 @@ def check_algorithm(config: Config) -> None:
             f"gives algorithm.advantage = '{algorithm.advantage}' no two responses of a prompt to compare",
             allowed="at least 2",
         )
+    if algorithm.advantage_normalisation.startswith("group") and config.rollout.samples_per_prompt < 2:
+        reason = "compares advantages in groups, and rollout.samples_per_prompt = 1 gives a group one response"
+        allowed = "'none', 'batch' or 'batch_rms'"
+        raise ConfigError.of("algorithm.advantage_normalisation", algorithm.advantage_normalisation, reason, allowed=allowed)
     _check_kl(config)
     _check_unread(config)
     correction = algorithm.rollout_correction
@@ -67,11 +71,15 @@ def _check_unread(config: Config) -> None:
     algorithm, default = config.algorithm, AlgorithmConfig()
     aggregation = f"algorithm.aggregation = '{algorithm.aggregation}'"
     estimator = f"algorithm.advantage = '{algorithm.advantage}'"
+    normalisation = algorithm.advantage_normalisation
+    unnormalised = f"{estimator} with algorithm.advantage_normalisation = '{normalisation}'"
     loss = f"algorithm.policy_loss = '{algorithm.policy_loss}'"
     of_estimator, of_loss = algorithm.estimator_needs.settings, algorithm.loss_needs.settings
     for field, is_read, reader in (
         ("gamma", "gamma" in of_estimator, estimator),
         ("gae_lambda", "lam" in of_estimator, estimator),
+        ("advantage_eps", "eps" in of_estimator or normalisation != "none", unnormalised),
+        ("unbiased_std", "unbiased" in of_estimator or normalisation in ("batch", "group"), unnormalised),
         ("clip_low", "clip_low" in of_loss, loss),
         ("clip_high", "clip_high" in of_loss, loss),
         ("dual_clip", "dual_clip" in of_loss, loss),
@@ -80,7 +88,7 @@ def _check_unread(config: Config) -> None:
     ):
         value, unset = getattr(algorithm, field), getattr(default, field)
         if not is_read and value != unset:
-            allowed = "null" if unset is None else str(unset)
+            allowed = "null" if unset is None else str(unset).lower()
             raise ConfigError.of(f"algorithm.{field}", value, f"{reader} does not read", allowed=allowed)
     if algorithm.kl.target is None and algorithm.kl.horizon != default.kl.horizon:
         remedy = "set algorithm.kl.target, or remove algorithm.kl.horizon"

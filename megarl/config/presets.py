@@ -11,6 +11,7 @@ from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES
 
 PresetName = Literal["grpo", "ppo", "reinforce_plus_plus"]
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+NormalisationName = Literal["none", "batch", "group", "batch_rms", "group_rms"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 Fp8Format = Literal["none", "hybrid", "e4m3"]
 Fp8RecipeName = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -72,4 +73,6 @@ def fill_preset(tree: Any) -> Any:
     known = ESTIMATORS.get(advantage) if isinstance(advantage, str) else None
     if "gae_lambda" not in tree and known is not None and "lam" not in known.settings:
         filled["gae_lambda"] = 1.0
+    if "advantage_normalisation" not in tree and known is not None:
+        filled["advantage_normalisation"] = known.normalisation
     return filled

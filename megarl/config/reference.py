@@ -92,6 +92,8 @@ def _default(field: FieldInfo, name: str, instance: Any) -> Any:
 def _as_yaml(name: str, default: Any) -> str:
     if default is PydanticUndefined:
         return "required"
+    if name == "algorithm.advantage_normalisation":
+        return "by algorithm.advantage"
     in_preset = name.removeprefix("algorithm.")
     if in_preset != name and any(_has(preset, in_preset) for preset in PRESETS.values()):
         return "by algorithm.name"

@@ -44,7 +44,7 @@ def plain_whiten(rows: dict[int, list[float]], unbiased: bool, eps: float) -> di
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_gae_is_the_sum_of_discounted_errors_over_sampled_tokens(seed: int, bootstrap: bool) -> None:
     after = torch.linspace(-1, 1, B, dtype=torch.float64)
-    inputs = batch(seed, penalty=True, bootstrap_truncated=bootstrap, bootstrap_values=after)
+    inputs = batch(seed, penalty=True, bootstrap_truncated=bootstrap, bootstrap_values=after, normalisation="none")
     assert inputs.values is not None
     assert inputs.truncated is not None
     advantages, returns = {}, {}
@@ -70,7 +70,7 @@ def test_gae_with_lambda_and_gamma_one_is_the_return_less_the_value() -> None:
 
 def test_gae_does_not_see_tool_tokens() -> None:
     """Removing the masked tokens from the sequence altogether changes nothing at the others."""
-    inputs = batch(penalty=True)
+    inputs = batch(penalty=True, normalisation="none")
     assert inputs.values is not None
     outputs = ADVANTAGES.resolve("gae")(inputs)
     for i in range(B):
@@ -84,6 +84,7 @@ def test_gae_does_not_see_tool_tokens() -> None:
                 values=inputs.values[i][at][None],
                 gamma=0.9,
                 lam=0.8,
+                normalisation="none",
             )
         )
         same(outputs.advantages[i][at], alone.advantages[0])

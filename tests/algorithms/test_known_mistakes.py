@@ -78,7 +78,9 @@ def test_importance_weights_are_the_trainer_over_the_engine() -> None:
 
 def test_gaes_last_term_has_the_power_of_its_distance() -> None:
     tokens, gamma = 6, 0.9
-    inputs = single([2.0], tokens, values=torch.zeros(1, tokens, dtype=torch.float64), gamma=gamma, lam=1.0)
+    inputs = single(
+        [2.0], tokens, values=torch.zeros(1, tokens, dtype=torch.float64), gamma=gamma, lam=1.0, normalisation="none"
+    )
     t = torch.arange(tokens, dtype=torch.float64)
     right, mistake = 2.0 * gamma ** (tokens - 1 - t), torch.full((tokens,), 2.0 * gamma**tokens, dtype=torch.float64)
     check(ADVANTAGES.resolve("gae")(inputs).advantages[0], right, mistake)

@@ -61,6 +61,27 @@ def test_k1_in_the_loss_is_noise_unless_it_is_unbiased() -> None:
     assert config("algorithm.kl={estimator: k1, coef: 0.0}").algorithm.kl.coef == 0
 
 
+@pytest.mark.parametrize(
+    ("overrides", "normalisation"),
+    [
+        (["algorithm.name=grpo"], "group"),
+        (["algorithm.name=ppo"], "batch"),
+        (["algorithm.name=reinforce_plus_plus"], "batch"),
+        (["algorithm.advantage=rloo"], "none"),
+        (["algorithm.advantage=reinforce_plus_plus"], "batch"),
+        (["algorithm.advantage=dr_grpo", "algorithm.advantage_normalisation=batch"], "batch"),
+    ],
+)
+def test_advantages_are_normalised_as_published_unless_the_config_says(overrides: list[str], normalisation: str) -> None:
+    assert config(*overrides).algorithm.advantage_normalisation == normalisation
+
+
+def test_a_group_of_one_response_is_not_normalised_within_itself() -> None:
+    single = ["rollout.samples_per_prompt=1", "algorithm={advantage: reinforce, advantage_normalisation: group}"]
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_normalisation is 'group', which compares .* 'batch_rms'"):
+        config(*single)
+
+
 def test_only_losses_that_clip_ratios_from_below_need_a_lower_bound(tmp_path: Any) -> None:
     (tmp_path / "mine.py").write_text(OWN_LOSS)
     own = f"{tmp_path / 'mine.py'}:loss"
@@ -80,6 +101,8 @@ NOTHING_READS = [
     ("algorithm={policy_loss: reinforce, clip_high: 0.3}", "algorithm.clip_high is 0.3"),
     ("algorithm.dual_clip=4", "algorithm.dual_clip is 4.0, which algorithm.policy_loss = 'clip' does not read"),
     ("algorithm.norm_length=9", "algorithm.aggregation = 'seq_mean_token_mean' does not read; it must be null"),
+    ("algorithm={advantage: rloo, advantage_eps: 1e-3}", "algorithm.advantage_normalisation = 'none' does not read"),
+    ("algorithm={advantage: grpo, advantage_normalisation: batch_rms, unbiased_std: false}", "it must be true"),
     ("algorithm.kl.horizon=10", "algorithm.kl.horizon needs a target"),
     ("reward_model={path: x, step_aggregation: min}", "reward_model.step_aggregation needs"),
 ]

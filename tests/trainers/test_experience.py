@@ -100,6 +100,30 @@ def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
     assert not torch.equal(expected.columns["advantages"], fresh.columns["advantages"])
 
 
+@pytest.mark.parametrize("advantage", ["gae", "dr_grpo", "own"])
+def test_the_config_says_how_advantages_are_normalised(advantage: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from megarl.algorithms import AdvantageOutputs\n"
+        "def f(inputs): return AdvantageOutputs(advantages=inputs.mask * inputs.scores[:, None])\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:f" if advantage == "own" else advantage
+    for mode in ("none", "batch", "batch_rms"):
+        made = batch()
+        made.columns["values"] = torch.zeros(made.mask.shape)
+        settings = config(f"algorithm.advantage={name}", "algorithm.kl.coef=0.0", f"algorithm.advantage_normalisation={mode}")
+        Experience(settings).estimate(made, REWARDS)
+        values = made.columns["advantages"][made.mask] if advantage != "dr_grpo" else made.columns["advantages"][:, 0]
+        assert (abs(float(values.mean())) < 1e-6) is (mode == "batch" or advantage == "dr_grpo")
+        assert (float(values.std()) == pytest.approx(1, abs=1e-4)) is (mode == "batch")
+        assert (float(values.square().mean()) == pytest.approx(1, abs=1e-4)) is (mode == "batch_rms")
+
+
+def test_kl_in_the_reward_is_compared_within_the_group() -> None:
+    """β = 0.2 and 0.5 nats a token: R is 1 − 0.2, 0 − 0.4, 3 − 0.6, 2 − 0.3."""
+    made, _, _ = advantages("algorithm.advantage=rloo", "algorithm.kl={coef: 0.2, apply_to: reward}")
+    assert [of_row(made, row)[0] for row in range(4)] == pytest.approx([1.2, -1.2, 0.7, -0.7], abs=1e-6)
+
+
 def test_truncated_responses_leave_the_mask_but_still_count_in_their_group() -> None:
     made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.truncated_responses=mask")
     assert made.mask.any(1).tolist() == [True, True, False, True]
@@ -171,7 +195,8 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made.columns["values_after"] = torch.full(made.mask.shape, 0.0)
     made.columns["values_after"][:, 0] = 2.0
     bootstrap = "algorithm.truncated_responses=bootstrap"
-    Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap)).estimate(
+    raw = "algorithm.advantage_normalisation=none"
+    Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap, raw)).estimate(
         made, REWARDS
     )
     assert of_row(made, 2) == pytest.approx([5.0] * 6)
@@ -247,7 +272,6 @@ def test_groups_are_found_by_their_ids() -> None:
         (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
         (["algorithm.advantage=grpo_process"], "reward_model.per_step"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target"),
-        (["algorithm.kl={apply_to: reward}"], "algorithm.kl.apply_to is 'reward'"),
         (["reference.reset_every=2", "algorithm.kl.coef=0.0"], "reference.reset_every needs a reference model"),
         (["rollout.samples_per_prompt=1", "rollout.prompts_per_step=4"], "it must be at least 2"),
     ],

@@ -21,6 +21,7 @@ from megarl.algorithms import (
     kl_per_token,
     last_of_each_row,
     length_penalty,
+    normalised,
     overlong_penalty,
     token_weights,
 )
@@ -109,6 +110,7 @@ class Experience:
                 lam=algorithm.gae_lambda,
                 eps=algorithm.advantage_eps,
                 unbiased=algorithm.unbiased_std,
+                normalisation=algorithm.advantage_normalisation,
                 bootstrap_truncated=algorithm.truncated_responses == "bootstrap",
                 bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
                 baseline=self.baseline,
@@ -214,7 +216,7 @@ def estimated(name: str, needed: EstimatorNeeds, inputs: AdvantageInputs) -> Adv
             raise ConfigError(
                 f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(wanted)}{why}, but gave {found}"
             )
-    return outputs
+    return outputs if name in ESTIMATORS else normalised(outputs, inputs, needed)
 
 
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:
