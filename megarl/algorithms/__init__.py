@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
     from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
-    from megarl.algorithms.off_policy import CORRECTIONS, correction, mismatch_sums
+    from megarl.algorithms.off_policy import CORRECTIONS, Correction, correction, mismatch_sums
     from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
     from megarl.algorithms.preference import (
         PREFERENCE_LOSSES,
@@ -54,6 +54,7 @@ __all__ = [
     "AdaptiveKl",
     "AdvantageInputs",
     "AdvantageOutputs",
+    "Correction",
     "LossSettings",
     "PolicyLoss",
     "PreferenceLoss",

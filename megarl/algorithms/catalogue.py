@@ -51,6 +51,8 @@ class LossNeeds:
     """The constants that it reads; of a user's own loss nobody knows, so all."""
     lower_bound: bool = False
     """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
+    ratio: bool = True
+    """It reads the ratio to `old_log_probs`, so that it may be trained on tokens of an older policy."""
     rollout_log_probs: bool = False
     """It takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
     reference_log_probs: bool = False
@@ -83,10 +85,26 @@ POLICY_LOSSES: dict[str, LossNeeds] = {
     "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip"), lower_bound=True),
     "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
     "cispo": LossNeeds(settings=("clip_low", "clip_high")),
-    "reinforce": LossNeeds(settings=()),
+    "reinforce": LossNeeds(settings=(), ratio=False),
     "kl_penalty": LossNeeds(settings=("kl_coef",)),
 }
 """Policy losses by name."""
+
+CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
+    "tis_token": (0.0, 2.0),
+    "tis_sequence": (0.0, 5.0),
+    "mis_token": (0.5, 5.0),
+    "mis_sequence": (0.1, 10.0),
+    "mask_sequence": (0.999, 1.001),
+    "reject_sequence": (0.999, 1.001),
+}
+"""By correction of the rollout's log-probs, the ratios that it lets pass if the config does not say (`off_policy.correction`).
+
+Of a token IcePop's; of a sequence wider, as a sum over thousands of tokens spreads; of a geometric mean close to 1, as that
+hardly does.
+"""
+WEIGHTS = ("tis_token", "tis_sequence", "mis_token", "mis_sequence")
+"""The corrections that are importance weights; of these there can be one."""
 
 
 def needs(

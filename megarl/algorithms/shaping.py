@@ -40,13 +40,17 @@ class RewardNormaliser:
         self.squares = 0.0
         """Σ(r − mean)² so far."""
 
-    def normalise(self, rewards: Tensor) -> Tensor:
-        """Take `rewards` (any shape, of the whole step) into the state and return them normalised, in their dtype."""
-        self.update(rewards)
-        return self.apply(rewards)
+    def normalise(self, rewards: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Take `rewards` (any shape, of the whole step) into the state and return them normalised, in their dtype.
 
-    def update(self, rewards: Tensor) -> None:
-        """Take `rewards` (any shape) into the state."""
+        `counted` bool of the same shape: those that the state takes in; None: all.
+        """
+        self._update(rewards if counted is None else rewards[counted])
+        if self.squares == 0:
+            return torch.zeros_like(rewards)
+        return ((rewards.double() - self.mean) / ((self.squares / self.count) ** 0.5 + self.eps)).to(rewards.dtype)
+
+    def _update(self, rewards: Tensor) -> None:
         if rewards.numel() == 0:
             return
         exact = rewards.double()
@@ -58,12 +62,6 @@ class RewardNormaliser:
         self.squares += squares + moved * moved * self.count * new / total
         self.mean += moved * new / total if self.count else mean
         self.count = total
-
-    def apply(self, rewards: Tensor) -> Tensor:
-        """`rewards` (any shape) normalised by the state as it is; 0 where all rewards so far are equal."""
-        if self.squares == 0:
-            return torch.zeros_like(rewards)
-        return ((rewards.double() - self.mean) / ((self.squares / self.count) ** 0.5 + self.eps)).to(rewards.dtype)
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint must keep; eps comes from the config."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from megarl.algorithms.catalogue import EstimatorNeeds, LossNeeds
+from megarl.algorithms.catalogue import CORRECTION_BOUNDS, EstimatorNeeds, LossNeeds
 from megarl.algorithms.user_algorithms import estimator_needs, loss_needs
 from megarl.config.presets import (
     AdvantageName,
@@ -45,13 +45,25 @@ class KlConfig(Section):
 class CorrectionConfig(Section):
     """Correction for the difference between the engine's and the trainer's log-probs (docs/methods.md#rollout-correction)."""
 
-    mode: Literal["none", "tis_token", "tis_sequence", "mis_token", "mis_sequence", "reject_sequence"] = "none"
-    """Truncated (`tis`) or masked (`mis`) importance sampling per token or sequence, or rejection of whole responses.
-    `none`: off."""
-    low: NonNegative = 0.5
-    """Smallest importance ratio that is kept (mis, reject)."""
+    mode: Literal[
+        "tis_token", "tis_sequence", "mis_token", "mis_sequence", "mask_sequence", "reject_sequence", "bypass"
+    ]  # fmt: skip
+    """Truncated (`tis`) or masked (`mis`) importance sampling, responses that get weight 0 or are rejected, or `bypass`: take
+    the loss's ratio to the engine's log-probs."""
+    low: NonNegative = 0.0
+    """Smallest importance ratio that is kept, or that weights are raised to (tis). Default: by `mode`."""
     high: Annotated[float, Field(gt=0)] = 2.0
-    """Largest importance ratio that is kept (mis, reject), or that weights are truncated to (tis)."""
+    """Largest importance ratio that is kept, or that weights are truncated to (tis). Default: by `mode`."""
+    normalise: bool = False
+    """Divide importance weights (tis, mis) by their mean over the batch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_mode(cls, tree: Any) -> Any:
+        mode = tree.get("mode") if isinstance(tree, dict) else None
+        if isinstance(mode, str) and mode in CORRECTION_BOUNDS:
+            return dict(zip(("low", "high"), CORRECTION_BOUNDS[mode], strict=True)) | tree
+        return tree
 
 
 class ShapingConfig(Section):
@@ -112,16 +124,30 @@ class AlgorithmConfig(Section):
     """Weight of the entropy bonus in the policy loss."""
     shaping: ShapingConfig = ShapingConfig()
     """Changes to rewards before the advantage."""
-    truncated_responses: Literal["keep", "mask", "bootstrap"] = "keep"
-    """Responses that hit the length limit. `keep`: train on them as usual. `mask`: exclude them from the loss. `bootstrap`
-    (GAE only): use the critic's value of the last state as the future return."""
-    rollout_correction: CorrectionConfig = CorrectionConfig()
-    """Correction for the difference between the engine's and the trainer's log-probs."""
+    truncated_responses: Literal["keep", "mask", "exclude", "bootstrap"] = "keep"
+    """Responses that hit the length limit. `keep`: train on them. `mask`: exclude them from the loss. `exclude`: from baselines
+    too. `bootstrap` (GAE only): use the critic's value of the last state."""
+    rollout_correction: Annotated[tuple[CorrectionConfig, ...], Field(strict=False)] = ()
+    """Corrections for the difference between the engine's and the trainer's log-probs, applied together; a single one may be
+    written without a list. `{mode: none}`: none."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_name(cls, tree: Any) -> Any:
         return fill_preset(tree)
+
+    @field_validator("rollout_correction", mode="before")
+    @classmethod
+    def _as_list(cls, given: Any) -> Any:
+        listed = [given] if isinstance(given, dict) else given
+        if not isinstance(listed, list | tuple):
+            return given
+        return [one for one in listed if not (isinstance(one, dict) and one.get("mode") == "none")]
+
+    @property
+    def bypasses_old_log_probs(self) -> bool:
+        """Whether the ratio of the loss is to the engine's log-probs."""
+        return any(one.mode == "bypass" for one in self.rollout_correction)
 
     @property
     def estimator_needs(self) -> EstimatorNeeds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.algorithms.catalogue import WEIGHTS
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -23,16 +24,13 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError.of("algorithm.advantage_normalisation", algorithm.advantage_normalisation, reason, allowed=allowed)
     _check_kl(config)
     _check_unread(config)
-    correction = algorithm.rollout_correction
-    if correction.mode not in ("none", "tis_token", "tis_sequence") and correction.low >= correction.high:
-        allowed = f"less than algorithm.rollout_correction.high = {correction.high}"
-        raise ConfigError.of("algorithm.rollout_correction.low", correction.low, allowed=allowed)
+    _check_correction(config)
     if algorithm.truncated_responses == "bootstrap" and not needed.values:
         raise ConfigError.of(
             "algorithm.truncated_responses",
             "bootstrap",
             f"needs the values of a critic, and algorithm.advantage = '{algorithm.advantage}' has none",
-            allowed="'keep' or 'mask', or set algorithm.advantage to one that needs values, such as 'gae'",
+            allowed="'keep', 'mask' or 'exclude', or set algorithm.advantage to one that needs values, such as 'gae'",
         )
     if algorithm.shaping.overlong_tokens > config.rollout.max_new_tokens:
         raise ConfigError.of(
@@ -64,6 +62,30 @@ def check_algorithm(config: Config) -> None:
             f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none",
             allowed="0, or set algorithm.advantage to one that needs values, such as 'gae'",
         )
+
+
+def _check_correction(config: Config) -> None:
+    algorithm, field = config.algorithm, "algorithm.rollout_correction"
+    corrections = algorithm.rollout_correction
+    for number, one in enumerate(corrections):
+        if one.mode == "bypass":
+            in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
+            if not (algorithm.loss_needs.ratio or in_reward):
+                reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
+                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
+            if len(corrections) > 1:
+                reason = "leaves no log-probs of the trainer to correct for"
+                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="the only correction")
+        elif one.low >= one.high:
+            raise ConfigError.of(f"{field}[{number}].low", one.low, allowed=f"less than {field}[{number}].high = {one.high}")
+        if one.normalise and one.mode not in WEIGHTS:
+            reason = f"is for importance weights, which mode = '{one.mode}' has not"
+            raise ConfigError.of(f"{field}[{number}].normalise", one.normalise, reason, allowed="false")
+    weights = [number for number, one in enumerate(corrections) if one.mode in WEIGHTS]
+    if len(weights) > 1:
+        other, reason = corrections[weights[0]].mode, "is a second importance weight of the same tokens"
+        allowed = f"'mask_sequence' or 'reject_sequence' beside '{other}'"
+        raise ConfigError.of(f"{field}[{weights[1]}].mode", corrections[weights[1]].mode, reason, allowed=allowed)
 
 
 def _check_unread(config: Config) -> None:

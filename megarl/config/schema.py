@@ -138,8 +138,10 @@ class Config(Questions):
     def needs_old_log_probs(self) -> bool:
         """On-policy, a single optimizer step sees its own log-probs; anything that reads them earlier needs a pass."""
         algorithm = self.algorithm
+        if algorithm.bypasses_old_log_probs:
+            return False
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-        return self.optimizer_steps_per_step > 1 or in_reward or algorithm.rollout_correction.mode != "none"
+        return self.optimizer_steps_per_step > 1 or in_reward or bool(algorithm.rollout_correction)
 
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""

@@ -13,6 +13,7 @@ from megarl.algorithms import (
     ADVANTAGES,
     POLICY_LOSSES,
     AdvantageInputs,
+    Correction,
     LossSettings,
     correction,
     kl_per_token,
@@ -72,7 +73,7 @@ def test_the_reward_models_loss_has_its_minus_sign() -> None:
 
 def test_importance_weights_are_the_trainer_over_the_engine() -> None:
     trainer, engine = draw(2, 1, 30, seed=2)
-    weights, _, _ = correction(trainer, engine, torch.ones(1, 30, dtype=torch.bool), "tis_token", 0.0, 1e9)
+    weights, _, _ = correction(trainer, engine, torch.ones(1, 30, dtype=torch.bool), [Correction("tis_token", 0.0, 1e9)])
     check(weights, (trainer - engine).exp(), (engine - trainer).exp())
 
 

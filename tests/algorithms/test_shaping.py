@@ -97,6 +97,6 @@ def test_rewards_are_normalised_by_earlier_ones_without_counting_them() -> None:
     normaliser = RewardNormaliser()
     normaliser.normalise(torch.tensor([1.0, 3.0], dtype=torch.float64))
     before = normaliser.state_dict()
-    got = normaliser.apply(torch.tensor([2.0, 4.0], dtype=torch.float64))
+    got = normaliser.normalise(torch.tensor([2.0, 4.0], dtype=torch.float64), torch.tensor([False, False]))
     torch.testing.assert_close(got, torch.tensor([0.0, 2 / (1 + 1e-6)], dtype=torch.float64))
     assert normaliser.state_dict() == before

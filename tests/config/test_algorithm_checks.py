@@ -156,3 +156,43 @@ def test_a_constant_that_the_objective_does_not_read_is_refused(override: str, s
 def test_kto_needs_two_rows_to_mismatch() -> None:
     with pytest.raises(ConfigError, match=r"data\.rows_per_step is 1, which leaves objective.name = 'kto' no other row"):
         supervised("objective.name=kto", "data.rows_per_step=1")
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ("{mode: none}", []),
+        ("{mode: none, high: 3}", []),
+        ("{mode: tis_token}", [("tis_token", 0.0, 2.0)]),
+        ("{mode: mis_token, high: 4}", [("mis_token", 0.5, 4.0)]),
+        ("[{mode: tis_token, low: 0.1}, {mode: mask_sequence}]", [("tis_token", 0.1, 2.0), ("mask_sequence", 0.999, 1.001)]),
+        ("[{mode: mis_sequence}, {mode: reject_sequence}]", [("mis_sequence", 0.1, 10.0), ("reject_sequence", 0.999, 1.001)]),
+    ],
+)
+def test_every_correction_has_bounds_of_its_own(given: str, resolved: list[tuple[str, float, float]]) -> None:
+    corrections = config(f"algorithm.rollout_correction={given}").algorithm.rollout_correction
+    assert [(one.mode, one.low, one.high) for one in corrections] == resolved
+
+
+CORRECTIONS = [
+    ("{mode: tis_tokn}", "algorithm.rollout_correction[0].mode is 'tis_tokn'"),
+    ("{high: 3}", "algorithm.rollout_correction[0].mode is missing"),
+    ("{mode: tis_token, hihg: 3}", "algorithm.rollout_correction[0].hihg is not a config field"),
+    ("{mode: mis_token, low: 5}", "algorithm.rollout_correction[0].low is 5.0"),
+    ("[{mode: tis_token}, {mode: mis_sequence}]", "rollout_correction[1].mode is 'mis_sequence', which is a second importance"),
+    ("[{mode: bypass}, {mode: reject_sequence}]", "leaves no log-probs of the trainer to correct for"),
+    ("{mode: reject_sequence, normalise: true}", "algorithm.rollout_correction[0].normalise is true"),
+    ("3", "algorithm.rollout_correction is 3"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), CORRECTIONS)
+def test_corrections_that_cannot_be_are_one_sentence(given: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(f"algorithm.rollout_correction={given}")
+    assert sentence in str(raised.value)
+
+
+def test_a_loss_without_a_ratio_has_nothing_to_take_to_the_engine() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_correction\[0\]\.mode is 'bypass', which is for a ratio"):
+        config("algorithm.policy_loss=reinforce", "algorithm.rollout_correction.mode=bypass")

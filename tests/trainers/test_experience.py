@@ -100,6 +100,29 @@ def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
     assert not torch.equal(expected.columns["advantages"], fresh.columns["advantages"])
 
 
+def test_truncated_responses_can_leave_every_baseline_and_running_mean() -> None:
+    """Rewards 3, 2, 1, 0 in one group, of which the third is cut: the mean of the others is 5/3."""
+    made = batch()
+    for sample in made.samples:
+        sample.group_id = "g0"
+    made = Batch(made.samples)
+    shaping = "algorithm.shaping={normalise: true}"
+    experience = Experience(config("algorithm.advantage=reinforce", "algorithm.kl.coef=0.0", shaping, EXCLUDE))
+    experience.estimate(made, [3.0, 2.0, 1.0, 0.0])
+    assert made.mask.any(1).tolist() == [True, True, False, True]
+    assert experience.state_dict()["normaliser"]["count"] == 3
+    assert experience.state_dict()["normaliser"]["mean"] == pytest.approx(5 / 3)
+    made = Batch(made.samples)
+    Experience(config("algorithm.advantage=dr_grpo", "algorithm.kl.coef=0.0", EXCLUDE)).estimate(made, [3.0, 2.0, 1.0, 0.0])
+    assert [of_row(made, row)[:1] for row in range(4)] == [[pytest.approx(x - 5 / 3)] if x != 1 else [] for x in (3, 2, 1, 0)]
+    alone, metrics, _ = advantages("algorithm.advantage=dr_grpo", EXCLUDE)
+    assert not alone.mask[2:].any()  # the other response of the group has nothing left to be compared with
+    assert metrics["reward/lone_responses"] == 1
+
+
+EXCLUDE = "algorithm.truncated_responses=exclude"
+
+
 @pytest.mark.parametrize("advantage", ["gae", "dr_grpo", "own"])
 def test_the_config_says_how_advantages_are_normalised(advantage: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
@@ -136,6 +159,14 @@ def test_importance_weights_are_truncated_and_denominators_kept() -> None:
     assert weights == pytest.approx([1.0, 2.0, math.exp(-1), math.exp(0.1)], abs=1e-6)
     assert made.mask.sum() == sum(LENGTHS)
     assert metrics["correction/changed_responses"] == 0.25
+
+
+def test_a_token_weight_and_a_rejection_act_together() -> None:
+    both = "algorithm.rollout_correction=[{mode: tis_token, high: 1.05}, {mode: reject_sequence, low: 0.9, high: 1.2}]"
+    made, metrics, _ = advantages(both, "algorithm.advantage=reinforce")
+    assert made.mask.any(1).tolist() == [True, False, False, True]
+    assert made.columns["correction"][3, 0].item() == pytest.approx(1.05)
+    assert metrics["correction/changed_responses"] == 0.75
 
 
 def test_rejected_responses_leave_every_denominator() -> None:
@@ -252,6 +283,7 @@ def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
         ("algorithm.epochs=2",): True,
         ("algorithm.mini_batches=2",): True,
         ("algorithm.rollout_correction.mode=mis_token",): True,
+        ("algorithm.rollout_correction.mode=bypass", "algorithm.mini_batches=2"): False,
         ("algorithm.name=ppo",): True,
     }
     assert {overrides: config(*overrides).needs_old_log_probs for overrides in needed} == needed
@@ -267,7 +299,7 @@ def test_groups_are_found_by_their_ids() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["algorithm.rollout_correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.rollout_correction.low is 2.0"),
+        (["algorithm.rollout_correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.rollout_correction[0].low is 2.0"),
         (["algorithm.truncated_responses=bootstrap"], "'gae'"),
         (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
         (["algorithm.advantage=grpo_process"], "reward_model.per_step"),

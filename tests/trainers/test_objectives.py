@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from megarl.algorithms import LossSettings
 from megarl.trainers.rl.objectives import PolicyObjective
 
 VOCABULARY = 7
@@ -38,3 +40,17 @@ def test_the_unbiased_kl_is_that_of_the_policy_whatever_policy_sampled_the_token
         (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
         (want,) = torch.autograd.grad(exact, logits, retain_graph=True)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+
+
+def test_without_old_log_probs_of_the_trainer_the_ratio_is_to_the_engine_and_the_gradient_exact() -> None:
+    """E_μ[(π/μ)·A·∇log π] is the gradient of E_π[A] whatever μ was; the mismatch is still told."""
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    new, (sampler, advantages) = logits.log_softmax(0), policies(2, seed=4)
+    columns = {"weights": sampler.exp(), "advantages": advantages, "rollout_log_probs": sampler}
+    wide = LossSettings(clip_low=0.999, clip_high=1e6)
+    objective = PolicyObjective("clip", wide, bypass=True)
+    loss, metrics = objective(torch.stack([new, torch.zeros_like(new)], dim=1), stream(**columns))
+    (got,) = torch.autograd.grad(-loss, logits, retain_graph=True)
+    (want,) = torch.autograd.grad((new.exp() * advantages).sum(), logits)
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
+    assert float(metrics["mismatch/log_prob_abs"]) == pytest.approx(float((new - sampler).abs().sum().detach()), rel=1e-12)

@@ -14,6 +14,7 @@ from megarl.algorithms import (
     AdaptiveKl,
     AdvantageInputs,
     AdvantageOutputs,
+    Correction,
     RewardNormaliser,
     RunningMean,
     clip_rewards,
@@ -79,7 +80,8 @@ class Experience:
         """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
 
         A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
-        truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator.
+        truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator; where it is 'exclude', every
+        baseline and running mean too.
 
         Args:
             batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
@@ -89,12 +91,14 @@ class Experience:
         """
         algorithm = self.config.algorithm
         metrics: dict[str, float] = {}
+        if algorithm.truncated_responses == "exclude":
+            batch.mask[batch.truncated] = False
         unshaped = torch.tensor(rewards, dtype=torch.float32)
         scores = self._shape(unshaped, batch)
         if "step_rewards" in batch.columns:  # what shaping took off or added stands at the last step
             last = last_of_each_row(batch.columns["step_ends"].bool() & batch.mask)
             batch.columns["step_rewards"] += torch.where(last, (scores - unshaped)[:, None], 0)
-        if algorithm.rollout_correction.mode != "none":
+        if algorithm.rollout_correction and not algorithm.bypasses_old_log_probs:
             metrics |= self._correct(batch)
         outputs = estimated(
             algorithm.advantage,
@@ -145,7 +149,7 @@ class Experience:
     def _shape(self, scores: Tensor, batch: Batch, *, counted: bool = True) -> Tensor:
         """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping).
 
-        Unless `counted`, the rewards are normalised by those of earlier calls alone.
+        Of responses without sampled tokens, and of all unless `counted`, the running mean takes in nothing.
         """
         shaping = self.config.algorithm.shaping
         if shaping.overlong_tokens:
@@ -153,7 +157,7 @@ class Experience:
         if shaping.length_penalty:
             scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
         if shaping.normalise:
-            scores = self.normaliser.normalise(scores) if counted else self.normaliser.apply(scores)
+            scores = self.normaliser.normalise(scores, batch.mask.any(1) & counted)
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
 
     def _greedy_scores(self, greedy: Sequence[tuple[Sample, float]] | None, batch: Batch) -> Tensor | None:
@@ -166,10 +170,9 @@ class Experience:
         return torch.tensor([of_group[sample.group_id] for sample in batch.samples])
 
     def _correct(self, batch: Batch) -> dict[str, float]:
-        settings, columns = self.config.algorithm.rollout_correction, batch.columns
-        weights, kept, statistics = correction(
-            columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings.mode, settings.low, settings.high
-        )
+        columns = batch.columns
+        settings = [Correction(**one.model_dump()) for one in self.config.algorithm.rollout_correction]
+        weights, kept, statistics = correction(columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings)
         columns["correction"] = weights
         batch.mask = kept
         return {f"correction/{name}": value for name, value in statistics.items()}
@@ -179,7 +182,8 @@ class Experience:
         settings = self.config.algorithm.kl
         if not settings.coef or settings.apply_to != "reward":
             return torch.zeros(batch.mask.shape)
-        kl = kl_per_token(batch.columns["old_log_probs"], batch.columns["reference_log_probs"], settings.estimator) * batch.mask
+        sampled = batch.columns["rollout_log_probs" if self.config.algorithm.bypasses_old_log_probs else "old_log_probs"]
+        kl = kl_per_token(sampled, batch.columns["reference_log_probs"], settings.estimator) * batch.mask
         coef = settings.coef if self.kl is None else self.kl.coef
         if self.kl is not None:
             kept = batch.mask.any(1)

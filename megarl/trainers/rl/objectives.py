@@ -34,6 +34,8 @@ class PolicyObjective:
     ptx_coef: float = 0.0
     shown_rows: int = 0
     """Of the batch: the log-probs of rows before this one come with the metrics, as `LOG_PROBS`."""
+    bypass: bool = False
+    """The ratio is to the engine's log-probs instead."""
     also_given: tuple[str, ...] = ()
     """Columns that the loss takes by name (`LossNeeds.columns`)."""
 
@@ -44,7 +46,8 @@ class PolicyObjective:
         if "ptx_weights" in columns:
             cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
             return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
-        old = columns.get("old_log_probs", log_probs.detach())
+        trainers = columns.get("old_log_probs", log_probs.detach())
+        old = columns["rollout_log_probs"] if self.bypass else trainers
         further: dict[str, Any] = {name: columns[name] for name in self.also_given}
         per_token, sums = POLICY_LOSSES.resolve(self.name)(
             log_probs, old, columns["advantages"], response=stream.response, settings=self.settings, **further
@@ -60,7 +63,7 @@ class PolicyObjective:
                 sampler = columns["rollout_log_probs"] if self.kl_unbiased else None
                 loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, sampler_log_probs=sampler)
             metrics["kl/reference"] = kl_per_token(log_probs.detach(), reference, "k3").sum()
-        mismatch = mismatch_sums(old, columns["rollout_log_probs"])
+        mismatch = mismatch_sums(trainers, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
         if self.shown_rows:

@@ -330,5 +330,6 @@ class RlRun(Run):
             entropy_coef=algorithm.entropy_coef,
             ptx_coef=self.config.ptx.coef,
             shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
+            bypass=algorithm.bypasses_old_log_probs,
             also_given=algorithm.loss_needs.columns,
         )
