@@ -23,7 +23,15 @@ if TYPE_CHECKING:
         token_rewards,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
-    from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
+    from megarl.algorithms.kl import (
+        K3_LIMIT,
+        KL_ESTIMATORS,
+        LOG_RATIO_LIMIT,
+        AdaptiveKl,
+        AdaptivePenalty,
+        kl_per_token,
+        log_ratio,
+    )
     from megarl.algorithms.off_policy import CORRECTIONS, Correction, correction, mismatch_sums
     from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
     from megarl.algorithms.preference import (
@@ -48,10 +56,13 @@ __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "CORRECTIONS",
+    "K3_LIMIT",
     "KL_ESTIMATORS",
+    "LOG_RATIO_LIMIT",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
     "AdaptiveKl",
+    "AdaptivePenalty",
     "AdvantageInputs",
     "AdvantageOutputs",
     "Correction",
@@ -70,6 +81,7 @@ __all__ = [
     "kto_kl_reference",
     "last_of_each_row",
     "length_penalty",
+    "log_ratio",
     "masked_whiten",
     "mismatch_sums",
     "mismatched_rows",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import KL_ESTIMATORS, AdaptiveKl, kl_per_token
+from megarl.algorithms import KL_ESTIMATORS, AdaptiveKl, AdaptivePenalty, kl_per_token
 from megarl.config.presets import KlEstimator
 from megarl.errors import ConfigError
 
@@ -102,6 +102,27 @@ def test_k3_is_never_negative_and_zero_at_the_reference() -> None:
     nearly = log_probs + 1e-4 * torch.randn(10_000, generator=torch.Generator().manual_seed(3))
     assert kl_per_token(log_probs, log_probs, "k3").abs().max() == 0
     assert kl_per_token(nearly, log_probs, "k3").min() >= -1e-11  # float32: the terms of 1e-4 cancel to 5e-9
+
+
+def test_a_token_far_from_the_reference_is_limited_and_its_ratio_clamped() -> None:
+    """d = −98 gave inf in float32; with a limit of 10 the estimate stops there, without gradient."""
+    new = torch.tensor([-100.0, -3.0, -2.0, -1.0], requires_grad=True)
+    reference = torch.tensor([-2.0, -0.2, -1.9, -40.0])
+    estimate = kl_per_token(new, reference, "k3", limit=10.0)
+    estimate.sum().backward()
+    exact = [math.exp(-d) + d - 1 for d in (-2.8, -0.1)]
+    assert estimate.tolist() == pytest.approx([10.0, 10.0, exact[1], 10.0], rel=1e-5)
+    assert exact[0] > 10
+    assert new.grad is not None
+    assert new.grad.tolist() == pytest.approx([0.0, 0.0, 1 - math.exp(0.1), 0.0], rel=1e-5)
+    assert kl_per_token(new, reference, "k3").isfinite().all()
+    weighted = kl_per_token(torch.tensor([-1.0]), torch.tensor([-1.5]), "k1", sampler_log_probs=torch.tensor([-101.0]))
+    assert weighted.item() == pytest.approx(0.5 * math.exp(20), rel=1e-5)
+
+
+def test_ppos_penalty_is_halved_or_doubled_where_the_kl_leaves_its_target() -> None:
+    penalty = AdaptivePenalty(1.0, target=0.01)
+    assert [penalty.update(kl) for kl in (0.01, 0.0149, 0.0151, 0.02, 0.0067, 0.0066, 0.0)] == [1, 1, 2, 4, 4, 2, 1]
 
 
 def test_an_unknown_estimator_is_one_sentence_with_the_nearest_name() -> None:

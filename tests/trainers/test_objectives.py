@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,3 +55,17 @@ def test_without_old_log_probs_of_the_trainer_the_ratio_is_to_the_engine_and_the
     (want,) = torch.autograd.grad((new.exp() * advantages).sum(), logits)
     torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-14)
     assert float(metrics["mismatch/log_prob_abs"]) == pytest.approx(float((new - sampler).abs().sum().detach()), rel=1e-12)
+
+
+def test_tokens_far_from_the_reference_are_counted_and_limited_in_the_loss_alone() -> None:
+    new = torch.full((VOCABULARY,), -1.0, dtype=torch.float64)
+    reference = torch.tensor([-1.0, -1.2, 1.9, 2.1, 30.0, -1.0, -1.0], dtype=torch.float64)  # d = 0, 0.2, -2.9, -3.1, -31, 0, 0
+    ones = torch.ones(VOCABULARY, dtype=torch.float64)
+    columns = {"weights": ones, "advantages": 0 * ones, "reference_log_probs": reference, "rollout_log_probs": new}
+    loss, metrics = PolicyObjective("reinforce", kl_coef=1.0)(torch.stack([new, 0 * new], dim=1), stream(**columns))
+    exact = [math.exp(-d) + d - 1 for d in (0.2, -2.9, -3.1)]
+    assert float(loss) == pytest.approx(exact[0] + 30.0, rel=1e-12)
+    assert float(metrics["kl/clamped"]) == 3
+    assert float(metrics["kl/reference"]) == pytest.approx(sum(exact) + math.exp(20) - 20 - 1, rel=1e-9)
+    _, metrics = PolicyObjective("reinforce")(torch.stack([new, 0 * new], dim=1), stream(**columns))
+    assert "kl/clamped" not in metrics

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.algorithms import POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
+from megarl.algorithms import K3_LIMIT, POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
 from megarl.data.stream import PackedStream, ScoredValues
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
@@ -59,10 +59,15 @@ class PolicyObjective:
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
+            measured = kl_per_token(log_probs.detach(), reference, "k3")
+            metrics["kl/reference"] = measured.sum()
             if self.kl_coef:
                 sampler = columns["rollout_log_probs"] if self.kl_unbiased else None
-                loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, sampler_log_probs=sampler)
-            metrics["kl/reference"] = kl_per_token(log_probs.detach(), reference, "k3").sum()
+                limit = K3_LIMIT if self.kl_estimator == "k3" else None
+                estimate = kl_per_token(log_probs, reference, self.kl_estimator, sampler_log_probs=sampler, limit=limit)
+                loss = loss + self.kl_coef * estimate
+                if limit is not None:
+                    metrics["kl/clamped"] = (measured > limit).float().sum()
         mismatch = mismatch_sums(trainers, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
