@@ -46,9 +46,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "clip": {},
     "dual_clip": {},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.2},
     "reinforce": {},
-    "kl_penalty": {"old_policy_kl_coef": 0.1},
+    "kl_penalty": {"old_policy_kl": {"coef": 0.1}},
 }
 
 

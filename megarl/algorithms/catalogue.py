@@ -51,6 +51,10 @@ class LossNeeds:
     """The constants that it reads; of a user's own loss nobody knows, so all."""
     lower_bound: bool = False
     """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
+    sequence_ratio: bool = False
+    """Its ratio is a mean over a response, which hardly leaves 1: ε is of the order of 1e-4."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """`clip_low` and `clip_high` if the config does not say."""
     ratio: bool = True
     """It reads the ratio to `old_log_probs`, so that it may be trained on tokens of an older policy."""
     rollout_log_probs: bool = False
@@ -83,8 +87,8 @@ ESTIMATORS: dict[str, EstimatorNeeds] = {
 POLICY_LOSSES: dict[str, LossNeeds] = {
     "clip": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
     "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip"), lower_bound=True),
-    "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
-    "cispo": LossNeeds(settings=("clip_low", "clip_high")),
+    "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True, sequence_ratio=True, clip=(3e-4, 4e-4)),
+    "cispo": LossNeeds(settings=("clip_low", "clip_high"), clip=(1.0, 4.0)),
     "reinforce": LossNeeds(settings=(), ratio=False),
     "kl_penalty": LossNeeds(settings=("kl_coef",)),
 }

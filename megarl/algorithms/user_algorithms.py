@@ -60,7 +60,7 @@ def loss_needs(name: str) -> LossNeeds:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     answer = _asked(_LOSS, name, str(Path.cwd()))
-    return LossNeeds(**answer | {"settings": tuple(answer["settings"])})
+    return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip")})
 
 
 def load_estimator(name: str) -> Callable[..., Any]:

@@ -42,6 +42,16 @@ class KlConfig(Section):
     """Adaptive KL: number of responses over which `coef` is adapted to `target`."""
 
 
+class OldPolicyKlConfig(Section):
+    """The KL penalty of `policy_loss: kl_penalty`, to the policy at the start of the step (docs/methods.md#loss-kl_penalty)."""
+
+    coef: NonNegative = 1.0
+    """Weight beta of the penalty."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Double or halve `coef` after a step whose mean KL per token is not within a factor of 1.5 of this many nats. null: fixed
+    `coef`."""
+
+
 class CorrectionConfig(Section):
     """Correction for the difference between the engine's and the trainer's log-probs (docs/methods.md#rollout-correction)."""
 
@@ -101,8 +111,8 @@ class AlgorithmConfig(Section):
     """Upper clipping range of the ratio (epsilon high; DAPO: 0.28): it is clipped at 1 + `clip_high`."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """The bound c of `policy_loss: dual_clip` for negative advantages."""
-    old_policy_kl_coef: NonNegative = 1.0
-    """Weight beta of the KL to the policy that sampled, in `policy_loss: kl_penalty`."""
+    old_policy_kl: OldPolicyKlConfig = OldPolicyKlConfig()
+    """KL to the policy at the start of the step, in `policy_loss: kl_penalty`."""
     epochs: Positive = 1
     """Number of passes over the sequences of a step (PPO epochs, GRPO's mu)."""
     mini_batches: Positive = 1

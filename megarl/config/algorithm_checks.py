@@ -97,6 +97,7 @@ def _check_unread(config: Config) -> None:
     unnormalised = f"{estimator} with algorithm.advantage_normalisation = '{normalisation}'"
     loss = f"algorithm.policy_loss = '{algorithm.policy_loss}'"
     of_estimator, of_loss = algorithm.estimator_needs.settings, algorithm.loss_needs.settings
+    unread = dict(zip(("clip_low", "clip_high"), algorithm.loss_needs.clip, strict=True))
     for field, is_read, reader in (
         ("gamma", "gamma" in of_estimator, estimator),
         ("gae_lambda", "lam" in of_estimator, estimator),
@@ -105,13 +106,19 @@ def _check_unread(config: Config) -> None:
         ("clip_low", "clip_low" in of_loss, loss),
         ("clip_high", "clip_high" in of_loss, loss),
         ("dual_clip", "dual_clip" in of_loss, loss),
-        ("old_policy_kl_coef", "kl_coef" in of_loss, loss),
         ("norm_length", algorithm.aggregation == "seq_mean_token_sum_norm", aggregation),
     ):
-        value, unset = getattr(algorithm, field), getattr(default, field)
+        value, unset = getattr(algorithm, field), unread.get(field, getattr(default, field))
         if not is_read and value != unset:
             allowed = "null" if unset is None else str(unset).lower()
             raise ConfigError.of(f"algorithm.{field}", value, f"{reader} does not read", allowed=allowed)
+    old_kl = algorithm.old_policy_kl
+    if "kl_coef" not in of_loss and old_kl.coef != default.old_policy_kl.coef:
+        raise ConfigError.of("algorithm.old_policy_kl.coef", old_kl.coef, f"{loss} does not read", allowed="1.0")
+    if old_kl.target is not None and ("kl_coef" not in of_loss or config.optimizer_steps_per_step < 2 or not old_kl.coef):
+        what = "algorithm.policy_loss = 'kl_penalty', a coefficient above 0 and several updates in a step"
+        remedy = "set algorithm.policy_loss, algorithm.old_policy_kl.coef and algorithm.mini_batches or algorithm.epochs, or "
+        raise ConfigError.needs("algorithm.old_policy_kl.target", what, f"{remedy}remove algorithm.old_policy_kl.target")
     if algorithm.kl.target is None and algorithm.kl.horizon != default.kl.horizon:
         remedy = "set algorithm.kl.target, or remove algorithm.kl.horizon"
         raise ConfigError.needs("algorithm.kl.horizon", "a target that the coefficient is steered to", remedy)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 
-from megarl.config import Config, SupervisedConfig, parse_config, parse_supervised_config
+from megarl.config import Config, SupervisedConfig, parse_config, parse_supervised_config, to_yaml
+from megarl.config.doubtful import doubtful_choices
+from megarl.config.presets import PRESETS
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError
 
@@ -103,6 +106,11 @@ NOTHING_READS = [
     ("algorithm.norm_length=9", "algorithm.aggregation = 'seq_mean_token_mean' does not read; it must be null"),
     ("algorithm={advantage: rloo, advantage_eps: 1e-3}", "algorithm.advantage_normalisation = 'none' does not read"),
     ("algorithm={advantage: grpo, advantage_normalisation: batch_rms, unbiased_std: false}", "it must be true"),
+    (
+        "algorithm.old_policy_kl.coef=2",
+        "algorithm.old_policy_kl.coef is 2.0, which algorithm.policy_loss = 'clip' does not read",
+    ),
+    ("algorithm={policy_loss: kl_penalty, old_policy_kl: {target: 0.01}}", "algorithm.old_policy_kl.target needs"),
     ("algorithm.kl.horizon=10", "algorithm.kl.horizon needs a target"),
     ("reward_model={path: x, step_aggregation: min}", "reward_model.step_aggregation needs"),
 ]
@@ -196,3 +204,49 @@ def test_corrections_that_cannot_be_are_one_sentence(given: str, sentence: str) 
 def test_a_loss_without_a_ratio_has_nothing_to_take_to_the_engine() -> None:
     with pytest.raises(ConfigError, match=r"rollout_correction\[0\]\.mode is 'bypass', which is for a ratio"):
         config("algorithm.policy_loss=reinforce", "algorithm.rollout_correction.mode=bypass")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "clip"),
+    [
+        (["algorithm.policy_loss=gspo"], (3e-4, 4e-4)),
+        (["algorithm.policy_loss=cispo"], (1.0, 4.0)),
+        (["algorithm.name=dapo"], (0.2, 0.28)),
+        (["algorithm.name=dapo", "algorithm.policy_loss=dual_clip"], (0.2, 0.28)),
+        (["algorithm.name=gspo", "algorithm.policy_loss=clip"], (0.2, 0.2)),
+        (["algorithm.name=cispo", "algorithm.policy_loss=reinforce"], (0.2, 0.2)),
+        (["algorithm.policy_loss=gspo", "algorithm.clip_high=1e-3"], (3e-4, 1e-3)),
+    ],
+)
+def test_clipping_follows_the_loss(overrides: list[str], clip: tuple[float, float]) -> None:
+    algorithm = config(*overrides).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == clip
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_a_config_without_doubts(name: str) -> None:
+    resolved = config(f"algorithm.name={name}")
+    assert doubtful_choices(resolved) == []
+    assert parse_config(yaml.safe_load(to_yaml(resolved))) == resolved
+
+
+DOUBTS = [
+    (["rollout.schedule.mode=async"], "rollout.schedule.mode = 'async' trains tokens of older weights"),
+    (["rollout.schedule.mode=one_step_off_policy"], "such as {mode: tis_token}"),
+    (["algorithm.policy_loss=reinforce", "algorithm.mini_batches=2", "algorithm.epochs=2"], "the first of a step's 4 updates"),
+    (["rollout.top_p=0.9", "rollout.top_k=5"], "rollout.top_p = 0.9 and rollout.top_k = 5 sample from fewer tokens"),
+    (["algorithm.policy_loss=gspo", "algorithm.clip_high=0.2"], "algorithm.clip_high = 0.2 never clips the sequence ratio"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), DOUBTS)
+def test_a_doubtful_choice_is_one_sentence(overrides: list[str], sentence: str) -> None:
+    (found,) = doubtful_choices(config(*overrides))
+    assert sentence in found
+
+
+def test_what_mends_a_doubtful_choice_silences_it() -> None:
+    for correction in ("tis_token", "bypass"):
+        mended = config("rollout.schedule.mode=async", f"algorithm.rollout_correction.mode={correction}")
+        assert doubtful_choices(mended) == []
+    assert doubtful_choices(config("algorithm.policy_loss=reinforce")) == []

@@ -97,11 +97,11 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def test_the_table_of_presets_is_that_of_the_program() -> None:
-    (_, *names), *rows = table(ROOT / "docs/algorithms.md", "Start from a preset")
-    for column, name in enumerate(names, 1):
-        shown = {row[0]: yaml.safe_load(row[column]) for row in rows}
-        assert {field: shown.get(field) for field in flat(PRESETS[name])} == flat(PRESETS[name])
-    assert names == list(PRESETS)
+    (_, *fields), *rows = table(ROOT / "docs/algorithms.md", "Start from a preset")
+    shown = {name: dict(zip(fields, map(yaml.safe_load, cells), strict=True)) for name, *cells in rows}
+    for name, preset in PRESETS.items():
+        assert {field: shown[name].get(field) for field in flat(preset)} == flat(preset)
+    assert list(shown) == list(PRESETS)
 
 
 ROWS = {"source": "reasoning_gym", "name": "chain_sum"}

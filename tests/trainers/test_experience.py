@@ -220,6 +220,17 @@ def test_the_kl_of_rejected_responses_is_not_what_the_weight_is_steered_by() -> 
     assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2, rel=1e-6)
 
 
+def test_the_penalty_to_the_old_policy_is_steered_by_the_last_update_and_saved() -> None:
+    overrides = ["algorithm.policy_loss=kl_penalty", "algorithm.mini_batches=2", "algorithm.old_policy_kl={target: 0.01}"]
+    experience, resumed = Experience(config(*overrides)), Experience(config(*overrides))
+    assert experience.steer_old_policy_kl(0.1) == {"policy/kl_old_coef": 1.0}
+    assert experience.steer_old_policy_kl(None) == {}
+    resumed.load_state_dict(experience.state_dict())
+    assert resumed.steer_old_policy_kl(0.001) == {"policy/kl_old_coef": 2.0}
+    assert resumed.old_policy_kl == 1.0
+    assert Experience(config(*overrides[:2])).steer_old_policy_kl(0.1) == {}
+
+
 def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made = batch()
     made.columns["values"] = torch.zeros(made.mask.shape)

@@ -12,6 +12,7 @@ from torch import Tensor
 from megarl.algorithms import (
     ADVANTAGES,
     AdaptiveKl,
+    AdaptivePenalty,
     AdvantageInputs,
     AdvantageOutputs,
     Correction,
@@ -73,6 +74,8 @@ class Experience:
         self.kl: AdaptiveKl | None = None
         if algorithm.kl.target is not None:
             self.kl = AdaptiveKl(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
+        self.old_policy_kl = algorithm.old_policy_kl.coef
+        """β of the penalty to the old policy, for the next step."""
 
     def estimate(
         self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
@@ -134,15 +137,33 @@ class Experience:
             batch.mask[batch.truncated] = False
         return metrics | {"reward/shaped_mean": float(scores.mean())}
 
+    def steer_old_policy_kl(self, kl: float | None) -> dict[str, float]:
+        """Move β of the penalty to the old policy by the KL of a step's last update; returns what that step used, as a metric.
+
+        `kl` is None where no update measured one.
+        """
+        target = self.config.algorithm.old_policy_kl.target
+        if target is None or kl is None:
+            return {}
+        used, self.old_policy_kl = self.old_policy_kl, AdaptivePenalty(self.old_policy_kl, target).update(kl)
+        return {"policy/kl_old_coef": used}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep, JSON-able."""
         kl = self.kl.state_dict() if self.kl is not None else None
-        return {"baseline": asdict(self.baseline), "normaliser": self.normaliser.state_dict(), "kl": kl}
+        return {
+            "baseline": asdict(self.baseline),
+            "normaliser": self.normaliser.state_dict(),
+            "kl": kl,
+            "old_policy_kl": self.old_policy_kl,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer."""
         self.baseline = RunningMean(**state["baseline"])
         self.normaliser.load_state_dict(state["normaliser"])
+        if self.config.algorithm.old_policy_kl.target is not None:
+            self.old_policy_kl = state.get("old_policy_kl", self.old_policy_kl)
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
 

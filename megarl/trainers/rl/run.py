@@ -9,6 +9,7 @@ import torch
 
 from megarl.algorithms import LossSettings
 from megarl.config import Config
+from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
 from megarl.data.mixture import mixture_weights
 from megarl.data.sample import Sample
@@ -76,6 +77,8 @@ class RlRun(Run):
         for why, count in self.inputs.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
+        for doubt in doubtful_choices(config):
+            self.progress.say(f"warning: {doubt}")
         logged, after = config.run.log_samples, self.step or None
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
@@ -257,6 +260,8 @@ class RlRun(Run):
         for update in self._updates:
             self.guards.record_update(update)
         metrics |= self.guards.figures()
+        measured = [update["policy/kl_old"] for update in self._updates if "policy/kl_old" in update]
+        metrics |= self.experience.steer_old_policy_kl(measured[-1] if measured else None)
         samples, tokens, takes_turns = batch.samples, batch.response_tokens, self.config.rollout.schedule.mode == "sync"
         all_tokens = sum(sample.total_length for sample in samples)
         metrics |= {
@@ -322,7 +327,7 @@ class RlRun(Run):
                 clip_low=algorithm.clip_low,
                 clip_high=algorithm.clip_high,
                 dual_clip=algorithm.dual_clip,
-                kl_coef=algorithm.old_policy_kl_coef,
+                kl_coef=self.experience.old_policy_kl,
             ),
             kl_coef=algorithm.kl.coef if algorithm.kl.apply_to == "loss" else 0.0,
             kl_estimator=algorithm.kl.estimator,
