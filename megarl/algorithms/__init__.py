@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         masked_whiten,
         normalised,
         token_rewards,
+        turn_numbers,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
     from megarl.algorithms.kl import (
@@ -92,6 +93,7 @@ __all__ = [
     "process_reward_loss",
     "token_rewards",
     "token_weights",
+    "turn_numbers",
     "value_loss",
 ]
 

@@ -10,8 +10,8 @@ part in nothing, so its score counts in no mean either. Sums run in float64, a b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 
@@ -79,6 +79,20 @@ class AdvantageInputs:
     """float `[B, T]`: reward of the step that ends at this token, read where `step_ends` (`grpo_process`)."""
     step_ends: Tensor | None = None
     """bool `[B, T]`: tokens that end a step; those outside the mask take no part (`grpo_process`)."""
+    rewards_by_source: Mapping[str, Tensor] = field(default_factory=dict)
+    """By label of a source of reward, float `[B]`: what it gave each response, without weight and shaping."""
+    turns: Tensor | None = None
+    """int64 `[B, T]`: which turn of the policy each sampled token is in, from 0; −1 at the others."""
+    rollout_log_probs: Tensor | None = None
+    """float `[B, T]`: the engine's log-probs, as it sampled."""
+    old_log_probs: Tensor | None = None
+    """float `[B, T]`: the policy's log-probs at the start of the step."""
+    entropy: Tensor | None = None
+    """float `[B, T]`: its entropy before each token."""
+    reference_log_probs: Tensor | None = None
+    """float `[B, T]`: the reference's log-probs of the sampled tokens."""
+    teacher_log_probs: Tensor | None = None
+    """float `[B, T]`: the teacher's."""
 
 
 @dataclass(kw_only=True)
@@ -121,6 +135,16 @@ def token_rewards(scores: Tensor, token_penalty: Tensor, mask: Tensor) -> Tensor
 def last_of_each_row(mask: Tensor) -> Tensor:
     """bool `[B, T]`: the last place of each row in `mask` bool `[B, T]`."""
     return mask & (mask.flip(1).long().cumsum(1).flip(1) == 1)
+
+
+def turn_numbers(mask: Tensor) -> Tensor:
+    """The turn of each sampled token, int64 `[B, T]`, from 0; −1 outside `mask` bool `[B, T]`.
+
+    A turn is a run of sampled tokens: between two of the policy's turns there are tokens that it did not sample.
+    """
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    return torch.where(mask, starts.long().cumsum(1) - 1, -1)
 
 
 def per_token(inputs: AdvantageInputs, per_response: Tensor) -> Tensor:

@@ -31,6 +31,16 @@ class EstimatorNeeds:
     """It reads `step_rewards` and `step_ends`, which a process reward model gives."""
     token_penalty: bool = True
     """It has a place for `token_penalty`, so the KL penalty may be in the reward."""
+    rollout_log_probs: bool = False
+    """It reads `rollout_log_probs`; every estimator is given it."""
+    old_log_probs: bool = False
+    """It reads `old_log_probs`: a step begins with a pass of the policy."""
+    entropy: bool = False
+    """It reads `entropy`, which the same pass gives."""
+    reference_log_probs: bool = False
+    """It reads `reference_log_probs`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+    teacher_log_probs: bool = False
+    """It reads `teacher_log_probs`, so `teacher.path` must be set."""
     normalisation: str = "none"
     """What is done with its advantages if the config does not say, one of `NORMALISATIONS`."""
     per_response: bool = False
@@ -61,11 +71,21 @@ class LossNeeds:
     """It takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
     reference_log_probs: bool = False
     """It takes `reference_log_probs` float `[N]`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+    teacher_log_probs: bool = False
+    """It takes `teacher_log_probs` float `[N]`, so `teacher.path` must be set."""
+    entropy: bool = False
+    """It takes `entropy` float `[N]`, of the policy in training before each token; gradients flow through it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The further arguments that it takes, which are columns of the batch."""
-        return tuple(name for name in ("rollout_log_probs", "reference_log_probs") if getattr(self, name))
+        names = ("rollout_log_probs", "reference_log_probs", "teacher_log_probs")
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
+    def further(self) -> tuple[str, ...]:
+        """All further arguments that it takes."""
+        return (*self.columns, *(("entropy",) if self.entropy else ()))
 
 
 ESTIMATORS: dict[str, EstimatorNeeds] = {
@@ -118,20 +138,35 @@ def needs(
     greedy: bool = False,
     step_rewards: bool = False,
     token_penalty: bool = True,
+    old_log_probs: bool = False,
     rollout_log_probs: bool = False,
     reference_log_probs: bool = False,
+    teacher_log_probs: bool = False,
+    entropy: bool = False,
 ) -> Callable[[F], F]:
     """Decorator by which a user's own function says what it needs: see `EstimatorNeeds` and `LossNeeds`.
 
-    The last two are for a policy loss, the others for an advantage estimator. A function without the decorator needs nothing.
+    The last four are for estimators and losses, the others for an estimator. A function without the decorator needs nothing.
     """
+    shared: dict[str, Any] = {
+        "rollout_log_probs": rollout_log_probs,
+        "reference_log_probs": reference_log_probs,
+        "teacher_log_probs": teacher_log_probs,
+        "entropy": entropy,
+    }
 
     def mark(function: F) -> F:
         marked: Any = function
         marked.estimator_needs = EstimatorNeeds(
-            group=group, values=values, greedy=greedy, step_rewards=step_rewards, token_penalty=token_penalty
+            group=group,
+            values=values,
+            greedy=greedy,
+            step_rewards=step_rewards,
+            token_penalty=token_penalty,
+            old_log_probs=old_log_probs,
+            **shared,
         )
-        marked.loss_needs = LossNeeds(rollout_log_probs=rollout_log_probs, reference_log_probs=reference_log_probs)
+        marked.loss_needs = LossNeeds(**shared)
         return function
 
     return mark

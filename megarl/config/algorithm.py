@@ -98,9 +98,13 @@ class AlgorithmConfig(Section):
     advantage: AdvantageName | UserFunction = "grpo"
     """Advantage estimator (docs/methods.md#advantages), or your own as `package.module:function` or
     `path/to/file.py:function`."""
+    advantage_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of an estimator of your own."""
     policy_loss: PolicyLossName | UserFunction = "clip"
     """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
     `path/to/file.py:function`."""
+    policy_loss_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a policy loss of your own."""
     aggregation: AggregationName = "seq_mean_token_mean"
     """How token losses are averaged into one number (docs/methods.md#aggregation)."""
     norm_length: Positive | None = None
@@ -162,9 +166,9 @@ class AlgorithmConfig(Section):
     @property
     def estimator_needs(self) -> EstimatorNeeds:
         """What the advantage estimator needs; asks the user's file if it is their own."""
-        return estimator_needs(self.advantage)
+        return estimator_needs(self.advantage, tuple(self.advantage_args))
 
     @property
     def loss_needs(self) -> LossNeeds:
         """What the policy loss needs; asks the user's file if it is their own."""
-        return loss_needs(self.policy_loss)
+        return loss_needs(self.policy_loss, tuple(self.policy_loss_args))

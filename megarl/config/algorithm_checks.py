@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.algorithms.catalogue import WEIGHTS
+from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, WEIGHTS
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -11,6 +11,11 @@ from megarl.errors import ConfigError
 def check_algorithm(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     algorithm, needed = config.algorithm, config.algorithm.estimator_needs
+    for what, known in (("advantage", ESTIMATORS), ("policy_loss", POLICY_LOSSES)):
+        name, arguments = getattr(algorithm, what), getattr(algorithm, f"{what}_args")
+        if arguments and name in known:
+            reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
+            raise ConfigError.of(f"algorithm.{what}_args", arguments, reason, allowed="{}")
     if needed.group and config.rollout.samples_per_prompt < 2:
         raise ConfigError.of(
             "rollout.samples_per_prompt",
@@ -73,6 +78,9 @@ def _check_correction(config: Config) -> None:
             if not (algorithm.loss_needs.ratio or in_reward):
                 reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
                 raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
+            if algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy:
+                reason = f"leaves out the pass that algorithm.advantage = '{algorithm.advantage}' needs"
+                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
             if len(corrections) > 1:
                 reason = "leaves no log-probs of the trainer to correct for"
                 raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="the only correction")
@@ -125,7 +133,7 @@ def _check_unread(config: Config) -> None:
 
 
 def _check_kl(config: Config) -> None:
-    kl, advantage = config.algorithm.kl, config.algorithm.advantage
+    algorithm, kl, advantage = config.algorithm, config.algorithm.kl, config.algorithm.advantage
     if kl.coef and kl.apply_to == "reward" and not config.algorithm.estimator_needs.token_penalty:
         raise ConfigError.of(
             "algorithm.kl.apply_to",
@@ -158,6 +166,14 @@ def _check_kl(config: Config) -> None:
             "algorithm.kl.unbiased",
             "the KL penalty in the loss",
             "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
+        )
+    if config.needs_teacher and config.teacher.path is None:
+        reader = algorithm.advantage if algorithm.estimator_needs.teacher_log_probs else algorithm.policy_loss
+        raise ConfigError.needs(f"'{reader}'", "the log-probs of a teacher", "set teacher.path")
+    if config.teacher.path is not None and not config.needs_teacher:
+        what = "an estimator or a loss that reads the teacher's log-probs"
+        raise ConfigError.needs(
+            "teacher.path", what, "set algorithm.advantage or algorithm.policy_loss, or remove teacher.path"
         )
     if config.reference.reset_every and not config.uses_reference:
         raise ConfigError.needs(

@@ -37,7 +37,13 @@ def check_fields_agree(config: Config) -> None:
         _check_held_out(config.data.train, config.data.eval)
     check_pictures(config.data)
     check_run(config.run, evaluates=config.data.eval is not None)
-    layouts = (config.policy.layout, config.critic.layout, config.reference.layout, config.reward_model.layout)
+    layouts = (
+        config.policy.layout,
+        config.critic.layout,
+        config.reference.layout,
+        config.teacher.layout,
+        config.reward_model.layout,
+    )
     check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
     if not config.rewards and not config.uses_reward_model:
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
@@ -49,7 +55,11 @@ def check_fields_agree(config: Config) -> None:
                 f"{name}.optimizer.min_lr", optimizer.min_lr, allowed=f"at most {name}.optimizer.lr = {optimizer.lr}"
             )
     check_offload(config.model, trained, valued=("critic",))
-    frozen = {"the reference": config.uses_reference, "the reward model": config.uses_reward_model}
+    frozen = {
+        "the reference": config.uses_reference,
+        "the teacher": config.needs_teacher,
+        "the reward model": config.uses_reward_model,
+    }
     check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
     batch_arithmetic(config)
 

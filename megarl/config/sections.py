@@ -155,6 +155,17 @@ class ReferenceConfig(Section):
     """Copy the policy into the reference every this many steps (iterative GRPO). 0: never."""
 
 
+class TeacherConfig(Section):
+    """A frozen model whose log-probs of sampled tokens an estimator or loss of your own reads (docs/add_an_estimator.md)."""
+
+    path: str | None = None
+    """Hugging Face folder of the teacher, which must have the policy's tokenizer. null: no teacher."""
+    layout: LayoutConfig | None = None
+    """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    megatron: dict[str, Any] | None = None
+    """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
+
+
 class RewardModelConfig(Section):
     """A model with a scalar head that scores responses, in addition to or instead of `rewards`."""
 

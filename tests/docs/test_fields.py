@@ -17,11 +17,11 @@ from tests.docs.pages import ROOT, blocks, pages
 
 FIELDS = {re.sub(r"\[\]", "", field.name) for root in (Config, SupervisedConfig) for field in config_fields(root)}
 SECTIONS = {name for root in (Config, SupervisedConfig) for name in root.model_fields}
-LAYOUTS = {f"{role}.layout" for role in ("policy", "critic", "reference", "reward_model")}
+LAYOUTS = {f"{role}.layout" for role in ("policy", "critic", "reference", "teacher", "reward_model")}
 NAME = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?![\w(/])")
 FREE = (
     "rewards.args", "data.train.args", "data.eval.args", "rollout.engine_args", "data.train.columns", "policy.megatron",
-    "reference.megatron",
+    "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
 )  # fmt: skip
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
 FOREIGN = {"reward_model.ground_truth", "reward_model.enable", "reward_model.model.path", "data.train_batch_size"}

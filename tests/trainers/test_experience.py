@@ -347,3 +347,49 @@ def test_what_a_users_estimator_does_wrong_is_one_sentence(answer: str, sentence
     with pytest.raises(ConfigError, match=sentence) as error:
         experience.estimate(made, REWARDS, greedy(made, g0=0.0, g1=0.0))
     assert str(error.value).startswith("algorithm.advantage: '")
+
+
+EVERYTHING = '''
+from megarl.algorithms import AdvantageOutputs, needs
+
+@needs(old_log_probs=True, reference_log_probs=True, teacher_log_probs=True, entropy=True)
+def f(inputs, source, scale):
+    """A sum of different powers of all that it is given, so that each is seen in the result."""
+    apart = inputs.old_log_probs - inputs.rollout_log_probs + 10 * (inputs.teacher_log_probs - inputs.reference_log_probs)
+    rewards = scale * inputs.rewards_by_source[source][:, None] + 100 * inputs.turns + 1000 * inputs.entropy
+    return AdvantageOutputs(advantages=(apart + rewards) * inputs.mask)
+'''
+
+
+def test_an_estimator_of_the_users_gets_what_built_in_ones_get_and_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERYTHING)
+    own = [f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.advantage_args={source: b, scale: 0.5}"]
+    settings = config(*own, "algorithm.kl.coef=0.0", "teacher.path=elsewhere")
+    assert settings.uses_reference
+    assert settings.needs_old_log_probs
+    assert [role.name for role in settings.roles] == ["policy", "reference", "teacher"]
+    made = batch()
+    for row, sample in enumerate(made.samples):
+        sample.rewards = {"a": 9.0, "b": float(row)}
+    made.samples[2].rewards["only here"] = 1.0
+    made.mask[2, 2:4] = False  # a tool's tokens: two turns
+    made.columns["old_entropy"] = torch.full(made.mask.shape, 0.25)
+    made.columns["teacher_log_probs"] = made.columns["reference_log_probs"] + 0.5
+    Experience(settings).estimate(made, REWARDS)
+    for row, gap in enumerate([0.0, 1.0, -1.0, 0.1]):
+        base = gap + 10 * 0.5 + 0.5 * row + 1000 * 0.25
+        turns = [0, 0, 1, 1] if row == 2 else [0] * LENGTHS[row]
+        assert of_row(made, row) == pytest.approx([base + 100 * turn for turn in turns], rel=1e-5)
+
+
+def test_a_teacher_is_asked_for_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERYTHING)
+    own = [f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.advantage_args={source: b, scale: 0.5}"]
+    with pytest.raises(ConfigError, match=r"needs the log-probs of a teacher: set teacher\.path"):
+        config(*own)
+    with pytest.raises(ConfigError, match=r"teacher\.path needs an estimator or a loss that reads"):
+        config("teacher.path=elsewhere")
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_args is .*, which is for a function of your own"):
+        config("algorithm.advantage_args={scale: 1}")
+    with pytest.raises(ConfigError, match=r"which leaves out the pass that algorithm\.advantage"):
+        config(*own, "teacher.path=elsewhere", "algorithm.rollout_correction.mode=bypass", "algorithm.mini_batches=2")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,3 +70,27 @@ def test_tokens_far_from_the_reference_are_counted_and_limited_in_the_loss_alone
     assert float(metrics["kl/reference"]) == pytest.approx(sum(exact) + math.exp(20) - 20 - 1, rel=1e-9)
     _, metrics = PolicyObjective("reinforce")(torch.stack([new, 0 * new], dim=1), stream(**columns))
     assert "kl/clamped" not in metrics
+
+
+OWN_LOSS = """
+from megarl.algorithms import needs
+
+@needs(teacher_log_probs=True, entropy=True, rollout_log_probs=True)
+def f(log_probs, old_log_probs, advantages, *, response, settings, teacher_log_probs, entropy, rollout_log_probs, share):
+    loss = -advantages * log_probs + share * entropy + 0 * rollout_log_probs
+    return loss, {"gap": (log_probs - teacher_log_probs).detach().sum()}
+"""
+
+
+def test_a_loss_of_the_users_gets_the_teacher_the_entropy_and_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    new, sampler, teacher, advantages = policies(4, seed=9)
+    output = torch.stack([new, new.abs()], dim=1).requires_grad_()
+    columns = {"weights": sampler.exp(), "advantages": advantages, "rollout_log_probs": sampler, "teacher_log_probs": teacher}
+    further = ("rollout_log_probs", "teacher_log_probs", "entropy")
+    objective = PolicyObjective(f"{tmp_path / 'mine.py'}:f", also_given=further, arguments={"share": 0.3})
+    loss, metrics = objective(output, stream(**columns))
+    (got,) = torch.autograd.grad(loss, output)
+    torch.testing.assert_close(got[:, 0], -sampler.exp() * advantages, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(got[:, 1], 0.3 * sampler.exp(), rtol=1e-12, atol=1e-14)
+    assert float(metrics["policy/gap"]) == pytest.approx(float((new - teacher).sum()), rel=1e-12)

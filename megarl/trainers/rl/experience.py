@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from megarl.algorithms import (
     normalised,
     overlong_penalty,
     token_weights,
+    turn_numbers,
 )
 from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
 from megarl.config import Config
@@ -33,6 +34,14 @@ from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError, MegarlError
 from megarl.system.user_code import describe
+
+COLUMNS_READ = {
+    "old_log_probs": "old_log_probs",
+    "entropy": "old_entropy",
+    "reference_log_probs": "reference_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+}
+"""Needs of an estimator, and the column of the batch that it is given for each."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +101,9 @@ class Experience:
             rewards: one per row, unshaped.
             greedy: greedy responses, one to every prompt, with their unshaped rewards, for an estimator that needs them.
         """
-        algorithm = self.config.algorithm
+        algorithm, needed = self.config.algorithm, self.config.algorithm.estimator_needs
         metrics: dict[str, float] = {}
+        turns = turn_numbers(batch.mask)
         if algorithm.truncated_responses == "exclude":
             batch.mask[batch.truncated] = False
         unshaped = torch.tensor(rewards, dtype=torch.float32)
@@ -103,9 +113,10 @@ class Experience:
             batch.columns["step_rewards"] += torch.where(last, (scores - unshaped)[:, None], 0)
         if algorithm.rollout_correction and not algorithm.bypasses_old_log_probs:
             metrics |= self._correct(batch)
+        read = {name: batch.columns[column] for name, column in COLUMNS_READ.items() if getattr(needed, name)}
         outputs = estimated(
             algorithm.advantage,
-            algorithm.estimator_needs,
+            needed,
             AdvantageInputs(
                 scores=scores,
                 token_penalty=self._kl_penalty(batch, metrics),
@@ -124,7 +135,12 @@ class Experience:
                 greedy_scores=self._greedy_scores(greedy, batch),
                 step_rewards=batch.columns.get("step_rewards"),
                 step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
+                rewards_by_source=rewards_by_source(batch.samples),
+                turns=turns,
+                rollout_log_probs=batch.columns["rollout_log_probs"],
+                **read,
             ),
+            algorithm.advantage_args,
         )
         batch.columns["advantages"] = outputs.advantages
         if outputs.returns is not None:
@@ -214,15 +230,26 @@ class Experience:
         return -coef * kl
 
 
-def estimated(name: str, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
-    """What the estimator `name` answers to `inputs`; a user's own may be wrong in ways that nothing later would name.
+def rewards_by_source(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """By label of a source that judged all `samples`, what it gave them, float `[B]`, without weight and shaping."""
+    labels = [label for label in samples[0].rewards if all(label in sample.rewards for sample in samples)] if samples else []
+    return {label: torch.tensor([sample.rewards[label] for sample in samples]) for label in labels}
+
+
+def estimated(
+    name: str, needed: EstimatorNeeds, inputs: AdvantageInputs, arguments: Mapping[str, Any] | None = None
+) -> AdvantageOutputs:
+    """What the estimator `name` answers to `inputs`, and a user's own to `arguments` of the config.
+
+    A user's own may be wrong in ways that nothing later would name.
 
     Raises:
         ConfigError: it raised, or answered something else than advantages and, with a critic, returns for every token.
     """
-    estimator = ADVANTAGES.resolve(name)
+    arguments = arguments or {}
+    estimator: Callable[..., AdvantageOutputs] = ADVANTAGES.resolve(name, arguments)
     try:
-        outputs = estimator(inputs)
+        outputs = estimator(inputs, **arguments)
     except Exception as error:
         if name in ESTIMATORS or isinstance(error, MegarlError):
             raise

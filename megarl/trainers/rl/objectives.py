@@ -6,6 +6,7 @@ loss is a sum, whatever the micro-batch. Metrics stay on the device until the pa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,9 @@ class PolicyObjective:
     bypass: bool = False
     """The ratio is to the engine's log-probs instead."""
     also_given: tuple[str, ...] = ()
-    """Columns that the loss takes by name (`LossNeeds.columns`)."""
+    """Columns, and `entropy`, that the loss takes by name (`LossNeeds.further`)."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the config gives to a loss of the user's own, by name."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
@@ -48,8 +51,9 @@ class PolicyObjective:
             return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
         trainers = columns.get("old_log_probs", log_probs.detach())
         old = columns["rollout_log_probs"] if self.bypass else trainers
-        further: dict[str, Any] = {name: columns[name] for name in self.also_given}
-        per_token, sums = POLICY_LOSSES.resolve(self.name)(
+        further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
+        loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = POLICY_LOSSES.resolve(self.name, self.arguments)
+        per_token, sums = loss_function(
             log_probs, old, columns["advantages"], response=stream.response, settings=self.settings, **further
         )
         if "correction" in columns:

@@ -35,7 +35,7 @@ from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.run.base import Run
-from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
+from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, group_requests
 from megarl.trainers.run.start import open_cluster, open_roles
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
@@ -95,7 +95,8 @@ class RlRun(Run):
             self.rollouts.finish_start(starting, self.roles)
         self.roles.load(POLICY)
         for role, is_used in (
-            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (REWARD_MODEL, config.uses_reward_model)
+            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (TEACHER, config.needs_teacher),
+            (REWARD_MODEL, config.uses_reward_model),
         ):  # fmt: skip
             if is_used:
                 self.roles.load(role)
@@ -194,6 +195,8 @@ class RlRun(Run):
                 self.roles.load(REFERENCE)
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
                 self.roles.drop(REFERENCE)
+            if config.needs_teacher:
+                self.roles.forward(TEACHER, batch, ["teacher_log_probs", "teacher_entropy"])
             if config.uses_critic:
                 self.roles.forward(CRITIC, batch, ["values"])
                 if config.algorithm.truncated_responses == "bootstrap":
@@ -236,7 +239,8 @@ class RlRun(Run):
                 objective = ValueObjective(config.critic.value_clip)
                 running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
-                wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
+                wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
+                wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 columns = [name for name in wanted if name in batch.columns]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
                 loss = self._policy_objective(batch)
@@ -336,5 +340,6 @@ class RlRun(Run):
             ptx_coef=self.config.ptx.coef,
             shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
             bypass=algorithm.bypasses_old_log_probs,
-            also_given=algorithm.loss_needs.columns,
+            also_given=algorithm.loss_needs.further,
+            arguments=algorithm.policy_loss_args,
         )
