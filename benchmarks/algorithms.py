@@ -28,6 +28,7 @@ from megarl.algorithms import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     AdvantageInputs,
+    Correction,
     LossSettings,
     RunningMean,
     correction,
@@ -79,7 +80,7 @@ def batch_cases(mask: Tensor, noise: Tensor) -> Iterator[Case]:
     for mode in AGGREGATIONS:
         yield f"weights/{mode}", [mask], lambda mode=mode: token_weights(mask, mode, norm_length=mask.shape[1])
     for mode in CORRECTIONS:
-        call = lambda mode=mode: correction(old, rollout, mask, mode, 0.5, 2.0)  # noqa: E731
+        call = lambda mode=mode: correction(old, rollout, mask, [Correction(mode, 0.5, 2.0)])  # noqa: E731
         yield f"correction/{mode}", [old, rollout, mask], call
 
 

@@ -87,7 +87,7 @@ _FILES: dict[str, bytes | None] = {
 }
 _OVERRIDES = [
     "algorithm.clip_low=1.5", "algorithm.mini_batches=3", "algorithm.truncated_responses=bootstrap",
-    "algorithm.kl.apply_to=reward",
+    "algorithm.kl={apply_to: reward, estimator: k3}",
     "algorithm.kl.target=1", "algorithm.shaping.overlong_tokens=100", "algorithm.rollout_correction={mode: mis_token, low: 3}",
     "algorithm.advantage=nowhere:function", "algorithm.advantage=grpo_process", "critic.warmup_steps=2", "run.eval_every=1",
     "run.guards=[stop kl]", "run.guards=[rollback if kl/reference above 1]",

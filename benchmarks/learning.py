@@ -26,7 +26,10 @@ THRESHOLD, LAST_STEPS = 0.9, 5
 LR = {"estimator": 5e-4, "loss": 3e-4}
 """Losses make two updates a step."""
 ESTIMATORS: dict[str, dict[str, Any]] = {
-    "gae": {"critic": {"max_tokens_per_micro_batch": 4096, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}}},
+    "gae": {
+        "algorithm": {"advantage_normalisation": "none"},
+        "critic": {"max_tokens_per_micro_batch": 4096, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}},
+    },
     "reinforce": {},
     "reinforce_moving_baseline": {},
     "reinforce_plus_plus": {},
@@ -43,9 +46,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "clip": {},
     "dual_clip": {},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {},
+    "cispo": {"clip_low": 0.2, "clip_high": 0.2},
     "reinforce": {},
-    "kl_penalty": {"old_policy_kl_coef": 0.1},
+    "kl_penalty": {"old_policy_kl": {"coef": 0.1}},
 }
 
 
@@ -56,7 +59,7 @@ def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[s
     source["args"] = task | {"allow_parentheses": False, "allow_negation": False}
     algorithm: dict[str, Any] = {"kl": {"coef": 0.0}, "aggregation": "token_mean"}
     if kind == "estimator":
-        algorithm |= {"advantage": name}
+        algorithm |= {"advantage": name, **ESTIMATORS[name].get("algorithm", {})}
     else:
         algorithm |= {"advantage": "grpo", "policy_loss": name, "mini_batches": 2, **LOSSES[name]}
     more = ESTIMATORS[name] if kind == "estimator" else {}
@@ -71,7 +74,7 @@ def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[s
         "data": {"train": source, "chat_template": "never", "max_prompt_tokens": 8},
         "rollout": {"engine": "embedded", "prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4},
         "rewards": [{"name": "exact_number"}],
-        **more,
+        **{section: fields for section, fields in more.items() if section != "algorithm"},
     }  # fmt: skip
 
 

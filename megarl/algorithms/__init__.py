@@ -17,17 +17,35 @@ if TYPE_CHECKING:
         AdvantageInputs,
         AdvantageOutputs,
         RunningMean,
+        last_of_each_row,
         masked_whiten,
+        normalised,
         token_rewards,
+        turn_numbers,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
-    from megarl.algorithms.kl import KL_ESTIMATORS, AdaptiveKl, kl_per_token
-    from megarl.algorithms.off_policy import CORRECTIONS, correction, mismatch_sums
+    from megarl.algorithms.kl import (
+        K3_LIMIT,
+        KL_ESTIMATORS,
+        LOG_RATIO_LIMIT,
+        AdaptiveKl,
+        AdaptivePenalty,
+        kl_per_token,
+        log_ratio,
+    )
+    from megarl.algorithms.off_policy import CORRECTIONS, Correction, correction, mismatch_sums
     from megarl.algorithms.policy_losses import POLICY_LOSSES, LossSettings, PolicyLoss
-    from megarl.algorithms.preference import PREFERENCE_LOSSES, PreferenceLoss, PreferenceSettings, kto, kto_kl_reference
+    from megarl.algorithms.preference import (
+        PREFERENCE_LOSSES,
+        PreferenceLoss,
+        PreferenceSettings,
+        kto,
+        kto_kl_reference,
+        mismatched_rows,
+    )
     from megarl.algorithms.registry import Registry
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
-    from megarl.algorithms.shaping import RewardNormaliser, clip_rewards, length_penalty, overlong_penalty
+    from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
     from megarl.algorithms.value_losses import value_loss
 
 _MODULES = (
@@ -39,12 +57,16 @@ __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "CORRECTIONS",
+    "K3_LIMIT",
     "KL_ESTIMATORS",
+    "LOG_RATIO_LIMIT",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
     "AdaptiveKl",
+    "AdaptivePenalty",
     "AdvantageInputs",
     "AdvantageOutputs",
+    "Correction",
     "LossSettings",
     "PolicyLoss",
     "PreferenceLoss",
@@ -52,20 +74,26 @@ __all__ = [
     "Registry",
     "RewardNormaliser",
     "RunningMean",
+    "aggregate_steps",
     "clip_rewards",
     "correction",
     "kl_per_token",
     "kto",
     "kto_kl_reference",
+    "last_of_each_row",
     "length_penalty",
+    "log_ratio",
     "masked_whiten",
     "mismatch_sums",
+    "mismatched_rows",
     "needs",
+    "normalised",
     "overlong_penalty",
     "pairwise_reward_loss",
     "process_reward_loss",
     "token_rewards",
     "token_weights",
+    "turn_numbers",
     "value_loss",
 ]
 

@@ -10,12 +10,15 @@ part in nothing, so its score counts in no mean either. Sums run in float64, a b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
 from megarl.algorithms.registry import Registry
 from megarl.algorithms.user_algorithms import load_estimator
 
@@ -55,13 +58,15 @@ class AdvantageInputs:
     truncated: Tensor | None = None
     """bool `[B]`: responses cut by the length limit."""
     gamma: float = 1.0
-    """Discount per token (`gae`, `reinforce`)."""
+    """Discount per token (`gae`, `reinforce`, `reinforce_plus_plus`)."""
     lam: float = 1.0
     """λ of `gae`."""
     eps: float = 1e-6
     """Added to every standard deviation that is divided by."""
     unbiased: bool = True
     """Standard deviations have n−1 in the denominator (true) or n (false)."""
+    normalisation: str | None = None
+    """How advantages are normalised, one of `NORMALISATIONS`; None: as the estimator does it by itself."""
     bootstrap_truncated: bool = False
     """`gae`: V after the last token of a truncated response is `bootstrap_values`, not 0."""
     bootstrap_values: Tensor | None = None
@@ -74,6 +79,20 @@ class AdvantageInputs:
     """float `[B, T]`: reward of the step that ends at this token, read where `step_ends` (`grpo_process`)."""
     step_ends: Tensor | None = None
     """bool `[B, T]`: tokens that end a step; those outside the mask take no part (`grpo_process`)."""
+    rewards_by_source: Mapping[str, Tensor] = field(default_factory=dict)
+    """By label of a source of reward, float `[B]`: what it gave each response, without weight and shaping."""
+    turns: Tensor | None = None
+    """int64 `[B, T]`: which turn of the policy each sampled token is in, from 0; −1 at the others."""
+    rollout_log_probs: Tensor | None = None
+    """float `[B, T]`: the engine's log-probs, as it sampled."""
+    old_log_probs: Tensor | None = None
+    """float `[B, T]`: the policy's log-probs at the start of the step."""
+    entropy: Tensor | None = None
+    """float `[B, T]`: its entropy before each token."""
+    reference_log_probs: Tensor | None = None
+    """float `[B, T]`: the reference's log-probs of the sampled tokens."""
+    teacher_log_probs: Tensor | None = None
+    """float `[B, T]`: the teacher's."""
 
 
 @dataclass(kw_only=True)
@@ -90,7 +109,8 @@ class AdvantageOutputs:
     """The next state of `reinforce_moving_baseline`."""
 
 
-ADVANTAGES: Registry[Callable[[AdvantageInputs], AdvantageOutputs]] = Registry("advantage", load_estimator)
+Estimator = Callable[[AdvantageInputs], AdvantageOutputs]
+ADVANTAGES: Registry[Estimator] = Registry("advantage", load_estimator)
 
 
 def token_rewards(scores: Tensor, token_penalty: Tensor, mask: Tensor) -> Tensor:
@@ -112,12 +132,35 @@ def token_rewards(scores: Tensor, token_penalty: Tensor, mask: Tensor) -> Tensor
     return rewards
 
 
+def last_of_each_row(mask: Tensor) -> Tensor:
+    """bool `[B, T]`: the last place of each row in `mask` bool `[B, T]`."""
+    return mask & (mask.flip(1).long().cumsum(1).flip(1) == 1)
+
+
+def turn_numbers(mask: Tensor) -> Tensor:
+    """The turn of each sampled token, int64 `[B, T]`, from 0; −1 outside `mask` bool `[B, T]`.
+
+    A turn is a run of sampled tokens: between two of the policy's turns there are tokens that it did not sample.
+    """
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    return torch.where(mask, starts.long().cumsum(1) - 1, -1)
+
+
 def per_token(inputs: AdvantageInputs, per_response: Tensor) -> Tensor:
     """`per_response` `[B]` at every sampled token `[B, T]`, in the dtype of the scores."""
     return torch.where(inputs.mask, per_response.to(inputs.scores.dtype)[:, None], 0)
 
 
-def masked_whiten(x: Tensor, mask: Tensor, *, unbiased: bool = True, eps: float = 1e-6) -> Tensor:
+def masked_whiten(
+    x: Tensor,
+    mask: Tensor,
+    *,
+    unbiased: bool = True,
+    eps: float = 1e-6,
+    groups: Tensor | None = None,
+    centre: bool = True,
+) -> Tensor:
     """(x − mean) / (std + eps) with mean and std over all tokens in `mask`; 0 outside it and where all values are equal.
 
     Args:
@@ -125,27 +168,81 @@ def masked_whiten(x: Tensor, mask: Tensor, *, unbiased: bool = True, eps: float 
         mask: bool `[B, T]`.
         unbiased: n−1 (true) or n (false) in the variance's denominator.
         eps: added to the standard deviation.
+        groups: int64 `[B]`; mean and std are over the tokens of the rows with one number. None: over those of all rows.
+        centre: false: x / (rms + eps), with rms the root of the mean of squares, so that zeros stay 0.
+
+    Returns:
+        `[B, T]` in the dtype of `x`.
     """
     out = torch.zeros_like(x)
-    count = int(torch.count_nonzero(mask))
-    if count == 0:
+    if not mask.any():
         return out
-    row = int(mask.any(1).to(torch.uint8).argmax())
-    first = float(x[row][mask[row]][0])
+    index = torch.zeros(len(x), dtype=torch.long) if groups is None else groups.unique(return_inverse=True)[1]
+    count = int(index.max()) + 1
     spans = [slice(start, start + COLUMNS) for start in range(0, x.shape[1], COLUMNS)]
+    in_rows = torch.stack([mask[:, span].sum(1) for span in spans]).sum(0)  # of the whole mask it would be held as int64
+    tokens = _of_groups(in_rows, index, count)
 
-    def total(power: int, origin: float) -> float:
-        blocks = (torch.where(mask[:, span], x[:, span].double() - origin, 0) for span in spans)
-        return sum(float((block**power).sum()) for block in blocks)
+    def apart(span: slice, origin: Tensor) -> Tensor:
+        return x[:, span].to(torch.float64, copy=True).sub_(origin[:, None]).masked_fill_(~mask[:, span], 0)
 
-    mean = first + total(1, first) / count  # exact where all are equal, so that the squares are 0
-    squares = total(2, mean)
-    if squares == 0:
-        return out
-    deviation = (squares / (count - int(unbiased))) ** 0.5 + eps
+    def total(power: int, origin: Tensor) -> Tensor:
+        rows = torch.zeros(len(x), dtype=torch.float64)
+        for span in spans:
+            rows += apart(span, origin).pow_(power).sum(1)
+        return _of_groups(rows, index, count)
+
+    origin = torch.zeros(len(x), dtype=torch.float64)
+    if centre:
+        first = x.gather(1, mask.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1).double()
+        first = torch.where(mask.any(1), first, torch.inf)
+        origin = first.new_zeros(count).scatter_reduce(0, index, first, "amin", include_self=False)[index]
+        origin = torch.where(origin.isfinite(), origin, 0)
+        origin += total(1, origin) / tokens.clamp(min=1)  # exact where all are equal, so that the squares are 0
+    squares = total(2, origin)
+    freedom = tokens - int(unbiased and centre)
+    deviation = torch.where(squares == 0, torch.inf, (squares / freedom.clamp(min=1)).sqrt() + eps)
     for span in spans:
-        out[:, span] = torch.where(mask[:, span], (x[:, span].double() - mean) / deviation, 0)
+        out[:, span] = apart(span, origin).div_(deviation[:, None])
     return out
+
+
+def _of_groups(rows: Tensor, index: Tensor, count: int) -> Tensor:
+    """The sum of `rows` `[B]` over each one's group, `[B]`."""
+    return rows.new_zeros(count).index_add(0, index, rows)[index]
+
+
+def normalised(outputs: AdvantageOutputs, inputs: AdvantageInputs, needed: EstimatorNeeds) -> AdvantageOutputs:
+    """`outputs` with its advantages normalised as `inputs.normalisation` says, or as the estimator does it by itself.
+
+    `batch` and `group` whiten over the batch or the group; `batch_rms` and `group_rms` only divide by the root of the mean of
+    squares, so that a baseline stays where it is. Statistics are over sampled tokens; of an estimator that gives one number
+    to a response (`needed.per_response`), over responses. Dropped responses count in none. Returns are left as they are.
+    """
+    mode = needed.normalisation if inputs.normalisation is None else inputs.normalisation
+    if mode == "none":
+        return outputs
+    kept = inputs.mask if outputs.dropped is None else inputs.mask & ~outputs.dropped[:, None]
+    how: dict[str, Any] = {"unbiased": inputs.unbiased, "eps": inputs.eps, "centre": not mode.endswith("_rms")}
+    groups = inputs.groups if mode.startswith("group") else None
+    if not needed.per_response:
+        return replace(outputs, advantages=masked_whiten(outputs.advantages, kept, groups=groups, **how))
+    of_row = outputs.advantages.gather(1, kept.to(torch.uint8).argmax(1, keepdim=True)) if kept.shape[1] else kept.float()
+    scaled = masked_whiten(of_row, kept.any(1, keepdim=True), groups=groups, **how)
+    return replace(outputs, advantages=torch.where(kept, scaled, 0))
+
+
+def estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """Decorator that files a built-in estimator under `name`, with its normalisation behind it."""
+
+    def file(function: Estimator) -> Estimator:
+        @wraps(function)
+        def estimate(inputs: AdvantageInputs) -> AdvantageOutputs:
+            return normalised(function(inputs), inputs, ESTIMATORS[name])
+
+        return ADVANTAGES.register(name)(estimate)
+
+    return file
 
 
 class BackwardColumns:

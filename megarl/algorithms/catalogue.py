@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+ESTIMATOR_SETTINGS = ("gamma", "lam", "eps", "unbiased")
+"""The constants of the estimators without their normalisation, as `AdvantageInputs` names them."""
+NORMALISATIONS = ("none", "batch", "group", "batch_rms", "group_rms")
+"""What is done with advantages (`advantages.normalised`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,22 @@ class EstimatorNeeds:
     """It reads `step_rewards` and `step_ends`, which a process reward model gives."""
     token_penalty: bool = True
     """It has a place for `token_penalty`, so the KL penalty may be in the reward."""
+    rollout_log_probs: bool = False
+    """It reads `rollout_log_probs`; every estimator is given it."""
+    old_log_probs: bool = False
+    """It reads `old_log_probs`: a step begins with a pass of the policy."""
+    entropy: bool = False
+    """It reads `entropy`, which the same pass gives."""
+    reference_log_probs: bool = False
+    """It reads `reference_log_probs`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+    teacher_log_probs: bool = False
+    """It reads `teacher_log_probs`, so `teacher.path` must be set."""
+    normalisation: str = "none"
+    """What is done with its advantages if the config does not say, one of `NORMALISATIONS`."""
+    per_response: bool = False
+    """It gives one number to all tokens of a response, so its advantages are normalised over responses, not over tokens."""
+    settings: tuple[str, ...] = ESTIMATOR_SETTINGS
+    """The constants that it reads; of a user's own estimator nobody knows, so all."""
 
 
 SETTINGS = ("clip_low", "clip_high", "dual_clip", "kl_coef")
@@ -39,44 +59,76 @@ class LossNeeds:
 
     settings: tuple[str, ...] = SETTINGS
     """The constants that it reads; of a user's own loss nobody knows, so all."""
+    lower_bound: bool = False
+    """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
+    sequence_ratio: bool = False
+    """Its ratio is a mean over a response, which hardly leaves 1: ε is of the order of 1e-4."""
+    clip: tuple[float, float] = (0.2, 0.2)
+    """`clip_low` and `clip_high` if the config does not say."""
+    ratio: bool = True
+    """It reads the ratio to `old_log_probs`, so that it may be trained on tokens of an older policy."""
     rollout_log_probs: bool = False
     """It takes `rollout_log_probs` float `[N]`: the engine's log-probs of the sampled tokens."""
     reference_log_probs: bool = False
     """It takes `reference_log_probs` float `[N]`, so the reference is loaded whatever `algorithm.kl.coef` is."""
+    teacher_log_probs: bool = False
+    """It takes `teacher_log_probs` float `[N]`, so `teacher.path` must be set."""
+    entropy: bool = False
+    """It takes `entropy` float `[N]`, of the policy in training before each token; gradients flow through it."""
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The further arguments that it takes, which are columns of the batch."""
-        return tuple(name for name in ("rollout_log_probs", "reference_log_probs") if getattr(self, name))
+        names = ("rollout_log_probs", "reference_log_probs", "teacher_log_probs")
+        return tuple(name for name in names if getattr(self, name))
 
+    @property
+    def further(self) -> tuple[str, ...]:
+        """All further arguments that it takes."""
+        return (*self.columns, *(("entropy",) if self.entropy else ()))
 
-_WHOLE_RESPONSES = EstimatorNeeds(group=True, token_penalty=False)
 
 ESTIMATORS: dict[str, EstimatorNeeds] = {
-    "gae": EstimatorNeeds(values=True),
-    "reinforce": EstimatorNeeds(),
-    "reinforce_moving_baseline": EstimatorNeeds(),
-    "reinforce_plus_plus": EstimatorNeeds(),
-    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True),
-    "grpo": _WHOLE_RESPONSES,
-    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, token_penalty=False),
-    "dr_grpo": _WHOLE_RESPONSES,
-    "rloo": _WHOLE_RESPONSES,
-    "remax": EstimatorNeeds(greedy=True),
-    "opo": _WHOLE_RESPONSES,
-    "gpg": _WHOLE_RESPONSES,
+    "gae": EstimatorNeeds(values=True, normalisation="batch", settings=("gamma", "lam")),
+    "reinforce": EstimatorNeeds(settings=("gamma",)),
+    "reinforce_moving_baseline": EstimatorNeeds(per_response=True, settings=()),
+    "reinforce_plus_plus": EstimatorNeeds(normalisation="batch", settings=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorNeeds(group=True, normalisation="batch", settings=()),
+    "grpo": EstimatorNeeds(group=True, normalisation="group", per_response=True, settings=()),
+    "grpo_process": EstimatorNeeds(group=True, step_rewards=True, settings=("eps", "unbiased")),
+    "dr_grpo": EstimatorNeeds(group=True, per_response=True, settings=()),
+    "rloo": EstimatorNeeds(group=True, per_response=True, settings=()),
+    "remax": EstimatorNeeds(greedy=True, settings=()),
+    "opo": EstimatorNeeds(group=True, per_response=True, settings=()),
+    "gpg": EstimatorNeeds(group=True, per_response=True, settings=()),
 }
 """Advantage estimators by name."""
 
 POLICY_LOSSES: dict[str, LossNeeds] = {
-    "clip": LossNeeds(settings=("clip_low", "clip_high")),
-    "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip")),
-    "gspo": LossNeeds(settings=("clip_low", "clip_high")),
-    "cispo": LossNeeds(settings=("clip_low", "clip_high")),
-    "reinforce": LossNeeds(settings=()),
+    "clip": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
+    "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip"), lower_bound=True),
+    "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True, sequence_ratio=True, clip=(3e-4, 4e-4)),
+    "cispo": LossNeeds(settings=("clip_low", "clip_high"), clip=(1.0, 4.0)),
+    "reinforce": LossNeeds(settings=(), ratio=False),
     "kl_penalty": LossNeeds(settings=("kl_coef",)),
 }
 """Policy losses by name."""
+
+CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
+    "tis_token": (0.0, 2.0),
+    "tis_sequence": (0.0, 5.0),
+    "mis_token": (0.5, 5.0),
+    "mis_sequence": (0.1, 10.0),
+    "mask_sequence": (0.999, 1.001),
+    "reject_sequence": (0.999, 1.001),
+}
+"""By correction of the rollout's log-probs, the ratios that it lets pass if the config does not say (`off_policy.correction`).
+
+Of a token IcePop's; of a sequence wider, as a sum over thousands of tokens spreads; of a geometric mean close to 1, as that
+hardly does.
+"""
+WEIGHTS = ("tis_token", "tis_sequence", "mis_token", "mis_sequence")
+"""The corrections that are importance weights; of these there can be one."""
 
 
 def needs(
@@ -86,20 +138,35 @@ def needs(
     greedy: bool = False,
     step_rewards: bool = False,
     token_penalty: bool = True,
+    old_log_probs: bool = False,
     rollout_log_probs: bool = False,
     reference_log_probs: bool = False,
+    teacher_log_probs: bool = False,
+    entropy: bool = False,
 ) -> Callable[[F], F]:
     """Decorator by which a user's own function says what it needs: see `EstimatorNeeds` and `LossNeeds`.
 
-    The last two are for a policy loss, the others for an advantage estimator. A function without the decorator needs nothing.
+    The last four are for estimators and losses, the others for an estimator. A function without the decorator needs nothing.
     """
+    shared: dict[str, Any] = {
+        "rollout_log_probs": rollout_log_probs,
+        "reference_log_probs": reference_log_probs,
+        "teacher_log_probs": teacher_log_probs,
+        "entropy": entropy,
+    }
 
     def mark(function: F) -> F:
         marked: Any = function
         marked.estimator_needs = EstimatorNeeds(
-            group=group, values=values, greedy=greedy, step_rewards=step_rewards, token_penalty=token_penalty
+            group=group,
+            values=values,
+            greedy=greedy,
+            step_rewards=step_rewards,
+            token_penalty=token_penalty,
+            old_log_probs=old_log_probs,
+            **shared,
         )
-        marked.loss_needs = LossNeeds(rollout_log_probs=rollout_log_probs, reference_log_probs=reference_log_probs)
+        marked.loss_needs = LossNeeds(**shared)
         return function
 
     return mark

@@ -2,8 +2,11 @@
 
 Groups are found by their number, never by position. Exactly 0 in a group whose scores are all equal. A response alone in
 its group gets 0 and is marked in `outputs.dropped`: the caller takes it out of its mask, so that it counts in no
-denominator, and counts it. All but `reinforce_plus_plus_baseline` raise ConfigError where there is a token penalty, which
-they have no place for.
+denominator, and counts it.
+
+What is compared is R, a response's score plus all its token penalties (−β·KL): one number for one action, as in
+arXiv 2402.14740. Where a docstring says that advantages are divided or whitened, that is the estimator's normalisation if
+`inputs.normalisation` is None.
 """
 
 from __future__ import annotations
@@ -14,87 +17,85 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
-    ADVANTAGES,
     AdvantageInputs,
     AdvantageOutputs,
     discounted_sum,
-    masked_whiten,
+    estimator,
     per_token,
     token_rewards,
 )
-from megarl.errors import ConfigError
 
 
-@ADVANTAGES.register("reinforce_plus_plus_baseline")
+@estimator("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """`reinforce_plus_plus` of the score less its group's mean; responses alone in their group are dropped first."""
-    group = _responses(inputs)
+    """Reward-to-go of the score less its group's mean, whitened over the batch (arXiv 2501.03262).
+
+    Token penalties stand at their tokens. Responses alone in their group are dropped first.
+    """
+    group = _responses(inputs, inputs.scores.double())
     kept = inputs.mask & ~group.alone[:, None]
     centred = group.centred.to(inputs.scores.dtype)
     to_go = discounted_sum(token_rewards(centred, inputs.token_penalty, kept), kept, 1.0)
-    advantages = masked_whiten(to_go, kept, unbiased=inputs.unbiased, eps=inputs.eps)
-    return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
+    return AdvantageOutputs(advantages=to_go.to(inputs.scores.dtype), dropped=group.alone)
 
 
-@ADVANTAGES.register("grpo")
+@estimator("grpo")
 def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """(r − mean) / (std + eps) of the group, at every token (outcome form, arXiv 2402.03300 §4.1.2)."""
-    _refuse_token_penalty(inputs, "grpo")
-    group = _responses(inputs)
-    return AdvantageOutputs(advantages=per_token(inputs, group.standardised(inputs)), dropped=group.alone)
+    """R − mean of the group, divided by std + eps of the group, at every token (outcome form, arXiv 2402.03300 §4.1.2)."""
+    return _less_group_mean(inputs)
 
 
-@ADVANTAGES.register("grpo_process")
+@estimator("grpo_process")
 def grpo_process(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Σ_{index(j) ≥ t} r̃ of the token's own step and those after it (process form, arXiv 2402.03300 §4.1.3).
 
     r̃ = (r − mean(R)) / (std(R) + eps) with R the rewards of all steps of all responses of the group; 0 if they are all
-    equal. A step end outside the mask takes no part; after a response's last step its tokens get 0. `scores` are not read.
+    equal. Token penalties count to the step that they are in. A step end outside the mask takes no part; after a response's
+    last step its tokens get 0. `scores` are not read.
 
     Raises:
         ValueError: `step_rewards` or `step_ends` is missing.
     """
     if inputs.step_rewards is None or inputs.step_ends is None:
         raise ValueError("grpo_process needs step_rewards and step_ends, but one of them is missing")
-    _refuse_token_penalty(inputs, "grpo_process")
     group = _responses(inputs)
     ends = inputs.step_ends & inputs.mask & ~group.alone[:, None]
     rows, _ = ends.nonzero(as_tuple=True)
-    steps = _GroupStatistics.of(inputs.step_rewards[ends].double(), group.index[rows], group.count)
+    so_far = torch.where(inputs.mask, inputs.token_penalty, 0).cumsum(1)[ends].double()
+    before = torch.cat([so_far.new_zeros(1), so_far[:-1]])[: len(so_far)]
+    is_first = torch.cat([rows.new_full((1,), -1), rows[:-1]])[: len(rows)] != rows
+    rewards = inputs.step_rewards[ends].double() + so_far - torch.where(is_first, 0, before)
+    steps = _GroupStatistics.of(rewards, group.index[rows], group.count)
     standardised = torch.zeros_like(inputs.step_rewards)
     standardised[ends] = steps.standardised(inputs).to(standardised.dtype)
     advantages = discounted_sum(standardised, inputs.mask, 1.0)
     return AdvantageOutputs(advantages=advantages.to(inputs.scores.dtype), dropped=group.alone)
 
 
-@ADVANTAGES.register("dr_grpo")
+@estimator("dr_grpo")
 def dr_grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """r − mean of the group, at every token (arXiv 2503.20783)."""
-    _refuse_token_penalty(inputs, "dr_grpo")
-    group = _responses(inputs)
-    return AdvantageOutputs(advantages=per_token(inputs, group.centred), dropped=group.alone)
+    """R − mean of the group, at every token (arXiv 2503.20783)."""
+    return _less_group_mean(inputs)
 
 
-@ADVANTAGES.register("rloo")
+@estimator("rloo")
 def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """r − mean of the *other* responses of the group, at every token (arXiv 2402.14740).
+    """R − mean of the *other* responses of the group, at every token (arXiv 2402.14740).
 
-    Computed as (r − mean)·G/(G−1), which is the same.
+    Computed as (R − mean)·G/(G−1), which is the same.
     """
-    _refuse_token_penalty(inputs, "rloo")
     group = _responses(inputs)
     advantages = group.centred * group.size / (group.size - 1).clamp(min=1)
     return AdvantageOutputs(advantages=per_token(inputs, advantages), dropped=group.alone)
 
 
-@ADVANTAGES.register("opo")
+@estimator("opo")
 def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """r − Σ|o_j|r_j / Σ|o_j| of the group, at every token (arXiv 2505.23585 eq. 5).
+    """R − Σ|o_j|R_j / Σ|o_j| of the group, at every token (arXiv 2505.23585 eq. 5).
 
     The length-weighted mean is the baseline of least variance where a response's squared gradient norm grows with its
     number of sampled tokens |o_j|. Meant for exact on-policy steps.
     """
-    _refuse_token_penalty(inputs, "opo")
     group = _responses(inputs)
     lengths = inputs.mask.sum(1)
     # Weighing distances from the plain mean leaves the same baseline and keeps large scores exact.
@@ -103,19 +104,23 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(advantages=per_token(inputs, advantages), dropped=group.alone)
 
 
-@ADVANTAGES.register("gpg")
+@estimator("gpg")
 def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """α·(r − mean of the group) with α = B/(B − M), at every token (arXiv 2504.02546 §2, F_norm = 1).
+    """α·(R − mean of the group) with α = B/(B − M), at every token (arXiv 2504.02546 §2, F_norm = 1).
 
     B is the number of responses of the batch and M of those in tied groups, which have no gradient but do count in the
     denominators: α gives the mean gradient of the others. Dropped responses and those without sampled tokens are in neither.
     """
-    _refuse_token_penalty(inputs, "gpg")
     group = _responses(inputs)
     compared = inputs.mask.any(1) & ~group.alone
     live = int((compared & ~group.tied).sum())
     alpha = int(compared.sum()) / max(live, 1)
     return AdvantageOutputs(advantages=per_token(inputs, alpha * group.centred), dropped=group.alone)
+
+
+def _less_group_mean(inputs: AdvantageInputs) -> AdvantageOutputs:
+    group = _responses(inputs)
+    return AdvantageOutputs(advantages=per_token(inputs, group.centred), dropped=group.alone)
 
 
 @dataclass(frozen=True)
@@ -160,20 +165,14 @@ class _GroupStatistics:
         return torch.where(self.tied, 0, self.centred / deviation)
 
 
-def _responses(inputs: AdvantageInputs) -> _GroupStatistics:
-    """The responses' scores by `inputs.groups`; those without sampled tokens are no members."""
+def _responses(inputs: AdvantageInputs, values: Tensor | None = None) -> _GroupStatistics:
+    """Statistics of `values` float64 `[B]` by `inputs.groups` (None: of R); responses without sampled tokens are no members."""
+    if values is None:
+        values = inputs.scores.double() + torch.where(inputs.mask, inputs.token_penalty, 0).sum(1, dtype=torch.float64)
     _, index = inputs.groups.unique(return_inverse=True)
     count = int(index.max()) + 1 if len(index) else 0
-    return _GroupStatistics.of(inputs.scores.double(), index, count, inputs.mask.any(1))
+    return _GroupStatistics.of(values, index, count, inputs.mask.any(1))
 
 
 def _total(x: Tensor, index: Tensor, count: int) -> Tensor:
     return x.new_zeros(count).index_add(0, index, x)[index]
-
-
-def _refuse_token_penalty(inputs: AdvantageInputs, name: str) -> None:
-    if bool(((inputs.token_penalty != 0) & inputs.mask).any()):
-        raise ConfigError(
-            f"the KL penalty is in the reward, but advantage '{name}' compares rewards within a group and has no place for it; "
-            "put it in the loss (algorithm.kl.apply_to: loss)"
-        )

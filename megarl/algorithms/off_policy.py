@@ -7,82 +7,110 @@ token's loss, and a mask, from which the step's denominators are made (`token_we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from megarl.algorithms.catalogue import CORRECTION_BOUNDS
 from megarl.algorithms.kl import kl_per_token
 from megarl.errors import ConfigError, nearest
 
-CORRECTIONS = ("tis_token", "tis_sequence", "mis_token", "mis_sequence", "reject_sequence")
+CORRECTIONS = tuple(CORRECTION_BOUNDS)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One correction and the ratios that it lets pass."""
+
+    mode: str
+    low: float
+    high: float
+    normalise: bool = False
+    """Divide importance weights by their mean."""
 
 
 def correction(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, mode: str, low: float, high: float
+    old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, corrections: Sequence[Correction]
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Weights and mask that correct for tokens sampled from the engine's distribution.
+    """Weights and mask that correct for tokens sampled from the engine's distribution; of several their product and meet.
 
     With ρ = exp(Δ) of a token (`_token`) or exp(Σ_t Δ_t) of its whole response (`_sequence`):
 
-    * `tis_token`, `tis_sequence`: truncated importance sampling, w = min(ρ, `high`); `low` plays no part.
+    * `tis_token`, `tis_sequence`: truncated importance sampling, w = ρ clipped to [`low`, `high`].
     * `mis_token`, `mis_sequence`: masked importance sampling, w = ρ where `low` ≤ ρ ≤ `high`, else 0.
-    * `reject_sequence`: a response whose geometric mean ratio exp(mean_t Δ_t) leaves [`low`, `high`] is taken out of the
-      mask; the tokens of the others weigh 1.
+    * `mask_sequence`: w = 0 for a response whose geometric mean ratio exp(mean_t Δ_t) leaves [`low`, `high`], else 1.
+    * `reject_sequence`: such a response is taken out of the mask.
 
-    Importance sampling leaves the mask, and so every denominator, alone: E_rollout[ρ·f] = E_old[f] is a mean over *all*
-    sampled tokens, and dividing by fewer would give back the weight that was cut. Rejection changes denominators: a
-    rejected response is one that was never sampled, and the mean is over the others.
+    Importance sampling and masking leave the mask, and so every denominator, alone: E_rollout[ρ·f] = E_old[f] is a mean over
+    *all* sampled tokens, and dividing by fewer would give back the weight that was cut. Rejection changes denominators: a
+    rejected response is one that was never sampled, and the mean is over the others. `normalise` divides importance weights
+    by their mean over the tokens (`_token`) or responses (`_sequence`) of `mask`: self-normalised importance sampling, which
+    keeps the size of the gradient and is biased by order 1/n.
 
     Args:
         old_log_probs: float `[B, T]`, the trainer's, of the weights that sampled the tokens, in nats.
         rollout_log_probs: float `[B, T]`, the engine's; neither is read outside the mask.
         mask: bool `[B, T]`, sampled tokens of whole responses.
-        mode: one of `CORRECTIONS`.
-        low: lowest ratio that counts, at least 0 (mis, reject).
-        high: C, the highest ratio that counts, above `low`.
+        corrections: any number; each is computed for itself from all of `mask`.
 
     Returns:
         Weights `[B, T]` in the dtype of `old_log_probs`, 0 outside the kept mask; the kept mask, bool `[B, T]`; and
         `weight_mean`, the mean weight of the tokens in `mask`, `changed_tokens` and `changed_responses`, the shares whose
-        weight was truncated or set to 0, or that were rejected (of responses: any of their tokens).
+        weight was clipped or set to 0, or that were rejected (of responses: any of their tokens).
 
     Raises:
-        ConfigError: `mode` is unknown, or `low` and `high` are no interval.
+        ConfigError: a mode is unknown, or its `low` and `high` are no interval.
     """
-    if mode not in CORRECTIONS:
-        raise ConfigError(
-            f"off-policy correction is '{mode}'; it must be one of {', '.join(CORRECTIONS)}{nearest(mode, CORRECTIONS)}"
-        )
-    if mode.startswith("tis"):
-        low = 0.0
-    if not 0 <= low < high:
-        raise ConfigError(f"the ratios of '{mode}' are bounded by [{low}, {high}]; it must be by 0 <= low < high")
-    difference = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
-    if mode.endswith("_sequence"):
-        total = difference.double().sum(1, keepdim=True)
-        if mode == "reject_sequence":
-            total = total / mask.sum(1, keepdim=True).clamp(min=1)
-        difference = total.to(difference.dtype)
-    ratio = difference.exp().expand_as(mask)
-    kept = mask
-    if mode.startswith("tis"):
-        changed = mask & (ratio > high)
-        weights = torch.where(mask, ratio.clamp(max=high), 0)
-    else:
-        changed = mask & ((ratio < low) | (ratio > high))
-        weights = torch.where(mask & ~changed, ratio, 0)
-    if mode == "reject_sequence":
-        kept = mask & ~changed
-        weights = kept.to(weights.dtype)
-    tokens, responses = max(int(mask.sum()), 1), max(int(mask.any(1).sum()), 1)
+    weights, kept, changed = mask.to(old_log_probs.dtype), mask, torch.zeros_like(mask)
+    for one in corrections:
+        own, cut = _corrected(old_log_probs, rollout_log_probs, mask, one)
+        weights *= own
+        changed |= cut
+        if one.mode == "reject_sequence":
+            kept = kept & ~cut
+    tokens, responses = max(int(torch.count_nonzero(mask)), 1), max(int(mask.any(1).sum()), 1)
     return (
         weights,
         kept,
         {
             "weight_mean": float(weights.sum(dtype=torch.float64)) / tokens,
-            "changed_tokens": float(changed.sum()) / tokens,
+            "changed_tokens": float(torch.count_nonzero(changed)) / tokens,
             "changed_responses": float(changed.any(1).sum()) / responses,
         },
     )
+
+
+def _corrected(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, one: Correction) -> tuple[Tensor, Tensor]:
+    """Weights `[B, T]` of one correction, 0 outside the mask, and the tokens that it changes, bool `[B, T]`."""
+    mode, low, high = one.mode, one.low, one.high
+    if mode not in CORRECTIONS:
+        raise ConfigError(
+            f"off-policy correction is '{mode}'; it must be one of {', '.join(CORRECTIONS)}{nearest(mode, CORRECTIONS)}"
+        )
+    if not 0 <= low < high:
+        raise ConfigError(f"the ratios of '{mode}' are bounded by [{low}, {high}]; it must be by 0 <= low < high")
+    difference = torch.where(mask, old_log_probs - rollout_log_probs, 0).detach()
+    is_mean = mode in ("mask_sequence", "reject_sequence")
+    if mode.endswith("_sequence"):
+        total = difference.double().sum(1, keepdim=True)
+        if is_mean:
+            total = total / mask.sum(1, keepdim=True).clamp(min=1)
+        difference = total.to(difference.dtype)
+    ratio = difference.exp().expand_as(mask)
+    changed = mask & ((ratio < low) | (ratio > high))
+    if mode.startswith("tis"):
+        weights = torch.where(mask, ratio.clamp(low, high), 0)
+    else:
+        weights = torch.where(mask & ~changed, 1 if is_mean else ratio, 0)
+    if one.normalise:
+        shares = mask.double()
+        if mode.endswith("_sequence"):
+            shares /= shares.sum(1, keepdim=True).clamp(min=1)
+        mean = float((weights * shares).sum() / shares.sum().clamp(min=1))
+        weights = weights / mean if mean else weights
+    return weights, changed
 
 
 def mismatch_sums(trainer: Tensor, rollout: Tensor) -> dict[str, Tensor | float]:

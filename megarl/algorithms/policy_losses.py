@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import kl_per_token
+from megarl.algorithms.kl import LOG_RATIO_LIMIT, kl_per_token, log_ratio
 from megarl.algorithms.registry import Registry
 from megarl.algorithms.user_algorithms import load_policy_loss
 
@@ -48,7 +48,8 @@ class PolicyLoss(Protocol):
 
     Returns:
         The loss `[N]`, and scalar sums over the tokens without gradient: `ratio`, Σρ (`gspo`: of the sequence ratio);
-        `clipped`, the number of tokens whose gradient clipping cut (`cispo`: whose weight it changed).
+        `clipped`, the number of tokens whose gradient clipping cut (`cispo`: whose weight it changed); `clamped`, of those
+        whose log ρ reached ±`LOG_RATIO_LIMIT`.
     """
 
     def __call__(
@@ -60,7 +61,7 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", load_policy_loss)
 
 
 def clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, settings: LossSettings, *, dual_clip: float = math.inf
+    log_rho: Tensor, advantages: Tensor, settings: LossSettings, *, dual_clip: float = math.inf
 ) -> tuple[Tensor, Tensor]:
     """−min(ρA, clip(ρ, 1−ε_low, 1+ε_high)·A) `[N]`, and where its gradient is cut (bool `[N]`).
 
@@ -68,24 +69,23 @@ def clipped_surrogate(
     ρ < 1−ε_low with A < 0, and ρ > `dual_clip` with A < 0. Elsewhere the minimum is ρA.
 
     Args:
-        log_ratio: float `[N]`, log ρ; gradients flow through it.
+        log_rho: float `[N]`, log ρ, clamped as `kl.log_ratio` does; gradients flow through it.
         advantages: float `[N]`.
         settings: ε_low and ε_high.
         dual_clip: largest ρ that counts where A < 0.
     """
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
-    ratio = log_ratio.detach().exp()
+    ratio = log_rho.exp()
     gains, loses = advantages > 0, advantages < 0
     cut = (gains & (ratio > high)) | (loses & ((ratio < low) | (ratio > dual_clip)))
-    bounded = torch.where(loses, ratio.clamp(low, dual_clip), ratio.clamp(low, high))
-    # Tokens without gradient stay out of the graph: exp overflows in float32 above 88 nats, and 0 · inf is NaN.
-    held = cut | (advantages == 0)
-    live = log_ratio.masked_fill(held, 0.0).exp()
-    return -torch.where(held, bounded, live) * advantages, cut
+    held = ratio.detach()
+    bounded = torch.where(loses, held.clamp(low, dual_clip), held.clamp(low, high))
+    return -torch.where(cut, bounded, ratio) * advantages, cut
 
 
-def _sums(log_ratio: Tensor, cut: Tensor) -> dict[str, Tensor]:
-    return {"ratio": log_ratio.detach().float().exp().sum(), "clipped": cut.float().sum()}
+def _sums(log_rho: Tensor, cut: Tensor) -> dict[str, Tensor]:
+    clamped = (log_rho.detach().abs() >= LOG_RATIO_LIMIT).float().sum()
+    return {"ratio": log_rho.detach().float().exp().sum(), "clipped": cut.float().sum(), "clamped": clamped}
 
 
 @POLICY_LOSSES.register("clip")
@@ -93,9 +93,9 @@ def clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's clipped surrogate (arXiv 1707.06347); with ε_high = 0.28, DAPO's clip-higher (2503.14476). See `PolicyLoss`."""
-    log_ratio = log_probs - old_log_probs
-    loss, cut = clipped_surrogate(log_ratio, advantages, settings)
-    return loss, _sums(log_ratio, cut)
+    log_rho = log_ratio(log_probs, old_log_probs)
+    loss, cut = clipped_surrogate(log_rho, advantages, settings)
+    return loss, _sums(log_rho, cut)
 
 
 @POLICY_LOSSES.register("dual_clip")
@@ -103,9 +103,9 @@ def dual_clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`clip`, and for A < 0 never above −c·A, however large the ratio (arXiv 1912.09729). See `PolicyLoss`."""
-    log_ratio = log_probs - old_log_probs
-    loss, cut = clipped_surrogate(log_ratio, advantages, settings, dual_clip=settings.dual_clip)
-    return loss, _sums(log_ratio, cut)
+    log_rho = log_ratio(log_probs, old_log_probs)
+    loss, cut = clipped_surrogate(log_rho, advantages, settings, dual_clip=settings.dual_clip)
+    return loss, _sums(log_rho, cut)
 
 
 @POLICY_LOSSES.register("gspo")
@@ -122,9 +122,10 @@ def gspo(
     responses = int(response.max()) + 1 if len(response) else 0
     total = difference.new_zeros(responses).index_add(0, response, difference)
     tokens = torch.bincount(response, minlength=responses)
-    log_ratio = (total / tokens)[response] + log_probs - log_probs.detach()
-    loss, cut = clipped_surrogate(log_ratio, advantages, settings)
-    return loss, _sums(log_ratio, cut)
+    mean = (total / tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_rho = mean[response] + log_probs - log_probs.detach()
+    loss, cut = clipped_surrogate(log_rho, advantages, settings)
+    return loss, _sums(log_rho, cut)
 
 
 @POLICY_LOSSES.register("cispo")
@@ -135,10 +136,10 @@ def cispo(
 
     See `PolicyLoss`.
     """
-    log_ratio = (log_probs - old_log_probs).detach()
-    ratio = log_ratio.exp()
+    log_rho = log_ratio(log_probs, old_log_probs).detach()
+    ratio = log_rho.exp()
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return -weight * advantages * log_probs, _sums(log_ratio, weight != ratio)
+    return -weight * advantages * log_probs, _sums(log_rho, weight != ratio)
 
 
 @POLICY_LOSSES.register("reinforce")
@@ -146,7 +147,7 @@ def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """−A·logp (Williams 1992); right on-policy only, the ratio is reported and not used. See `PolicyLoss`."""
-    ratio = (log_probs - old_log_probs).detach().exp()
+    ratio = log_ratio(log_probs, old_log_probs).detach().exp()
     return -advantages * log_probs, {"ratio": ratio.float().sum()}
 
 
@@ -159,7 +160,8 @@ def kl_penalty(
     The tokens were sampled from π_old, so k3 = ρ − 1 − log ρ estimates this KL without bias, in value and in gradient.
     The extra sum `kl_old` is Σ k3.
     """
-    ratio = (log_probs - old_log_probs).exp()
+    log_rho = log_ratio(log_probs, old_log_probs)
     kl = kl_per_token(old_log_probs, log_probs, "k3")
-    loss = -ratio * advantages + settings.kl_coef * kl
-    return loss, {"ratio": ratio.detach().float().sum(), "kl_old": kl.detach().float().sum()}
+    loss = -log_rho.exp() * advantages + settings.kl_coef * kl
+    sums = _sums(log_rho, torch.zeros_like(advantages))
+    return loss, {"ratio": sums["ratio"], "clamped": sums["clamped"], "kl_old": kl.detach().float().sum()}

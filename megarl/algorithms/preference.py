@@ -8,6 +8,7 @@ number of them in the whole optimizer step, over every rank and micro-batch, bef
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -171,6 +172,22 @@ def kto(
         "desirable_reward": reward.where(desirable, 0).sum(),
         "undesirable_reward": reward.where(~desirable, 0).sum(),
     }
+
+
+def mismatched_rows(prompts: Sequence[Hashable]) -> list[int]:
+    """For each of N rows another row whose response does not answer its prompt, each row once; for `kto_kl_reference`.
+
+    Where more than half of the rows share one prompt, some get a row of their own prompt; the caller leaves these out.
+    """
+    by_prompt: dict[Hashable, list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        by_prompt.setdefault(prompt, []).append(row)
+    order = [row for rows in by_prompt.values() for row in rows]
+    shift = max(map(len, by_prompt.values()), default=0)
+    others = [0] * len(order)
+    for place, row in enumerate(order):
+        others[row] = order[(place + shift) % len(order)]  # past the end of its own prompt's rows
+    return others
 
 
 def kto_kl_reference(mismatched_log_probs: Tensor, mismatched_ref_log_probs: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.algorithms.advantages import last_of_each_row
 from megarl.errors import ConfigError
 
 
@@ -39,10 +40,19 @@ class RewardNormaliser:
         self.squares = 0.0
         """Σ(r − mean)² so far."""
 
-    def normalise(self, rewards: Tensor) -> Tensor:
-        """Take `rewards` (any shape, of the whole step) into the state and return them normalised, in their dtype."""
+    def normalise(self, rewards: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Take `rewards` (any shape, of the whole step) into the state and return them normalised, in their dtype.
+
+        `counted` bool of the same shape: those that the state takes in; None: all.
+        """
+        self._update(rewards if counted is None else rewards[counted])
+        if self.squares == 0:
+            return torch.zeros_like(rewards)
+        return ((rewards.double() - self.mean) / ((self.squares / self.count) ** 0.5 + self.eps)).to(rewards.dtype)
+
+    def _update(self, rewards: Tensor) -> None:
         if rewards.numel() == 0:
-            return rewards
+            return
         exact = rewards.double()
         first = exact.flatten()[0]
         new = int(rewards.numel())
@@ -52,9 +62,6 @@ class RewardNormaliser:
         self.squares += squares + moved * moved * self.count * new / total
         self.mean += moved * new / total if self.count else mean
         self.count = total
-        if self.squares == 0:
-            return torch.zeros_like(rewards)
-        return ((exact - self.mean) / ((self.squares / self.count) ** 0.5 + self.eps)).to(rewards.dtype)
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint must keep; eps comes from the config."""
@@ -63,6 +70,31 @@ class RewardNormaliser:
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from `state_dict()`'s answer."""
         self.count, self.mean, self.squares = int(state["count"]), state["mean"], state["squares"]
+
+
+STEP_AGGREGATIONS = ("mean", "min", "product", "last")
+
+
+def aggregate_steps(scores: Tensor, ends: Tensor, how: str) -> Tensor:
+    """A response's score from those of its steps (arXiv 2305.20050 §2.6: product and minimum; the mean; the last step's).
+
+    Args:
+        scores: float `[B, T]`, a step's score from 0 to 1 at the token that ends it.
+        ends: bool `[B, T]`, where steps end; a response without steps scores 0.
+        how: one of `STEP_AGGREGATIONS`.
+
+    Returns:
+        float `[B]`.
+    """
+    if how == "mean":
+        return torch.where(ends, scores, 0).sum(1) / ends.sum(1).clamp(min=1)
+    if how == "min":
+        totals = torch.where(ends, scores, torch.inf).amin(1)
+    elif how == "product":
+        totals = torch.where(ends, scores, 1).prod(1)
+    else:
+        totals = torch.where(last_of_each_row(ends), scores, 0).sum(1)
+    return torch.where(ends.any(1), totals, 0)
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, cache_tokens: int) -> Tensor:

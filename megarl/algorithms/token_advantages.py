@@ -1,6 +1,7 @@
 """Advantages that compare no responses of one prompt with each other: GAE, REINFORCE and its baselines, ReMax.
 
-Formulas and sources: docs/methods.md#advantages.
+Formulas and sources: docs/methods.md#advantages. Where a docstring says that advantages are whitened, that is the estimator's
+normalisation if `inputs.normalisation` is None.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages import (
-    ADVANTAGES,
     AdvantageInputs,
     AdvantageOutputs,
     BackwardColumns,
     accumulate,
     discounted_sum,
-    masked_whiten,
+    estimator,
     per_token,
     token_rewards,
 )
@@ -25,9 +25,13 @@ def _rewards(inputs: AdvantageInputs) -> Tensor:
     return token_rewards(inputs.scores, inputs.token_penalty, inputs.mask)
 
 
-@ADVANTAGES.register("gae")
+def _reward_to_go(inputs: AdvantageInputs) -> Tensor:
+    return discounted_sum(_rewards(inputs), inputs.mask, inputs.gamma).to(inputs.scores.dtype)
+
+
+@estimator("gae")
 def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_t = Σ_b (γλ)^b δ_{t+b} with δ_t = r_t + γV_next − V_t, returns A + V (arXiv 1506.02438).
+    """A_t = Σ_b (γλ)^b δ_{t+b}, whitened over the batch, with δ_t = r_t + γV_next − V_t, returns A + V (arXiv 1506.02438).
 
     "Next" is the next sampled token. After the last one V is 0, or `bootstrap_values` for truncated responses if
     `bootstrap_truncated`.
@@ -58,13 +62,13 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(advantages=advantages, returns=returns)
 
 
-@ADVANTAGES.register("reinforce")
+@estimator("reinforce")
 def reinforce(inputs: AdvantageInputs) -> AdvantageOutputs:
     """The discounted reward-to-go Σ_k γ^k r_{t+k} over sampled tokens (Williams 1992)."""
-    return AdvantageOutputs(advantages=discounted_sum(_rewards(inputs), inputs.mask, inputs.gamma).to(inputs.scores.dtype))
+    return AdvantageOutputs(advantages=_reward_to_go(inputs))
 
 
-@ADVANTAGES.register("reinforce_moving_baseline")
+@estimator("reinforce_moving_baseline")
 def reinforce_moving_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """R − b at every token: the response is one action, R its score plus all its token penalties (arXiv 2402.14740 §3).
 
@@ -83,16 +87,13 @@ def reinforce_moving_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     )
 
 
-@ADVANTAGES.register("reinforce_plus_plus")
+@estimator("reinforce_plus_plus")
 def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """A_t = r + Σ_{i≥t} penalty_i, whitened over all sampled tokens of the batch (arXiv 2501.03262). γ plays no part."""
-    advantages = discounted_sum(_rewards(inputs), inputs.mask, 1.0)
-    return AdvantageOutputs(
-        advantages=masked_whiten(advantages, inputs.mask, unbiased=inputs.unbiased, eps=inputs.eps).to(inputs.scores.dtype)
-    )
+    """Σ_k γ^k r_{t+k}, whitened over all sampled tokens of the batch (arXiv 2501.03262); with γ = 1, r + Σ_{i≥t} penalty_i."""
+    return AdvantageOutputs(advantages=_reward_to_go(inputs))
 
 
-@ADVANTAGES.register("remax")
+@estimator("remax")
 def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Reward-to-go (the score, and any token penalty) less the score of the greedy response (arXiv 2310.10505).
 

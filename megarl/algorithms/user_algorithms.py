@@ -34,46 +34,49 @@ class _Kind:
     positional: tuple[str, ...]
     by_name: tuple[str, ...] = ()
 
-    def call(self, needed: LossNeeds | EstimatorNeeds) -> tuple[str, ...]:
-        """Names of the arguments that are given by name to a function with these needs."""
-        return (*self.by_name, *(needed.columns if isinstance(needed, LossNeeds) else ()))
+    def call(self, needed: LossNeeds | EstimatorNeeds, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        """Names of the arguments that are given by name to a function with these needs and with `arguments` in the config."""
+        return (*self.by_name, *(needed.further if isinstance(needed, LossNeeds) else ()), *arguments)
 
 
 _ESTIMATOR = _Kind("algorithm.advantage", "an advantage estimator", ("inputs",))
 _LOSS = _Kind("algorithm.policy_loss", "a policy loss", ("log_probs", "old_log_probs", "advantages"), ("response", "settings"))
 
 
-def estimator_needs(name: str) -> EstimatorNeeds:
-    """What the advantage estimator `name` needs, built-in or the user's.
+def estimator_needs(name: str, arguments: tuple[str, ...] = ()) -> EstimatorNeeds:
+    """What the advantage estimator `name` needs, built-in or the user's, which is given `arguments` from the config.
 
     Raises:
         ConfigError: the user's function cannot be imported, or cannot be called as an estimator is.
     """
     if name in ESTIMATORS:
         return ESTIMATORS[name]
-    return EstimatorNeeds(**_asked(_ESTIMATOR, name, str(Path.cwd())))
+    answer = _asked(_ESTIMATOR, name, str(Path.cwd()), arguments)
+    return EstimatorNeeds(**answer | {"settings": tuple(answer["settings"])})
 
 
-def loss_needs(name: str) -> LossNeeds:
+def loss_needs(name: str, arguments: tuple[str, ...] = ()) -> LossNeeds:
     """`estimator_needs` for policy losses."""
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
-    answer = _asked(_LOSS, name, str(Path.cwd()))
-    return LossNeeds(**answer | {"settings": tuple(answer["settings"])})
+    answer = _asked(_LOSS, name, str(Path.cwd()), arguments)
+    return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip")})
 
 
-def load_estimator(name: str) -> Callable[..., Any]:
+def load_estimator(name: str, arguments: tuple[str, ...] = ()) -> Callable[..., Any]:
     """The user's advantage estimator `name`, imported into this process; raises ConfigError as `estimator_needs` does."""
-    return _loaded(_ESTIMATOR, name, str(Path.cwd()))[0]
+    return _loaded(_ESTIMATOR, name, str(Path.cwd()), arguments)[0]
 
 
-def load_policy_loss(name: str) -> Callable[..., Any]:
+def load_policy_loss(name: str, arguments: tuple[str, ...] = ()) -> Callable[..., Any]:
     """The user's policy loss `name`, imported into this process; raises ConfigError as `loss_needs` does."""
-    return _loaded(_LOSS, name, str(Path.cwd()))[0]
+    return _loaded(_LOSS, name, str(Path.cwd()), arguments)[0]
 
 
 @cache
-def _loaded(kind: _Kind, name: str, folder: str) -> tuple[Callable[..., Any], EstimatorNeeds | LossNeeds]:
+def _loaded(
+    kind: _Kind, name: str, folder: str, arguments: tuple[str, ...]
+) -> tuple[Callable[..., Any], EstimatorNeeds | LossNeeds]:
     """The function and its needs; `folder` is the working directory, which `name` may be relative to."""
 
     def error(text: str) -> ConfigError:
@@ -83,10 +86,10 @@ def _loaded(kind: _Kind, name: str, folder: str) -> tuple[Callable[..., Any], Es
     for_estimators: EstimatorNeeds = getattr(function, "estimator_needs", EstimatorNeeds())
     for_losses: LossNeeds = getattr(function, "loss_needs", LossNeeds())
     needed, others = (for_estimators, for_losses) if kind is _ESTIMATOR else (for_losses, for_estimators)
-    if others != type(others)():
-        given = ", ".join(field for field, value in asdict(others).items() if value != getattr(type(others)(), field))
+    alien = asdict(others).items() - asdict(type(others)()).items()
+    if given := ", ".join(field for field, _ in asdict(others).items() if field in dict(alien) and not hasattr(needed, field)):
         raise error(f"'{name}' says by @needs that it needs {given}, which {kind.what} is not given")
-    by_name = kind.call(needed)
+    by_name = kind.call(needed, arguments)
     why = why_not_called(function, *kind.positional, **dict.fromkeys(by_name))
     if why is not None:
         call = ", ".join([*kind.positional, *(f"{argument}=..." for argument in by_name)])
@@ -95,9 +98,9 @@ def _loaded(kind: _Kind, name: str, folder: str) -> tuple[Callable[..., Any], Es
 
 
 @cache
-def _asked(kind: _Kind, name: str, folder: str) -> dict[str, Any]:
+def _asked(kind: _Kind, name: str, folder: str, arguments: tuple[str, ...]) -> dict[str, Any]:
     """The fields of the needs of a user's function, read in a process of its own."""
-    command = [sys.executable, "-m", __name__, kind.field, name]
+    command = [sys.executable, "-m", __name__, kind.field, name, *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or folder for path in sys.path)}
     try:
         done = subprocess.run(
@@ -122,10 +125,10 @@ def _main() -> None:
     """Import the function that argv names, and write what it needs, or what is wrong with it, to stdout as JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the user's file prints must not look like an answer
-    field, name = sys.argv[1:]
+    field, name, *arguments = sys.argv[1:]
     kind = next(kind for kind in (_ESTIMATOR, _LOSS) if kind.field == field)
     try:
-        answer: dict[str, Any] = {"needs": asdict(_loaded(kind, name, str(Path.cwd()))[1])}
+        answer: dict[str, Any] = {"needs": asdict(_loaded(kind, name, str(Path.cwd()), tuple(arguments))[1])}
     except MegarlError as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), file=answers, flush=True)

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.layout import divisors
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import AlgorithmConfig, CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
+from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
 from megarl.errors import ConfigError
 
 
@@ -80,11 +81,15 @@ class SampledRun(Protocol):
     @property
     def reference(self) -> ReferenceConfig: ...
     @property
+    def teacher(self) -> TeacherConfig: ...
+    @property
     def reward_model(self) -> RewardModelConfig: ...
     @property
     def uses_critic(self) -> bool: ...
     @property
     def uses_reference(self) -> bool: ...
+    @property
+    def needs_teacher(self) -> bool: ...
     @property
     def uses_reward_model(self) -> bool: ...
 
@@ -139,9 +144,10 @@ def _trained_roles(config: SampledRun) -> list[tuple[str, int]]:
 
 
 def _scoring_roles(config: SampledRun) -> list[tuple[str, int]]:
-    reference, reward_model = config.reference.layout, config.reward_model.layout
+    reference, teacher, reward_model = config.reference.layout, config.teacher.layout, config.reward_model.layout
     return [
         *([("reference", reference.dp)] if config.uses_reference and reference is not None else []),
+        *([("teacher", teacher.dp)] if config.needs_teacher and teacher is not None else []),
         *([("reward_model", reward_model.dp)] if config.uses_reward_model and reward_model is not None else []),
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
 from megarl.config.evaluations import check_evaluations
 from megarl.config.fp8 import check_fp8
@@ -18,7 +19,7 @@ from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
 from megarl.config.sections import ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole
-from megarl.config.supervised import PAIR_LOSSES, SupervisedConfig
+from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, SupervisedConfig
 from megarl.errors import ConfigError
 
 PROCEDURAL_ROWS = 1000
@@ -27,7 +28,8 @@ PROCEDURAL_ROWS = 1000
 
 def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
-    _check_algorithm(config)
+    check_algorithm(config)
+    _check_ptx(config)
     check_megatron_sections(config)
     check_rollout(config)
     check_source("data.train", config.data.train)
@@ -41,7 +43,13 @@ def check_fields_agree(config: Config) -> None:
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)
     check_run(config.run, evaluates=config.evaluates, remedy="set data.eval or evaluations")
-    layouts = (config.policy.layout, config.critic.layout, config.reference.layout, config.reward_model.layout)
+    layouts = (
+        config.policy.layout,
+        config.critic.layout,
+        config.reference.layout,
+        config.teacher.layout,
+        config.reward_model.layout,
+    )
     check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
     if not config.rewards and not config.uses_reward_model:
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
@@ -53,7 +61,11 @@ def check_fields_agree(config: Config) -> None:
                 f"{name}.optimizer.min_lr", optimizer.min_lr, allowed=f"at most {name}.optimizer.lr = {optimizer.lr}"
             )
     check_offload(config.model, trained, valued=("critic",))
-    frozen = {"the reference": config.uses_reference, "the reward model": config.uses_reward_model}
+    frozen = {
+        "the reference": config.uses_reference,
+        "the teacher": config.needs_teacher,
+        "the reward model": config.uses_reward_model,
+    }
     check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
     batch_arithmetic(config)
 
@@ -61,6 +73,7 @@ def check_fields_agree(config: Config) -> None:
 def check_supervised(config: SupervisedConfig) -> None:
     """`check_fields_agree` for a run that trains on given responses."""
     check_megatron_sections(config)
+    _check_objective(config)
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
@@ -90,6 +103,25 @@ def check_supervised(config: SupervisedConfig) -> None:
         raise ConfigError.of(
             "reference.reset_every", config.reference.reset_every, "only reinforcement learning uses", allowed="0"
         )
+
+
+def _check_objective(config: SupervisedConfig) -> None:
+    objective, data = config.objective, config.data
+    for field, losses in OBJECTIVE_FIELDS.items():
+        value, unset = getattr(objective, field), type(objective).model_fields[field].default
+        if objective.name not in losses and value != unset:
+            shown = str(unset).lower() if isinstance(unset, bool) else str(unset)
+            reason = f"objective.name = '{objective.name}' does not read"
+            raise ConfigError.of(f"objective.{field}", value, reason, allowed=shown)
+    if objective.name == "cdpo" and not objective.label_smoothing:
+        remedy = "set it above 0, or set objective.name to 'dpo', which is the same without it"
+        raise ConfigError.needs("objective.name = 'cdpo'", "objective.label_smoothing", remedy)
+    if data.margin_key is not None and objective.name != "reward_model":
+        remedy = "set objective.name to 'reward_model', or remove data.margin_key"
+        raise ConfigError.needs("data.margin_key", "the loss of a reward model", remedy)
+    if objective.name == "kto" and data.rows_per_step < 2:
+        reason = "leaves objective.name = 'kto' no other row to pair a prompt with"
+        raise ConfigError.of("data.rows_per_step", data.rows_per_step, reason, allowed="at least 2")
 
 
 def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
@@ -128,84 +160,6 @@ def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: S
                 f"{what} cannot have: megatron-core offloads float32 weights only as a whole",
                 allowed="0 or 1",
             )
-
-
-def _check_algorithm(config: Config) -> None:
-    algorithm, needed = config.algorithm, config.algorithm.estimator_needs
-    if needed.group and config.rollout.samples_per_prompt < 2:
-        raise ConfigError.of(
-            "rollout.samples_per_prompt",
-            config.rollout.samples_per_prompt,
-            f"gives algorithm.advantage = '{algorithm.advantage}' no two responses of a prompt to compare",
-            allowed="at least 2",
-        )
-    _check_kl(config)
-    _check_ptx(config)
-    correction = algorithm.rollout_correction
-    if correction.mode not in ("none", "tis_token", "tis_sequence") and correction.low >= correction.high:
-        allowed = f"less than algorithm.rollout_correction.high = {correction.high}"
-        raise ConfigError.of("algorithm.rollout_correction.low", correction.low, allowed=allowed)
-    if algorithm.truncated_responses == "bootstrap" and not needed.values:
-        raise ConfigError.of(
-            "algorithm.truncated_responses",
-            "bootstrap",
-            f"needs the values of a critic, and algorithm.advantage = '{algorithm.advantage}' has none",
-            allowed="'keep' or 'mask', or set algorithm.advantage to one that needs values, such as 'gae'",
-        )
-    if algorithm.shaping.overlong_tokens > config.rollout.max_new_tokens:
-        raise ConfigError.of(
-            "algorithm.shaping.overlong_tokens",
-            algorithm.shaping.overlong_tokens,
-            allowed=f"at most rollout.max_new_tokens = {config.rollout.max_new_tokens}",
-        )
-    if needed.step_rewards and not (config.reward_model.per_step and config.uses_reward_model):
-        raise ConfigError.needs(
-            f"algorithm.advantage = '{algorithm.advantage}'",
-            "a reward model that scores every step",
-            "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage",
-        )
-    if algorithm.clip_low >= 1 and "clip_low" in algorithm.loss_needs.settings:
-        raise ConfigError.of("algorithm.clip_low", algorithm.clip_low, allowed="at least 0 and less than 1")
-    if config.critic.warmup_steps and not config.uses_critic:
-        raise ConfigError.of(
-            "critic.warmup_steps",
-            config.critic.warmup_steps,
-            f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none",
-            allowed="0, or set algorithm.advantage to one that needs values, such as 'gae'",
-        )
-
-
-def _check_kl(config: Config) -> None:
-    kl, advantage = config.algorithm.kl, config.algorithm.advantage
-    if kl.coef and kl.apply_to == "reward" and not config.algorithm.estimator_needs.token_penalty:
-        raise ConfigError.of(
-            "algorithm.kl.apply_to",
-            "reward",
-            f"needs an advantage per token, and algorithm.advantage = '{advantage}' has one per response",
-            allowed="'loss', or set algorithm.kl.coef to 0",
-        )
-    if kl.target is not None and (kl.apply_to != "reward" or not kl.coef):
-        raise ConfigError.needs(
-            "algorithm.kl.target",
-            "a KL penalty in the reward",
-            "set algorithm.kl.apply_to to 'reward' and algorithm.kl.coef above 0, or remove algorithm.kl.target",
-        )
-    if kl.unbiased and kl.apply_to != "loss":
-        raise ConfigError.needs(
-            "algorithm.kl.unbiased",
-            "the KL penalty in the loss",
-            "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
-        )
-    if config.reference.reset_every and not config.uses_reference:
-        raise ConfigError.needs(
-            "reference.reset_every", "a reference model", "set algorithm.kl.coef above 0, or remove reference.reset_every"
-        )
-    if config.reference.reset_every and config.reference.layout is not None:
-        raise ConfigError.needs(
-            "reference.reset_every",
-            "the reference in the policy's processes",
-            "remove reference.layout, or remove reference.reset_every",
-        )
 
 
 def _check_ptx(config: Config) -> None:

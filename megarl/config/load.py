@@ -158,7 +158,8 @@ def _choices(field: FieldInfo) -> list[str]:
 
 def _at(tree: Any, place: Sequence[int | str]) -> Any:
     for key in place:
-        tree = tree[key]
+        if not (isinstance(key, int) and isinstance(tree, dict)):  # else a list of one was written without the list
+            tree = tree[key]
     return tree
 
 

@@ -109,7 +109,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
 OWNED: dict[str, str] = {name: reason for reason, names in _REASONS for name in names.split()}
 """Fields that no config may set, with the reason in words that follow "which"."""
 
-_ROLES = {"policy": True, "critic": True, "reference": False, "reward_model": False}
+_ROLES = {"policy": True, "critic": True, "reference": False, "teacher": False, "reward_model": False}
 """Sections that may have a section `megatron`, and whether their models are trained."""
 
 
@@ -137,7 +137,7 @@ def _check_shared_attention(config: Config | SupervisedConfig) -> None:
 
 
 def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:
-    """What a role's section `megatron` sets; a reference without one is computed as the policy is."""
+    """What a role's section `megatron` sets; a reference or teacher without one is computed as the policy is."""
     given: dict[str, Any] | None = getattr(config, role).megatron
     return given_to("model", config.policy.megatron) if given is None else given
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES
+from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, LossNeeds
 
-PresetName = Literal["grpo", "ppo", "reinforce_plus_plus"]
+PresetName = Literal[
+    "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "remax", "opo", "gpg"
+]  # fmt: skip
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
+NormalisationName = Literal["none", "batch", "group", "batch_rms", "group_rms"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
 Fp8Format = Literal["none", "hybrid", "e4m3"]
 Fp8RecipeName = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -24,34 +27,56 @@ else:
     AdvantageName = Literal[tuple(ESTIMATORS)]
     PolicyLossName = Literal[tuple(POLICY_LOSSES)]
 
+_LOSS_KL = {"apply_to": "loss", "estimator": "k3"}
+_REWARD_KL = {"apply_to": "reward", "estimator": "k1"}
+
+
+def _preset(
+    advantage: str,
+    policy_loss: str,
+    aggregation: str,
+    kl: dict[str, Any],
+    *,
+    gae_lambda: float = 1.0,
+    reward_clip: float | None = None,
+    clip: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    low, high = clip or POLICY_LOSSES[policy_loss].clip
+    return {
+        "advantage": advantage,
+        "policy_loss": policy_loss,
+        "aggregation": aggregation,
+        "clip_low": low,
+        "clip_high": high,
+        "gae_lambda": gae_lambda,
+        "shaping": {"clip": reward_clip},
+        "kl": kl,
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath, arXiv 2402.03300: outcome supervision, beta 0.04, k3 in the loss
-    "grpo": {
-        "advantage": "grpo",
-        "policy_loss": "clip",
-        "aggregation": "seq_mean_token_mean",
-        "gae_lambda": 1.0,
-        "shaping": {"clip": None},
-        "kl": {"coef": 0.04, "estimator": "k3", "apply_to": "loss"},
-    },
+    "grpo": _preset("grpo", "clip", "seq_mean_token_mean", _LOSS_KL | {"coef": 0.04}),
     # InstructGPT, arXiv 2203.02155: GAE with lambda 0.95, per-token KL 0.02 in the reward
-    "ppo": {
-        "advantage": "gae",
-        "policy_loss": "clip",
-        "aggregation": "seq_mean_token_mean",
-        "gae_lambda": 0.95,
-        "shaping": {"clip": None},
-        "kl": {"coef": 0.02, "estimator": "k1", "apply_to": "reward"},
-    },
+    "ppo": _preset("gae", "clip", "seq_mean_token_mean", _REWARD_KL | {"coef": 0.02}, gae_lambda=0.95),
     # REINFORCE++, arXiv 2501.03262: token-level KL in the reward, clipped rewards, globally whitened advantages
-    "reinforce_plus_plus": {
-        "advantage": "reinforce_plus_plus",
-        "policy_loss": "clip",
-        "aggregation": "token_mean",
-        "gae_lambda": 1.0,
-        "shaping": {"clip": 10.0},
-        "kl": {"coef": 0.01, "estimator": "k1", "apply_to": "reward"},
-    },
+    "reinforce_plus_plus": _preset("reinforce_plus_plus", "clip", "token_mean", _REWARD_KL | {"coef": 0.01}, reward_clip=10.0),
+    # DAPO, arXiv 2503.14476: clip-higher, token mean, no KL; its dynamic sampling and over-long penalty depend on the run
+    "dapo": _preset("grpo", "clip", "token_mean", _LOSS_KL | {"coef": 0.0}, clip=(0.2, 0.28)),
+    # Dr. GRPO, arXiv 2503.20783: no standard deviation, no length bias, no KL
+    "dr_grpo": _preset("dr_grpo", "clip", "seq_mean_token_sum_norm", _LOSS_KL | {"coef": 0.0}),
+    # GSPO, arXiv 2507.18071: sequence ratio with its small bounds, no KL
+    "gspo": _preset("grpo", "gspo", "seq_mean_token_mean", _LOSS_KL | {"coef": 0.0}),
+    # MiniMax-M1, arXiv 2506.13585: weights without a lower bound and at most 5, token mean, no KL
+    "cispo": _preset("grpo", "cispo", "token_mean", _LOSS_KL | {"coef": 0.0}),
+    # RLOO, arXiv 2402.14740: the response is one action, its KL (0.03) in the reward that is compared
+    "rloo": _preset("rloo", "reinforce", "seq_mean_token_sum", _REWARD_KL | {"coef": 0.03}),
+    # ReMax, arXiv 2310.10505: REINFORCE on whole responses against the greedy one; without a KL
+    "remax": _preset("remax", "reinforce", "seq_mean_token_sum", _LOSS_KL | {"coef": 0.0}),
+    # OPO, arXiv 2505.23585: exactly on-policy, no KL, no entropy bonus; the baseline is of least variance for the token sum
+    "opo": _preset("opo", "reinforce", "seq_mean_token_sum", _LOSS_KL | {"coef": 0.0}),
+    # GPG, arXiv 2504.02546: the plain policy gradient with a token mean, no KL
+    "gpg": _preset("gpg", "reinforce", "token_mean", _LOSS_KL | {"coef": 0.0}),
 }
 
 
@@ -66,4 +91,16 @@ def fill_preset(tree: Any) -> Any:
     for section in ("kl", "shaping"):
         if isinstance(tree.get(section), dict):
             filled[section] = {**preset[section], **tree[section]}
+    if isinstance(tree.get("kl"), dict) and "estimator" not in tree["kl"]:
+        filled["kl"]["estimator"] = "k1" if filled["kl"]["apply_to"] == "reward" else "k3"
+    advantage, loss = filled["advantage"], filled["policy_loss"]
+    known = ESTIMATORS.get(advantage) if isinstance(advantage, str) else None
+    if known is not None:
+        fallback: dict[str, Any] = {"advantage_normalisation": known.normalisation}
+        if "lam" not in known.settings:
+            fallback["gae_lambda"] = 1.0
+        filled |= {name: value for name, value in fallback.items() if name not in tree}
+    of_loss = POLICY_LOSSES.get(loss, LossNeeds()) if isinstance(loss, str) else LossNeeds()
+    if of_loss.clip != POLICY_LOSSES[preset["policy_loss"]].clip or "clip_high" not in of_loss.settings:
+        filled |= {name: value for name, value in zip(("clip_low", "clip_high"), of_loss.clip, strict=True) if name not in tree}
     return filled

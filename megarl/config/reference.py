@@ -21,6 +21,13 @@ from megarl.config.schema import Config
 from megarl.config.section import ClassPath, Section, UserFunction
 from megarl.system.user_code import CLASS_FORMS, FORMS
 
+DERIVED = {
+    "algorithm.advantage_normalisation": "by algorithm.advantage",
+    "algorithm.rollout_correction[].low": "by mode",
+    "algorithm.rollout_correction[].high": "by mode",
+}
+"""Fields whose default follows from another field that is no preset, and how the reference says it."""
+
 
 @dataclass(frozen=True)
 class ConfigField:
@@ -92,6 +99,8 @@ def _default(field: FieldInfo, name: str, instance: Any) -> Any:
 def _as_yaml(name: str, default: Any) -> str:
     if default is PydanticUndefined:
         return "required"
+    if name in DERIVED:
+        return DERIVED[name]
     in_preset = name.removeprefix("algorithm.")
     if in_preset != name and any(_has(preset, in_preset) for preset in PRESETS.values()):
         return "by algorithm.name"

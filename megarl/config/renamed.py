@@ -16,7 +16,8 @@ _SOURCES = ("data.train", "data.eval", "ptx.data", "data.train.parts[]", "data.e
 RENAMED: dict[str, str] = {
     "algorithm.kl.where": "algorithm.kl.apply_to",
     "algorithm.lam": "algorithm.gae_lambda",
-    "algorithm.penalty_coef": "algorithm.old_policy_kl_coef",
+    "algorithm.penalty_coef": "algorithm.old_policy_kl.coef",
+    "algorithm.old_policy_kl_coef": "algorithm.old_policy_kl.coef",
     "algorithm.correction": "algorithm.rollout_correction",
     "algorithm.truncated": "algorithm.truncated_responses",
     "critic.clip_range": "critic.value_clip",

@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.batch import batch_arithmetic
 from megarl.config.evaluations import EvaluationConfig
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sections import (
-    AlgorithmConfig,
     CriticConfig,
     DataConfig,
     ModelConfig,
@@ -27,6 +27,7 @@ from megarl.config.sections import (
     RewardConfig,
     RewardModelConfig,
     RunConfig,
+    TeacherConfig,
     TrackersConfig,
 )
 
@@ -46,6 +47,8 @@ class Config(Questions):
     """The value model. Used only if the advantage estimator needs values, as `gae` does."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL penalty."""
+    teacher: TeacherConfig = TeacherConfig()
+    """A frozen model whose log-probs an estimator or loss of your own reads."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A model with a scalar head that scores responses."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -74,8 +77,15 @@ class Config(Questions):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a frozen reference model is loaded: for a KL penalty, or because the policy loss reads its log-probs."""
-        return self.algorithm.kl.coef > 0 or self.algorithm.loss_needs.reference_log_probs
+        """Whether a frozen reference model is loaded: for a KL penalty, or because estimator or loss read its log-probs."""
+        algorithm = self.algorithm
+        is_read = algorithm.loss_needs.reference_log_probs or algorithm.estimator_needs.reference_log_probs
+        return algorithm.kl.coef > 0 or is_read
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether estimator or loss read a teacher's log-probs."""
+        return self.algorithm.loss_needs.teacher_log_probs or self.algorithm.estimator_needs.teacher_log_probs
 
     @property
     def uses_reward_model(self) -> bool:
@@ -95,6 +105,9 @@ class Config(Questions):
         if self.uses_reference:
             reference = self.reference
             roles.append(ConfiguredRole("reference", reference.path or folder, "reference.path", reference.layout, None))
+        if self.needs_teacher:
+            teacher = self.teacher
+            roles.append(ConfiguredRole("teacher", teacher.path or folder, "teacher.path", teacher.layout, None))
         if self.uses_reward_model:
             scorer, path = self.reward_model, self.reward_model.path or folder
             roles.append(ConfiguredRole("reward_model", path, "reward_model.path", scorer.layout, None, value_head=True))
@@ -104,7 +117,12 @@ class Config(Questions):
     def model_folders(self) -> dict[str, str]:
         """A reference is read for the first step's comparison even where no KL penalty is computed."""
         critic = self.critic.init_from if self.uses_critic else None
-        given = {"reference.path": self.reference.path, "critic.init_from": critic, "reward_model.path": self.reward_model.path}
+        given = {
+            "reference.path": self.reference.path,
+            "critic.init_from": critic,
+            "teacher.path": self.teacher.path,
+            "reward_model.path": self.reward_model.path,
+        }
         return {"model.path": self.model.path} | {field: path for field, path in given.items() if path is not None}
 
     @property
@@ -146,8 +164,11 @@ class Config(Questions):
     def needs_old_log_probs(self) -> bool:
         """On-policy, a single optimizer step sees its own log-probs; anything that reads them earlier needs a pass."""
         algorithm = self.algorithm
+        if algorithm.bypasses_old_log_probs:
+            return False
+        is_read = algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-        return self.optimizer_steps_per_step > 1 or in_reward or algorithm.rollout_correction.mode != "none"
+        return self.optimizer_steps_per_step > 1 or in_reward or is_read or bool(algorithm.rollout_correction)
 
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""

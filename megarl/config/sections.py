@@ -10,22 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megarl.algorithms.catalogue import EstimatorNeeds, LossNeeds
-from megarl.algorithms.user_algorithms import estimator_needs, loss_needs
 from megarl.config.guard_rules import GuardConfig
 from megarl.config.layout_section import LayoutConfig
-from megarl.config.presets import (
-    AdvantageName,
-    AggregationName,
-    Fp8Format,
-    Fp8RecipeName,
-    KlEstimator,
-    ModelPart,
-    PolicyLossName,
-    PresetName,
-    fill_preset,
-)
-from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section, UserFunction
+from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
+from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section
 
 HELD_OUT_ROWS, HELD_OUT_SEED = 200, 1_000_000
 """`limit` and `seed` of held-out rows that are generated: they keep clear of the training rows."""
@@ -167,6 +155,17 @@ class ReferenceConfig(Section):
     """Copy the policy into the reference every this many steps (iterative GRPO). 0: never."""
 
 
+class TeacherConfig(Section):
+    """A frozen model whose log-probs of sampled tokens an estimator or loss of your own reads (docs/add_an_estimator.md)."""
+
+    path: str | None = None
+    """Hugging Face folder of the teacher, which must have the policy's tokenizer. null: no teacher."""
+    layout: LayoutConfig | None = None
+    """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    megatron: dict[str, Any] | None = None
+    """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
+
+
 class RewardModelConfig(Section):
     """A model with a scalar head that scores responses, in addition to or instead of `rewards`."""
 
@@ -183,114 +182,8 @@ class RewardModelConfig(Section):
     """Weight of the reward model's score in the sum of all rewards."""
     per_step: bool = False
     """Score every step of a response (steps end with a newline), for `advantage: grpo_process`."""
-
-
-class KlConfig(Section):
-    """The KL penalty that keeps the policy near the reference, in the loss or in the reward."""
-
-    coef: NonNegative = 0.04
-    """Weight of the KL penalty. 0: no penalty, and no reference model is loaded."""
-    estimator: KlEstimator = "k3"
-    """Estimator of the KL divergence per token (docs/methods.md#kl-to-the-reference)."""
-    apply_to: Literal["loss", "reward"] = "loss"
-    """Add the penalty to the `loss`, or subtract it from the `reward` of every token."""
-    unbiased: bool = False
-    """Importance-weight the KL estimate so that it stays unbiased over several updates per step (only for the KL in the
-    loss)."""
-    target: Annotated[float, Field(gt=0)] | None = None
-    """Adaptive KL: move `coef` so that the mean KL of a response reaches this many nats (only for the KL in the reward).
-    null: fixed `coef`."""
-    horizon: Annotated[float, Field(gt=0)] = 10_000.0
-    """Adaptive KL: number of responses over which `coef` is adapted to `target`."""
-
-
-class CorrectionConfig(Section):
-    """Correction for the difference between the engine's and the trainer's log-probs (docs/methods.md#rollout-correction)."""
-
-    mode: Literal["none", "tis_token", "tis_sequence", "mis_token", "mis_sequence", "reject_sequence"] = "none"
-    """Truncated (`tis`) or masked (`mis`) importance sampling per token or sequence, or rejection of whole responses.
-    `none`: off."""
-    low: NonNegative = 0.5
-    """Smallest importance ratio that is kept (mis, reject)."""
-    high: Annotated[float, Field(gt=0)] = 2.0
-    """Largest importance ratio that is kept (mis, reject), or that weights are truncated to (tis)."""
-
-
-class ShapingConfig(Section):
-    """Changes to rewards before advantages, in order: penalties, normalisation, clipping (docs/methods.md#reward-shaping)."""
-
-    overlong_tokens: Count = 0
-    """DAPO's soft over-long penalty: over this many last tokens before `rollout.max_new_tokens` it grows from 0 to 1. 0:
-    off."""
-    length_penalty: NonNegative = 0.0
-    """Penalty that is subtracted from the reward for every response token."""
-    normalise: bool = False
-    """Normalise rewards by the running mean and standard deviation of all rewards so far."""
-    clip: Annotated[float, Field(gt=0)] | None = None
-    """Clip rewards to [-x, x]. null: no clipping."""
-
-
-class AlgorithmConfig(Section):
-    """The algorithm. The preset `name` fills in the fields that you leave out; `megarl config CONFIG` shows the result."""
-
-    name: PresetName = "grpo"
-    """Preset that fills in the fields whose default is `by algorithm.name`."""
-    advantage: AdvantageName | UserFunction = "grpo"
-    """Advantage estimator (docs/methods.md#advantages), or your own as `package.module:function` or
-    `path/to/file.py:function`."""
-    policy_loss: PolicyLossName | UserFunction = "clip"
-    """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
-    `path/to/file.py:function`."""
-    aggregation: AggregationName = "seq_mean_token_mean"
-    """How token losses are averaged into one number (docs/methods.md#aggregation)."""
-    norm_length: Positive | None = None
-    """The constant length L of `seq_mean_token_sum_norm`. null: `rollout.max_new_tokens`."""
-    clip_low: NonNegative = 0.2
-    """Lower clipping range of the ratio (epsilon low): it is clipped at 1 - `clip_low`."""
-    clip_high: NonNegative = 0.2
-    """Upper clipping range of the ratio (epsilon high; DAPO: 0.28): it is clipped at 1 + `clip_high`."""
-    dual_clip: Annotated[float, Field(gt=1)] = 3.0
-    """The bound c of `policy_loss: dual_clip` for negative advantages."""
-    old_policy_kl_coef: NonNegative = 1.0
-    """Weight beta of the KL to the policy that sampled, in `policy_loss: kl_penalty`."""
-    epochs: Positive = 1
-    """Number of passes over the sequences of a step (PPO epochs, GRPO's mu)."""
-    mini_batches: Positive = 1
-    """Number of mini-batches that the sequences of a step are split into; each is one optimizer step."""
-    gamma: Fraction = 1.0
-    """Discount factor per token."""
-    gae_lambda: Fraction = 1.0
-    """Lambda of generalised advantage estimation (GAE)."""
-    advantage_eps: NonNegative = 1e-6
-    """Added to the standard deviation that advantages are divided by."""
-    unbiased_std: bool = True
-    """Divide the variance of advantages by n - 1 (true) or n (false)."""
-    kl: KlConfig = KlConfig()
-    """KL penalty that keeps the policy near the reference."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus in the policy loss."""
-    shaping: ShapingConfig = ShapingConfig()
-    """Changes to rewards before the advantage."""
-    truncated_responses: Literal["keep", "mask", "bootstrap"] = "keep"
-    """Responses that hit the length limit. `keep`: train on them as usual. `mask`: exclude them from the loss. `bootstrap`
-    (GAE only): use the critic's value of the last state as the future return."""
-    rollout_correction: CorrectionConfig = CorrectionConfig()
-    """Correction for the difference between the engine's and the trainer's log-probs."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_name(cls, tree: Any) -> Any:
-        return fill_preset(tree)
-
-    @property
-    def estimator_needs(self) -> EstimatorNeeds:
-        """What the advantage estimator needs; asks the user's file if it is their own."""
-        return estimator_needs(self.advantage)
-
-    @property
-    def loss_needs(self) -> LossNeeds:
-        """What the policy loss needs; asks the user's file if it is their own."""
-        return loss_needs(self.policy_loss)
+    step_aggregation: Literal["mean", "min", "product", "last"] = "mean"
+    """How the scores of steps become the score of a response, with `per_step`."""
 
 
 class SourceConfig(Section):

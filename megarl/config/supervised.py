@@ -23,6 +23,16 @@ from megarl.config.sections import (
 
 PREFERENCE_LOSSES = ("dpo", "cdpo", "ipo", "kto")
 PAIR_LOSSES = ("dpo", "cdpo", "ipo", "reward_model")
+OBJECTIVE_FIELDS: dict[str, tuple[str, ...]] = {
+    "beta": PREFERENCE_LOSSES,
+    "label_smoothing": ("cdpo",),
+    "length_normalised": ("ipo",),
+    "rpo_alpha": ("dpo", "cdpo", "ipo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "aggregation": ("sft",),
+}
+"""By field of `objective`, the losses that read it."""
 
 
 class ObjectiveConfig(Section):
@@ -70,6 +80,9 @@ class SupervisedFields(Section):
     """Key of the label: true or false (kto), one number per step (process_reward_model)."""
     steps_key: str = "steps"
     """Key of the list of steps (process_reward_model)."""
+    margin_key: str | None = None
+    """Key of the margin of a pair, a number of at least 0: by how much the chosen score should be above the other one
+    (reward_model). null: no margin."""
     equal_pairs: Literal["error", "drop"] = "error"
     """What to do with pairs whose two sides are equal: stop with an `error`, or `drop` and count them."""
     system_prompt: str | None = None

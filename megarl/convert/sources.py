@@ -355,7 +355,7 @@ def _config_folder_of_run(folder: Path) -> Path | None:
     if run is None or not (run / "config.yaml").is_file():
         return None
     config = yaml.safe_load((run / "config.yaml").read_text()) or {}
-    of_role = {"reference": ("reference", "path"), "critic": ("critic", "init_from"), "reward_model": ("reward_model", "path")}
+    of_role = {role: (role, "path") for role in ("reference", "teacher", "reward_model")} | {"critic": ("critic", "init_from")}
     section, field = of_role.get(folder.resolve().name, ("model", "path"))
     named = (config.get(section) or {}).get(field) or (config.get("model") or {}).get("path")
     if named is None:

@@ -6,6 +6,7 @@ response ends with its last trained token. Nothing is truncated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -36,6 +37,7 @@ class SupervisedSettings:
     rejected_key: str = "rejected"
     label_key: str = "label"
     steps_key: str = "steps"
+    margin_key: str | None = None
     equal_pairs: Literal["error", "drop"] = "error"
     system_prompt: str | None = None
     chat_template: Literal["auto", "always", "never"] = "auto"
@@ -112,6 +114,7 @@ class SupervisedBuilder:
         labels: list[float] = []
         if self.kind == "pairs":
             sides = dict(zip(("/chosen", "/rejected"), self._pair(row, place), strict=True))
+            self._check_margin(row, place)
         elif self.kind == "steps":
             tokens, labels = self._steps(row, place)
             sides = {"": tokens}
@@ -221,6 +224,14 @@ class SupervisedBuilder:
                     "they must share their beginning and part in an assistant turn"
                 )
         return [self._tokenise(*self._spans(row, side, place, shared), place) for side in sides.values()]
+
+    def _check_margin(self, row: Row, place: RowPlace) -> None:
+        key = self.settings.margin_key
+        if key is None:
+            return
+        margin = value_of(row, key, "data.margin_key", place)
+        if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
+            raise DataError(f"{place} has {margin!r:.80} under '{key}'; the margin of a pair must be a number of at least 0")
 
     def _side(self, row: Row, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
         """One side as a whole conversation: a list that begins with an assistant turn answers the row's prompt."""

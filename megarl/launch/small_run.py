@@ -72,6 +72,9 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
         },
         "rewards": [{"name": "fuzzy_text"}],  # which tells wrong answers apart: the weights must move
     }
+    if config.needs_teacher:
+        layout = config.teacher.layout
+        tree["teacher"] = {"path": str(folder / "model"), "layout": None if layout is None else shrunk_layout(layout)}
     if config.uses_critic:
         tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout, _chunk_layers(config))}
     return parse_config(tree)

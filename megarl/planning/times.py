@@ -83,7 +83,7 @@ def plan_times(
     if sampling is not None:
         of_functions = {"rewards": sequences * calibration.reward_s_per_sample}
         phases.append(PhaseTime("reward", _added(of_functions, passes.get("reward_model", {}))))
-    answering = [name for name in ("policy", "reference", "critic") if name in roles]
+    answering = [name for name in ("policy", "reference", "teacher", "critic") if name in roles]
     if not config.needs_old_log_probs:
         answering.remove("policy")
     if answering or sampling is not None:

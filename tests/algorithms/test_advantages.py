@@ -44,7 +44,7 @@ def plain_whiten(rows: dict[int, list[float]], unbiased: bool, eps: float) -> di
 @pytest.mark.parametrize("bootstrap", [False, True])
 def test_gae_is_the_sum_of_discounted_errors_over_sampled_tokens(seed: int, bootstrap: bool) -> None:
     after = torch.linspace(-1, 1, B, dtype=torch.float64)
-    inputs = batch(seed, penalty=True, bootstrap_truncated=bootstrap, bootstrap_values=after)
+    inputs = batch(seed, penalty=True, bootstrap_truncated=bootstrap, bootstrap_values=after, normalisation="none")
     assert inputs.values is not None
     assert inputs.truncated is not None
     advantages, returns = {}, {}
@@ -70,7 +70,7 @@ def test_gae_with_lambda_and_gamma_one_is_the_return_less_the_value() -> None:
 
 def test_gae_does_not_see_tool_tokens() -> None:
     """Removing the masked tokens from the sequence altogether changes nothing at the others."""
-    inputs = batch(penalty=True)
+    inputs = batch(penalty=True, normalisation="none")
     assert inputs.values is not None
     outputs = ADVANTAGES.resolve("gae")(inputs)
     for i in range(B):
@@ -84,6 +84,7 @@ def test_gae_does_not_see_tool_tokens() -> None:
                 values=inputs.values[i][at][None],
                 gamma=0.9,
                 lam=0.8,
+                normalisation="none",
             )
         )
         same(outputs.advantages[i][at], alone.advantages[0])
@@ -117,12 +118,14 @@ def test_the_moving_baseline_is_the_mean_of_all_earlier_rewards() -> None:
 @pytest.mark.parametrize("unbiased", [True, False])
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_reinforce_plus_plus_is_the_score_and_the_penalty_to_come_whitened_over_all_tokens(name: str, unbiased: bool) -> None:
-    inputs = batch(1, penalty=True, unbiased=unbiased, eps=0.01)
+    gamma = 0.9 if name == "reinforce_plus_plus" else 1.0  # the other does not read it
+    inputs = batch(1, penalty=True, unbiased=unbiased, eps=0.01, gamma=0.9)
     rows = {}
     for i in range(B):
         score = float(inputs.scores[i]) - (statistics.fmean(group_of(inputs, i)) if name.endswith("baseline") else 0.0)
         penalty = [float(inputs.token_penalty[i, t]) for t in places(inputs, i)]
-        rows[i] = [score + sum(penalty[k:]) for k in range(len(penalty))]
+        rewards = [*penalty[:-1], penalty[-1] + score]
+        rows[i] = [sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
     same(ADVANTAGES.resolve(name)(inputs).advantages, dense(inputs, plain_whiten(rows, unbiased, 0.01)))
 
 
@@ -137,7 +140,7 @@ def test_remax_subtracts_the_greedy_score_at_every_token() -> None:
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_equal_scores_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
     scores = torch.full((B,), 0.1, dtype=dtype)  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
-    outputs = ADVANTAGES.resolve(name)(batch(scores=scores, eps=0.0))
+    outputs = ADVANTAGES.resolve(name)(batch(scores=scores, eps=0.0, gamma=1.0))
     assert outputs.advantages.dtype == dtype
     assert bool((outputs.advantages == 0).all())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, get_args
 
 import pytest
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, AdvantageOutputs, LossSettings, RunningMean, catalogue
-from megarl.algorithms.catalogue import ESTIMATORS, SETTINGS
+from megarl.algorithms.catalogue import ESTIMATOR_SETTINGS, ESTIMATORS, NORMALISATIONS, SETTINGS
 from megarl.config.presets import AdvantageName, PolicyLossName
-from megarl.errors import ConfigError
 from tests.algorithms.batches import B, batch
 
 GIVEN_FOR: dict[str, dict[str, Any]] = {
@@ -74,13 +74,34 @@ def test_an_estimator_compares_groups_if_it_says_so(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_an_estimator_has_a_place_for_a_token_penalty_if_it_says_so(name: str) -> None:
+def test_an_estimator_has_a_place_for_a_token_penalty(name: str) -> None:
     penalty = torch.linspace(-1, 0, 72, dtype=torch.float64).reshape(9, 8)
-    if ESTIMATORS[name].token_penalty:
-        assert differs(name, token_penalty=penalty)
-    else:
-        with pytest.raises(ConfigError, match="has no place for it"):
-            differs(name, token_penalty=penalty)
+    assert ESTIMATORS[name].token_penalty
+    assert differs(name, token_penalty=penalty)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_says_whether_it_gives_one_number_to_a_response(name: str) -> None:
+    inputs = everything(name, token_penalty=torch.linspace(-1, 0, 72, dtype=torch.float64).reshape(9, 8))
+    advantages = ADVANTAGES.resolve(name)(inputs).advantages
+    spread = [row[mask].max() - row[mask].min() for row, mask in zip(advantages, inputs.mask, strict=True)]
+    assert bool(max(spread) == 0) is ESTIMATORS[name].per_response
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_normalises_by_itself_as_it_says(name: str) -> None:
+    assert not differs(name, normalisation=ESTIMATORS[name].normalisation)
+    for other in {*NORMALISATIONS} - {ESTIMATORS[name].normalisation}:
+        assert differs(name, normalisation=other)
+
+
+@pytest.mark.parametrize("setting", ESTIMATOR_SETTINGS)
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_reads_the_constants_that_it_says_it_reads(name: str, setting: str) -> None:
+    changed = {"unbiased": False}.get(setting, 0.5)
+    raw = functools.partial(everything, name, normalisation="none")
+    before, after = (ADVANTAGES.resolve(name)(raw(**change)).advantages for change in ({}, {setting: changed}))
+    assert (not torch.equal(before, after)) is (setting in ESTIMATORS[name].settings)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

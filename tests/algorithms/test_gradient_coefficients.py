@@ -129,7 +129,7 @@ def test_a_kl_estimators_coefficient_is_its_formula(estimator: str, unbiased: bo
         "k3": ((-d).exp() + d - 1, 1 - (-d).exp()),
         "abs": (d.abs(), d.sign()),
     }[estimator]
-    got = coefficients(lambda new: kl_per_token(new, REFERENCE, estimator, old_log_probs=OLD if unbiased else None), NEW)
+    got = coefficients(lambda new: kl_per_token(new, REFERENCE, estimator, sampler_log_probs=OLD if unbiased else None), NEW)
     same(got, -ratio * (value + slope) if unbiased else -slope)
     if estimator == "k3" and unbiased:
         same(got, -ratio * d)

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, AdvantageInputs
-from megarl.errors import ConfigError
 from tests.algorithms.batches import B, T, batch, constant, dense, places, rows_of, same
 
 OUTCOME = ("grpo", "dr_grpo", "rloo", "opo", "gpg")
-WITHOUT_PENALTY = (*OUTCOME, "grpo_process")
-GROUPED = (*WITHOUT_PENALTY, "reinforce_plus_plus_baseline")
+GROUPED = (*OUTCOME, "grpo_process", "reinforce_plus_plus_baseline")
 
 
 def members(inputs: AdvantageInputs, row: int) -> list[int]:
@@ -132,7 +130,7 @@ def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_is_zero_dropped_and_invisible_to_the_others(name: str) -> None:
-    inputs = batch(2, penalty=name not in WITHOUT_PENALTY)
+    inputs = batch(2, penalty=True)
     inputs.groups[4] = 999
     outputs = ADVANTAGES.resolve(name)(inputs)
     assert outputs.dropped is not None
@@ -216,10 +214,34 @@ def test_a_group_does_not_see_the_others(name: str, drawn: tuple[list[int], list
         same(together[rows], ADVANTAGES.resolve(name)(rows_of(inputs, rows)).advantages)
 
 
-@pytest.mark.parametrize("name", WITHOUT_PENALTY)
-def test_a_penalty_in_the_reward_is_refused_where_it_would_be_ignored(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}'.*put it in the loss"):
-        ADVANTAGES.resolve(name)(batch(penalty=True))
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", OUTCOME)
+def test_a_penalty_in_the_reward_is_part_of_what_is_compared(name: str, seed: int) -> None:
+    """The score of a response plus the penalties of its sampled tokens is the R of the formula."""
+    inputs = batch(seed, penalty=True)
+    whole = [sum(float(inputs.token_penalty[i, t]) for t in places(inputs, i)) + float(inputs.scores[i]) for i in range(B)]
+    folded = dataclasses.replace(
+        inputs, scores=torch.tensor(whole, dtype=torch.float64), token_penalty=torch.zeros_like(inputs.token_penalty)
+    )
+    same(ADVANTAGES.resolve(name)(inputs).advantages, constant(inputs, plain(name, folded)))
+
+
+def test_a_penalty_in_the_reward_counts_to_the_step_that_it_is_in() -> None:
+    inputs = batch(1, penalty=True)
+    assert inputs.step_rewards is not None
+    assert inputs.step_ends is not None
+    folded = inputs.step_rewards.clone()
+    for i in range(B):
+        spent = 0.0
+        for t in places(inputs, i):
+            spent += float(inputs.token_penalty[i, t])
+            if inputs.step_ends[i, t]:
+                folded[i, t] += spent
+                spent = 0.0
+    without = dataclasses.replace(inputs, step_rewards=folded, token_penalty=torch.zeros_like(inputs.token_penalty))
+    got = ADVANTAGES.resolve("grpo_process")(inputs).advantages
+    same(got, ADVANTAGES.resolve("grpo_process")(without).advantages)
+    assert not torch.equal(got, ADVANTAGES.resolve("grpo_process")(batch(1)).advantages)
 
 
 @pytest.mark.parametrize(

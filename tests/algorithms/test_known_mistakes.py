@@ -13,6 +13,7 @@ from megarl.algorithms import (
     ADVANTAGES,
     POLICY_LOSSES,
     AdvantageInputs,
+    Correction,
     LossSettings,
     correction,
     kl_per_token,
@@ -72,13 +73,15 @@ def test_the_reward_models_loss_has_its_minus_sign() -> None:
 
 def test_importance_weights_are_the_trainer_over_the_engine() -> None:
     trainer, engine = draw(2, 1, 30, seed=2)
-    weights, _, _ = correction(trainer, engine, torch.ones(1, 30, dtype=torch.bool), "tis_token", 0.0, 1e9)
+    weights, _, _ = correction(trainer, engine, torch.ones(1, 30, dtype=torch.bool), [Correction("tis_token", 0.0, 1e9)])
     check(weights, (trainer - engine).exp(), (engine - trainer).exp())
 
 
 def test_gaes_last_term_has_the_power_of_its_distance() -> None:
     tokens, gamma = 6, 0.9
-    inputs = single([2.0], tokens, values=torch.zeros(1, tokens, dtype=torch.float64), gamma=gamma, lam=1.0)
+    inputs = single(
+        [2.0], tokens, values=torch.zeros(1, tokens, dtype=torch.float64), gamma=gamma, lam=1.0, normalisation="none"
+    )
     t = torch.arange(tokens, dtype=torch.float64)
     right, mistake = 2.0 * gamma ** (tokens - 1 - t), torch.full((tokens,), 2.0 * gamma**tokens, dtype=torch.float64)
     check(ADVANTAGES.resolve("gae")(inputs).advantages[0], right, mistake)

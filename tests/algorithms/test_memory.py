@@ -16,6 +16,7 @@ from megarl.algorithms import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     AdvantageInputs,
+    Correction,
     LossSettings,
     RunningMean,
     correction,
@@ -85,7 +86,7 @@ def test_weights_allocate_at_most_three_times_their_answer(mode: str) -> None:
 @pytest.mark.parametrize("mode", CORRECTIONS)
 def test_a_correction_allocates_at_most_three_times_its_inputs(mode: str) -> None:
     budget = TIMES * size(NOISE[0], NOISE[1], MASK)
-    assert peak_bytes(lambda: correction(NOISE[0], NOISE[1], MASK, mode, 0.5, 2.0)) <= budget
+    assert peak_bytes(lambda: correction(NOISE[0], NOISE[1], MASK, [Correction(mode, 0.5, 2.0)])) <= budget
     assert peak_bytes(lambda: mismatch_sums(NOISE[0].flatten(), NOISE[1].flatten())) <= budget
 
 
@@ -108,7 +109,9 @@ def test_kl_allocates_at_most_three_times_its_inputs(estimator: str, unbiased: b
     new, reference, old, _ = NOISE.flatten(1).unbind()
     new = new.clone().requires_grad_()
     read = [new, reference, old] if unbiased else [new, reference]
-    used = peak_bytes(lambda: kl_per_token(new, reference, estimator, old_log_probs=old if unbiased else None).sum().backward())
+    used = peak_bytes(
+        lambda: kl_per_token(new, reference, estimator, sampler_log_probs=old if unbiased else None).sum().backward()
+    )
     assert used <= TIMES * size(*read)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings, kto, kto_kl_reference
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings, kto, kto_kl_reference, mismatched_rows
 
 P = 12
 SETTINGS = PreferenceSettings(beta=0.3, label_smoothing=0.1, desirable_weight=1.5, undesirable_weight=0.7)
@@ -139,6 +139,22 @@ def test_ktos_reference_point_is_the_clamped_mean_log_ratio_without_gradient() -
     assert sum(ratios) != 0
     with pytest.raises(ValueError, match="at least one mismatched pair"):
         kto_kl_reference(torch.zeros(0), torch.zeros(0))
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["abcdef", "aabbcc", "abab", "aaabbcd", "ab", "baab", "aabcc"],
+)
+def test_a_mismatched_row_answers_another_prompt_and_each_is_taken_once(prompts: str) -> None:
+    others = mismatched_rows(prompts)
+    assert sorted(others) == list(range(len(prompts)))
+    assert all(prompts[other] != prompt for prompt, other in zip(prompts, others, strict=True))
+
+
+def test_rows_that_cannot_be_mismatched_are_as_few_as_can_be() -> None:
+    prompts = "aaaab"
+    assert sum(prompts[other] != prompt for prompt, other in zip(prompts, mismatched_rows(prompts), strict=True)) == 2
+    assert mismatched_rows("") == []
 
 
 def test_no_gradient_reaches_ktos_reference_point() -> None:

@@ -18,7 +18,7 @@ def test_every_aggregation_of_the_config_is_registered() -> None:
 
 
 def test_an_import_path_resolves_to_the_users_function() -> None:
-    assert Registry("loss", lambda name: load_user_function(name, ConfigError)).resolve("math:sqrt") is math.sqrt
+    assert Registry("loss", lambda name, _: load_user_function(name, ConfigError)).resolve("math:sqrt") is math.sqrt
     with pytest.raises(ConfigError, match="preference loss is 'math:sqrt'; it must be one of"):
         PREFERENCE_LOSSES.resolve("math:sqrt")
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import RewardNormaliser, clip_rewards, length_penalty, overlong_penalty
+from megarl.algorithms import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
+from megarl.algorithms.shaping import STEP_AGGREGATIONS
+from megarl.config.sections import RewardModelConfig
 from megarl.errors import ConfigError
 
 
@@ -69,3 +73,30 @@ def test_the_overlong_penalty_needs_a_cache_within_the_limit(cache_tokens: int) 
 
 def test_the_length_penalty_is_per_token() -> None:
     assert length_penalty(torch.tensor([0, 10, 200]), 0.01).tolist() == pytest.approx([0.0, -0.1, -2.0])
+
+
+@pytest.mark.parametrize("how", STEP_AGGREGATIONS)
+def test_a_responses_score_is_that_of_its_steps(how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(6, 9, generator=generator, dtype=torch.float64)
+    ends = torch.rand(6, 9, generator=generator) < 0.4
+    ends[2] = False
+    ends[3] = torch.arange(9) == 0
+    formula = {"mean": lambda x: sum(x) / len(x), "min": min, "product": math.prod, "last": lambda x: x[-1]}[how]
+    rows = [[score for score, end in zip(*row, strict=True) if end] for row in zip(scores.tolist(), ends.tolist(), strict=True)]
+    want = [formula(row) if row else 0.0 for row in rows]
+    got = aggregate_steps(scores.masked_fill(~ends, float("nan")), ends, how)
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+
+
+def test_the_config_names_the_aggregations_of_steps() -> None:
+    assert get_args(RewardModelConfig.model_fields["step_aggregation"].annotation) == STEP_AGGREGATIONS
+
+
+def test_rewards_are_normalised_by_earlier_ones_without_counting_them() -> None:
+    normaliser = RewardNormaliser()
+    normaliser.normalise(torch.tensor([1.0, 3.0], dtype=torch.float64))
+    before = normaliser.state_dict()
+    got = normaliser.normalise(torch.tensor([2.0, 4.0], dtype=torch.float64), torch.tensor([False, False]))
+    torch.testing.assert_close(got, torch.tensor([0.0, 2 / (1 + 1e-6)], dtype=torch.float64))
+    assert normaliser.state_dict() == before

@@ -19,10 +19,16 @@ print("a line of the user's own, which is no answer")
 @needs(values=True, greedy=True, group=True, token_penalty=False)
 def rich(inputs): ...
 
+@needs(old_log_probs=True, rollout_log_probs=True, reference_log_probs=True, teacher_log_probs=True, entropy=True)
+def curious(inputs, scale, offset=0.0): ...
+
 def plain(inputs): ...
 
 @needs(rollout_log_probs=True, reference_log_probs=True)
 def loss(log_probs, old_log_probs, advantages, *, response, settings, rollout_log_probs, reference_log_probs): ...
+
+@needs(teacher_log_probs=True, entropy=True)
+def steered(log_probs, old_log_probs, advantages, *, response, settings, teacher_log_probs, entropy, share): ...
 
 def plain_loss(log_probs, old_log_probs, advantages, *, response, settings): ...
 
@@ -49,6 +55,24 @@ def test_needs_are_those_of_the_decorator_and_none_without_it(file: Path) -> Non
     assert loss_needs(f"{file}:loss") == LossNeeds(rollout_log_probs=True, reference_log_probs=True)
     assert loss_needs(f"{file}:loss").columns == ("rollout_log_probs", "reference_log_probs")
     assert loss_needs(f"{file}:plain_loss") == LossNeeds()
+
+
+def test_arguments_of_the_config_are_part_of_the_call(file: Path) -> None:
+    everything = EstimatorNeeds(
+        old_log_probs=True, rollout_log_probs=True, reference_log_probs=True, teacher_log_probs=True, entropy=True
+    )
+    assert estimator_needs(f"{file}:curious", ("scale",)) == everything
+    assert estimator_needs(f"{file}:curious", ("scale", "offset")) == everything
+    assert load_estimator(f"{file}:curious", ("scale",)).__name__ == "curious"
+    steered = loss_needs(f"{file}:steered", ("share",))
+    assert steered == LossNeeds(teacher_log_probs=True, entropy=True)
+    assert (steered.columns, steered.further) == (("teacher_log_probs",), ("teacher_log_probs", "entropy"))
+    with pytest.raises(ConfigError, match="missing a required argument: 'scale'"):
+        estimator_needs(f"{file}:curious")
+    with pytest.raises(ConfigError, match="got an unexpected keyword argument 'sacle'"):
+        estimator_needs(f"{file}:plain", ("sacle",))
+    with pytest.raises(ConfigError, match="missing a required argument: 'share'"):
+        loss_needs(f"{file}:steered")
 
 
 def test_a_module_in_the_working_directory_is_found_by_its_import_path(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,11 +104,6 @@ BAD_FILES = [
     ("f = 12", "f", "has no function 'f'"),
     ("def f(): ...", "f", r"must be callable as an advantage estimator is, f\(inputs\), but too many positional"),
     ("def f(inputs, other): ...", "f", "but missing a required argument: 'other'"),
-    (
-        "from megarl.algorithms import needs\n@needs(rollout_log_probs=True)\ndef f(inputs): ...",
-        "f",
-        "needs rollout_log_probs, which an advantage estimator is not given",
-    ),
     (
         "from megarl.algorithms import needs\n@needs(critic=True)\ndef f(inputs): ...",
         "f",

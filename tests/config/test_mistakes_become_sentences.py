@@ -52,11 +52,8 @@ def sentence(*overrides: str) -> str:
         ("rollout.schedule.max_staleness=0", ["rollout.schedule.max_staleness is 0", "at least 1"]),
         ("rollout.episode.tools=f", ["rollout.episode.tools is 'f'", "a list of texts"]),
         ("policy.optimizer.betas=[0.9]", ["policy.optimizer.betas is [0.9]", "a list of 2 numbers"]),
-        ("algorithm.name=gropo", ["'grpo', 'ppo' or 'reinforce_plus_plus'", "did you mean 'grpo'?"]),
-        (
-            "algorithm.kl.apply_to=reward",
-            ["algorithm.kl.apply_to is 'reward'", "'grpo'", "it must be 'loss', or set algorithm.kl.coef to 0"],
-        ),
+        ("algorithm.name=gropo", ["'grpo', 'ppo', 'reinforce_plus_plus', 'dapo'", "did you mean 'grpo'?"]),
+        ("algorithm.kl={apply_to: reward, estimator: k3}", ["algorithm.kl.estimator is 'k3'", "it must be 'k1'"]),
         ("algorithm.kl.apply_to=both", ["algorithm.kl.apply_to is 'both'", "'loss' or 'reward'"]),
         ("policy.layout.tp=0", ["policy.layout.tp is 0", "at least 1"]),
         (

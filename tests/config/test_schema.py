@@ -79,10 +79,10 @@ def test_a_preset_fills_only_what_the_user_left_out(name: str) -> None:
     assert plain.gae_lambda == preset["gae_lambda"]
     assert plain.kl.model_dump().items() >= preset["kl"].items()
     mended = parse_config(
-        apply_overrides(BASE, [f"algorithm.name={name}", "algorithm.kl.coef=0.5", "algorithm.gae_lambda=0.5"])
+        apply_overrides(BASE, [f"algorithm.name={name}", "algorithm.kl.coef=0.5", "algorithm.aggregation=seq_mean_token_sum"])
     ).algorithm
     assert mended.kl.model_dump().items() >= {**preset["kl"], "coef": 0.5}.items()
-    assert mended.gae_lambda == 0.5
+    assert mended.aggregation == "seq_mean_token_sum"
     assert mended.advantage == preset["advantage"]
 
 

@@ -100,6 +100,16 @@ def test_a_pair_is_two_samples_with_one_prompt_and_one_group() -> None:
         assert _parts(sample) == _by_hand([_turn("user", "q"), _turn("assistant", text)])
 
 
+@pytest.mark.parametrize("margin", [-0.5, float("inf"), float("nan"), True, "1", None])
+def test_the_margin_of_a_pair_is_a_number(margin: Any) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    assert _build("pairs", row | {"m": 0.5}, margin_key="m")[0].row["m"] == 0.5
+    with pytest.raises(DataError, match=r"data\.train row 0 .*'m'; the margin of a pair must be a number of at least 0"):
+        _build("pairs", row | {"m": margin}, margin_key="m")
+    with pytest.raises(DataError, match=r"has no key 'm' \(data\.margin_key\)"):
+        _build("pairs", row, margin_key="m")
+
+
 def test_two_message_lists_are_trained_on_after_their_common_beginning() -> None:
     shared = [_turn("user", "a"), _turn("assistant", "b"), _turn("user", "c")]
     more = [_turn("assistant", "y"), _turn("user", "e"), _turn("assistant", "z")]

@@ -17,11 +17,11 @@ from tests.docs.pages import ROOT, blocks, pages
 
 FIELDS = {re.sub(r"\[\]", "", field.name) for root in (Config, SupervisedConfig) for field in config_fields(root)}
 SECTIONS = {name for root in (Config, SupervisedConfig) for name in root.model_fields}
-LAYOUTS = {f"{role}.layout" for role in ("policy", "critic", "reference", "reward_model")}
+LAYOUTS = {f"{role}.layout" for role in ("policy", "critic", "reference", "teacher", "reward_model")}
 NAME = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?![\w(/])")
 FREE = (
     "rewards.args", "data.train.args", "data.eval.args", "rollout.engine_args", "data.train.columns", "policy.megatron",
-    "reference.megatron",
+    "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
 )  # fmt: skip
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
 FOREIGN = {"reward_model.ground_truth", "reward_model.enable", "reward_model.model.path", "data.train_batch_size"}
@@ -97,11 +97,11 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def test_the_table_of_presets_is_that_of_the_program() -> None:
-    (_, *names), *rows = table(ROOT / "docs/algorithms.md", "Start from a preset")
-    for column, name in enumerate(names, 1):
-        shown = {row[0]: yaml.safe_load(row[column]) for row in rows}
-        assert {field: shown.get(field) for field in flat(PRESETS[name])} == flat(PRESETS[name])
-    assert names == list(PRESETS)
+    (_, *fields), *rows = table(ROOT / "docs/algorithms.md", "Start from a preset")
+    shown = {name: dict(zip(fields, map(yaml.safe_load, cells), strict=True)) for name, *cells in rows}
+    for name, preset in PRESETS.items():
+        assert {field: shown[name].get(field) for field in flat(preset)} == flat(preset)
+    assert list(shown) == list(PRESETS)
 
 
 ROWS = {"source": "reasoning_gym", "name": "chain_sum"}

@@ -65,7 +65,7 @@ def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str
         column += torch.where(batch.mask, 0.0, noise)
     batch.columns["values_after"] *= batch.last_tokens
     batch.columns["step_ends"] = torch.ones(batch.mask.shape)
-    metrics = Experience(settings).estimate(batch, REWARDS, {"g0": 0.5, "g1": 1.5})
+    metrics = Experience(settings).estimate(batch, REWARDS, [(samples[0], 0.5), (samples[2], 1.5)])
     rows = list(range(len(batch)))
     set_loss_weights(batch, rows, settings)
     answer: dict[str, Any] = {"metrics": metrics, "advantages": batch.columns["advantages"]}
@@ -97,7 +97,7 @@ OPTIONS = [
     ["algorithm.advantage=grpo_process", "reward_model.path=somewhere", "reward_model.per_step=true"],
     *[["algorithm.policy_loss=" + name] for name in POLICY_LOSSES],
     *[["algorithm.aggregation=" + name] for name in AGGREGATIONS],
-    *[["algorithm.rollout_correction.mode=" + name] for name in CORRECTIONS if name != "none"],
+    *[[f"algorithm.rollout_correction={{mode: {name}, low: 0.1, high: 3}}"] for name in CORRECTIONS],
     ["algorithm.name=reinforce_plus_plus", "algorithm.kl.apply_to=reward", "algorithm.kl.coef=0.1", "algorithm.kl.target=0.1"],
     ["algorithm.name=ppo", "algorithm.kl.apply_to=reward", "algorithm.kl.coef=0.1", "algorithm.truncated_responses=bootstrap"],
     ["algorithm.shaping.length_penalty=0.01", "algorithm.shaping.normalise=true"],

@@ -52,6 +52,12 @@ def advantages(*overrides: str) -> tuple[Batch, dict[str, float], Experience]:
     return made, experience.estimate(made, REWARDS), experience
 
 
+def greedy(made: Batch, **rewards: float) -> list[tuple[Sample, float]]:
+    """A greedy response to every prompt, by group id: as long as the first of the group."""
+    first = {sample.group_id: sample for sample in reversed(made.samples)}
+    return [(first[group], reward) for group, reward in rewards.items()]
+
+
 def of_row(made: Batch, row: int) -> list[float]:
     return made.columns["advantages"][row][made.mask[row]].tolist()
 
@@ -94,6 +100,53 @@ def test_the_scale_of_rewards_survives_a_checkpoint() -> None:
     assert not torch.equal(expected.columns["advantages"], fresh.columns["advantages"])
 
 
+def test_truncated_responses_can_leave_every_baseline_and_running_mean() -> None:
+    """Rewards 3, 2, 1, 0 in one group, of which the third is cut: the mean of the others is 5/3."""
+    made = batch()
+    for sample in made.samples:
+        sample.group_id = "g0"
+    made = Batch(made.samples)
+    shaping = "algorithm.shaping={normalise: true}"
+    experience = Experience(config("algorithm.advantage=reinforce", "algorithm.kl.coef=0.0", shaping, EXCLUDE))
+    experience.estimate(made, [3.0, 2.0, 1.0, 0.0])
+    assert made.mask.any(1).tolist() == [True, True, False, True]
+    assert experience.state_dict()["normaliser"]["count"] == 3
+    assert experience.state_dict()["normaliser"]["mean"] == pytest.approx(5 / 3)
+    made = Batch(made.samples)
+    Experience(config("algorithm.advantage=dr_grpo", "algorithm.kl.coef=0.0", EXCLUDE)).estimate(made, [3.0, 2.0, 1.0, 0.0])
+    assert [of_row(made, row)[:1] for row in range(4)] == [[pytest.approx(x - 5 / 3)] if x != 1 else [] for x in (3, 2, 1, 0)]
+    alone, metrics, _ = advantages("algorithm.advantage=dr_grpo", EXCLUDE)
+    assert not alone.mask[2:].any()  # the other response of the group has nothing left to be compared with
+    assert metrics["reward/lone_responses"] == 1
+
+
+EXCLUDE = "algorithm.truncated_responses=exclude"
+
+
+@pytest.mark.parametrize("advantage", ["gae", "dr_grpo", "own"])
+def test_the_config_says_how_advantages_are_normalised(advantage: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from megarl.algorithms import AdvantageOutputs\n"
+        "def f(inputs): return AdvantageOutputs(advantages=inputs.mask * inputs.scores[:, None])\n"
+    )
+    name = f"{tmp_path / 'mine.py'}:f" if advantage == "own" else advantage
+    for mode in ("none", "batch", "batch_rms"):
+        made = batch()
+        made.columns["values"] = torch.zeros(made.mask.shape)
+        settings = config(f"algorithm.advantage={name}", "algorithm.kl.coef=0.0", f"algorithm.advantage_normalisation={mode}")
+        Experience(settings).estimate(made, REWARDS)
+        values = made.columns["advantages"][made.mask] if advantage != "dr_grpo" else made.columns["advantages"][:, 0]
+        assert (abs(float(values.mean())) < 1e-6) is (mode == "batch" or advantage == "dr_grpo")
+        assert (float(values.std()) == pytest.approx(1, abs=1e-4)) is (mode == "batch")
+        assert (float(values.square().mean()) == pytest.approx(1, abs=1e-4)) is (mode == "batch_rms")
+
+
+def test_kl_in_the_reward_is_compared_within_the_group() -> None:
+    """β = 0.2 and 0.5 nats a token: R is 1 − 0.2, 0 − 0.4, 3 − 0.6, 2 − 0.3."""
+    made, _, _ = advantages("algorithm.advantage=rloo", "algorithm.kl={coef: 0.2, apply_to: reward}")
+    assert [of_row(made, row)[0] for row in range(4)] == pytest.approx([1.2, -1.2, 0.7, -0.7], abs=1e-6)
+
+
 def test_truncated_responses_leave_the_mask_but_still_count_in_their_group() -> None:
     made, _, _ = advantages("algorithm.advantage=dr_grpo", "algorithm.truncated_responses=mask")
     assert made.mask.any(1).tolist() == [True, True, False, True]
@@ -106,6 +159,14 @@ def test_importance_weights_are_truncated_and_denominators_kept() -> None:
     assert weights == pytest.approx([1.0, 2.0, math.exp(-1), math.exp(0.1)], abs=1e-6)
     assert made.mask.sum() == sum(LENGTHS)
     assert metrics["correction/changed_responses"] == 0.25
+
+
+def test_a_token_weight_and_a_rejection_act_together() -> None:
+    both = "algorithm.rollout_correction=[{mode: tis_token, high: 1.05}, {mode: reject_sequence, low: 0.9, high: 1.2}]"
+    made, metrics, _ = advantages(both, "algorithm.advantage=reinforce")
+    assert made.mask.any(1).tolist() == [True, False, False, True]
+    assert made.columns["correction"][3, 0].item() == pytest.approx(1.05)
+    assert metrics["correction/changed_responses"] == 0.75
 
 
 def test_rejected_responses_leave_every_denominator() -> None:
@@ -142,13 +203,42 @@ def test_the_kl_weight_is_steered_towards_its_target_and_saved() -> None:
     assert resumed.kl.coef == pytest.approx(0.2 * 1.08 * 1.08)
 
 
+def test_the_kl_of_rejected_responses_is_not_what_the_weight_is_steered_by() -> None:
+    """Kept are rows 0 and 3, whose KL is 0.5 x 2 and 0.5 x 3 nats: on target, so that β stays."""
+    made, experience = (
+        batch(),
+        Experience(
+            config(
+                "algorithm.advantage=reinforce",
+                "algorithm.rollout_correction={mode: reject_sequence, low: 0.9, high: 1.2}",
+                "algorithm.kl={coef: 0.2, apply_to: reward, target: 1.25, horizon: 10}",
+            )
+        ),
+    )
+    experience.estimate(made, REWARDS)
+    assert made.mask.any(1).tolist() == [True, False, False, True]
+    assert experience.state_dict()["kl"]["coef"] == pytest.approx(0.2, rel=1e-6)
+
+
+def test_the_penalty_to_the_old_policy_is_steered_by_the_last_update_and_saved() -> None:
+    overrides = ["algorithm.policy_loss=kl_penalty", "algorithm.mini_batches=2", "algorithm.old_policy_kl={target: 0.01}"]
+    experience, resumed = Experience(config(*overrides)), Experience(config(*overrides))
+    assert experience.steer_old_policy_kl(0.1) == {"policy/kl_old_coef": 1.0}
+    assert experience.steer_old_policy_kl(None) == {}
+    resumed.load_state_dict(experience.state_dict())
+    assert resumed.steer_old_policy_kl(0.001) == {"policy/kl_old_coef": 2.0}
+    assert resumed.old_policy_kl == 1.0
+    assert Experience(config(*overrides[:2])).steer_old_policy_kl(0.1) == {}
+
+
 def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
     made = batch()
     made.columns["values"] = torch.zeros(made.mask.shape)
     made.columns["values_after"] = torch.full(made.mask.shape, 0.0)
     made.columns["values_after"][:, 0] = 2.0
     bootstrap = "algorithm.truncated_responses=bootstrap"
-    Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap)).estimate(
+    raw = "algorithm.advantage_normalisation=none"
+    Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0", "algorithm.gae_lambda=1.0", bootstrap, raw)).estimate(
         made, REWARDS
     )
     assert of_row(made, 2) == pytest.approx([5.0] * 6)
@@ -157,8 +247,45 @@ def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:
 
 def test_remax_subtracts_the_greedy_reward_of_the_same_prompt() -> None:
     made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0"))
-    experience.estimate(made, REWARDS, {"g1": 2.5, "g0": 1.0})
+    experience.estimate(made, REWARDS, greedy(made, g1=2.5, g0=1.0))
     assert [of_row(made, row)[0] for row in range(4)] == pytest.approx([0.0, -1.0, 0.5, -0.5])
+
+
+SHAPED = "algorithm.shaping={overlong_tokens: 4, length_penalty: 0.25, normalise: true, clip: 1.5}"
+
+
+def test_the_greedy_reward_is_shaped_as_the_others_are_and_counted_in_no_scale() -> None:
+    """A greedy response that is a row's own, with its reward, leaves that row exactly 0, whatever the shaping."""
+    made, experience = batch(), Experience(config("algorithm.advantage=remax", "algorithm.kl.coef=0.0", SHAPED))
+    experience.estimate(made, REWARDS, [(made.samples[3], REWARDS[3]), (made.samples[0], REWARDS[0])])
+    assert [of_row(made, row)[0] for row in (0, 3)] == [0.0, 0.0]
+    raw = [r + o - 0.25 * n for r, o, n in zip(REWARDS, [0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
+    mean = sum(raw) / 4
+    std = math.sqrt(sum((x - mean) ** 2 for x in raw) / 4)
+    shaped = [max(-1.5, min(1.5, (x - mean) / (std + 1e-6))) for x in raw]
+    assert of_row(made, 2)[0] == pytest.approx(shaped[2] - shaped[3], abs=1e-5)
+    assert experience.state_dict()["normaliser"]["count"] == 4
+
+
+def test_shaping_reaches_the_rewards_of_steps_at_the_last_step() -> None:
+    """overlong penalties 0, −0.5, −1, −0.25 and 0.25 a token, on steps that all have a reward of 1."""
+    tree = apply_overrides(BASE, ["algorithm.advantage=grpo_process", "algorithm.kl.coef=0.0"])
+    tree |= {"reward_model": {"path": "nowhere", "per_step": True}}
+    tree["algorithm"]["shaping"] = {"overlong_tokens": 4, "length_penalty": 0.25}
+    made = batch()
+    ends = torch.zeros(made.mask.shape)
+    for row, length in enumerate(LENGTHS):
+        ends[row, [0, length - 1]] = 1.0
+    made.columns |= {"step_rewards": ends.clone(), "step_ends": ends}
+    Experience(parse_config(tree)).estimate(made, REWARDS)
+    rewards = [[1.0, 1.0 + o - 0.25 * n] for o, n in zip([0.0, -0.5, -1.0, -0.25], LENGTHS, strict=True)]
+    for rows in ((0, 1), (2, 3)):
+        steps = [x for row in rows for x in rewards[row]]
+        mean = sum(steps) / 4
+        std = math.sqrt(sum((x - mean) ** 2 for x in steps) / 3) + 1e-6
+        for row in rows:
+            first, last = [(x - mean) / std for x in rewards[row]]
+            assert of_row(made, row) == pytest.approx([first + last] + [last] * (LENGTHS[row] - 1), abs=1e-5)
 
 
 def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
@@ -167,6 +294,7 @@ def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
         ("algorithm.epochs=2",): True,
         ("algorithm.mini_batches=2",): True,
         ("algorithm.rollout_correction.mode=mis_token",): True,
+        ("algorithm.rollout_correction.mode=bypass", "algorithm.mini_batches=2"): False,
         ("algorithm.name=ppo",): True,
     }
     assert {overrides: config(*overrides).needs_old_log_probs for overrides in needed} == needed
@@ -182,12 +310,11 @@ def test_groups_are_found_by_their_ids() -> None:
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["algorithm.rollout_correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.rollout_correction.low is 2.0"),
+        (["algorithm.rollout_correction={mode: mis_token, low: 2.0, high: 1.0}"], "algorithm.rollout_correction[0].low is 2.0"),
         (["algorithm.truncated_responses=bootstrap"], "'gae'"),
         (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
         (["algorithm.advantage=grpo_process"], "reward_model.per_step"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target"),
-        (["algorithm.kl={apply_to: reward}"], "algorithm.kl.apply_to is 'reward'"),
         (["reference.reset_every=2", "algorithm.kl.coef=0.0"], "reference.reset_every needs a reference model"),
         (["rollout.samples_per_prompt=1", "rollout.prompts_per_step=4"], "it must be at least 2"),
     ],
@@ -218,5 +345,51 @@ def test_what_a_users_estimator_does_wrong_is_one_sentence(answer: str, sentence
     made.columns["values"] = torch.zeros(made.mask.shape)
     experience = Experience(config(f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.kl.coef=0.0"))
     with pytest.raises(ConfigError, match=sentence) as error:
-        experience.estimate(made, REWARDS, {"g0": 0.0, "g1": 0.0})
+        experience.estimate(made, REWARDS, greedy(made, g0=0.0, g1=0.0))
     assert str(error.value).startswith("algorithm.advantage: '")
+
+
+EVERYTHING = '''
+from megarl.algorithms import AdvantageOutputs, needs
+
+@needs(old_log_probs=True, reference_log_probs=True, teacher_log_probs=True, entropy=True)
+def f(inputs, source, scale):
+    """A sum of different powers of all that it is given, so that each is seen in the result."""
+    apart = inputs.old_log_probs - inputs.rollout_log_probs + 10 * (inputs.teacher_log_probs - inputs.reference_log_probs)
+    rewards = scale * inputs.rewards_by_source[source][:, None] + 100 * inputs.turns + 1000 * inputs.entropy
+    return AdvantageOutputs(advantages=(apart + rewards) * inputs.mask)
+'''
+
+
+def test_an_estimator_of_the_users_gets_what_built_in_ones_get_and_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERYTHING)
+    own = [f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.advantage_args={source: b, scale: 0.5}"]
+    settings = config(*own, "algorithm.kl.coef=0.0", "teacher.path=elsewhere")
+    assert settings.uses_reference
+    assert settings.needs_old_log_probs
+    assert [role.name for role in settings.roles] == ["policy", "reference", "teacher"]
+    made = batch()
+    for row, sample in enumerate(made.samples):
+        sample.rewards = {"a": 9.0, "b": float(row)}
+    made.samples[2].rewards["only here"] = 1.0
+    made.mask[2, 2:4] = False  # a tool's tokens: two turns
+    made.columns["old_entropy"] = torch.full(made.mask.shape, 0.25)
+    made.columns["teacher_log_probs"] = made.columns["reference_log_probs"] + 0.5
+    Experience(settings).estimate(made, REWARDS)
+    for row, gap in enumerate([0.0, 1.0, -1.0, 0.1]):
+        base = gap + 10 * 0.5 + 0.5 * row + 1000 * 0.25
+        turns = [0, 0, 1, 1] if row == 2 else [0] * LENGTHS[row]
+        assert of_row(made, row) == pytest.approx([base + 100 * turn for turn in turns], rel=1e-5)
+
+
+def test_a_teacher_is_asked_for_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(EVERYTHING)
+    own = [f"algorithm.advantage={tmp_path / 'mine.py'}:f", "algorithm.advantage_args={source: b, scale: 0.5}"]
+    with pytest.raises(ConfigError, match=r"needs the log-probs of a teacher: set teacher\.path"):
+        config(*own)
+    with pytest.raises(ConfigError, match=r"teacher\.path needs an estimator or a loss that reads"):
+        config("teacher.path=elsewhere")
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_args is .*, which is for a function of your own"):
+        config("algorithm.advantage_args={scale: 1}")
+    with pytest.raises(ConfigError, match=r"which leaves out the pass that algorithm\.advantage"):
+        config(*own, "teacher.path=elsewhere", "algorithm.rollout_correction.mode=bypass", "algorithm.mini_batches=2")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from megarl.trainers.supervised.objectives import sides
+from megarl.trainers.supervised.objectives import RewardModelObjective, sides
 
 
 def test_sides_of_a_pair_are_found_in_whatever_order_they_come() -> None:
@@ -20,3 +22,14 @@ def test_sides_of_a_pair_are_found_in_whatever_order_they_come() -> None:
     chosen, rejected = sides(stream)
     assert chosen.tolist() == [1, 2, 4]
     assert rejected.tolist() == [3, 5, 0]
+
+
+def test_a_pairs_margin_is_subtracted_from_its_own_scores() -> None:
+    scores = torch.tensor([[0.3], [1.1], [-0.4], [0.9]], dtype=torch.float64)
+    columns = {"pair": [7.0, 5.0, 5.0, 7.0], "is_chosen": [1.0, 0.0, 1.0, 0.0], "margin": [0.5, 2.0, 2.0, 0.5]}
+    stream: Any = SimpleNamespace(
+        lengths=torch.ones(4, dtype=torch.long), columns={name: torch.tensor(values) for name, values in columns.items()}
+    )
+    loss, _ = RewardModelObjective(2)(scores, stream)
+    gaps = [0.3 - 0.9 - 0.5, -0.4 - 1.1 - 2.0]
+    assert float(loss) == pytest.approx(sum(math.log1p(math.exp(-gap)) for gap in gaps) / 2, rel=1e-12)

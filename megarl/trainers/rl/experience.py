@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,16 +12,21 @@ from torch import Tensor
 from megarl.algorithms import (
     ADVANTAGES,
     AdaptiveKl,
+    AdaptivePenalty,
     AdvantageInputs,
     AdvantageOutputs,
+    Correction,
     RewardNormaliser,
     RunningMean,
     clip_rewards,
     correction,
     kl_per_token,
+    last_of_each_row,
     length_penalty,
+    normalised,
     overlong_penalty,
     token_weights,
+    turn_numbers,
 )
 from megarl.algorithms.catalogue import ESTIMATORS, EstimatorNeeds
 from megarl.config import Config
@@ -29,6 +34,14 @@ from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError, MegarlError
 from megarl.system.user_code import describe
+
+COLUMNS_READ = {
+    "old_log_probs": "old_log_probs",
+    "entropy": "old_entropy",
+    "reference_log_probs": "reference_log_probs",
+    "teacher_log_probs": "teacher_log_probs",
+}
+"""Needs of an estimator, and the column of the batch that it is given for each."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +83,40 @@ class Experience:
         self.kl: AdaptiveKl | None = None
         if algorithm.kl.target is not None:
             self.kl = AdaptiveKl(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
+        self.old_policy_kl = algorithm.old_policy_kl.coef
+        """β of the penalty to the old policy, for the next step."""
 
     def estimate(
-        self, batch: Batch, rewards: Sequence[float], greedy_scores: Mapping[str, float] | None = None
+        self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
     ) -> dict[str, float]:
         """Add the columns `advantages`, for a critic `returns` and with a correction `correction` to `batch`; returns metrics.
 
         A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
-        truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator.
+        truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator; where it is 'exclude', every
+        baseline and running mean too.
 
         Args:
             batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
                 and `values_after` for a critic, `step_rewards` and `step_ends` for process rewards.
             rewards: one per row, unshaped.
-            greedy_scores: by group id, the unshaped reward of the greedy response, for an estimator that needs it.
+            greedy: greedy responses, one to every prompt, with their unshaped rewards, for an estimator that needs them.
         """
-        algorithm = self.config.algorithm
+        algorithm, needed = self.config.algorithm, self.config.algorithm.estimator_needs
         metrics: dict[str, float] = {}
-        scores = self._shape(torch.tensor(rewards, dtype=torch.float32), batch)
-        if algorithm.rollout_correction.mode != "none":
+        turns = turn_numbers(batch.mask)
+        if algorithm.truncated_responses == "exclude":
+            batch.mask[batch.truncated] = False
+        unshaped = torch.tensor(rewards, dtype=torch.float32)
+        scores = self._shape(unshaped, batch)
+        if "step_rewards" in batch.columns:  # what shaping took off or added stands at the last step
+            last = last_of_each_row(batch.columns["step_ends"].bool() & batch.mask)
+            batch.columns["step_rewards"] += torch.where(last, (scores - unshaped)[:, None], 0)
+        if algorithm.rollout_correction and not algorithm.bypasses_old_log_probs:
             metrics |= self._correct(batch)
+        read = {name: batch.columns[column] for name, column in COLUMNS_READ.items() if getattr(needed, name)}
         outputs = estimated(
             algorithm.advantage,
-            algorithm.estimator_needs,
+            needed,
             AdvantageInputs(
                 scores=scores,
                 token_penalty=self._kl_penalty(batch, metrics),
@@ -104,13 +128,19 @@ class Experience:
                 lam=algorithm.gae_lambda,
                 eps=algorithm.advantage_eps,
                 unbiased=algorithm.unbiased_std,
+                normalisation=algorithm.advantage_normalisation,
                 bootstrap_truncated=algorithm.truncated_responses == "bootstrap",
                 bootstrap_values=batch.columns["values_after"].sum(1) if "values_after" in batch.columns else None,
                 baseline=self.baseline,
-                greedy_scores=_by_row(greedy_scores, batch),
+                greedy_scores=self._greedy_scores(greedy, batch),
                 step_rewards=batch.columns.get("step_rewards"),
                 step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
+                rewards_by_source=rewards_by_source(batch.samples),
+                turns=turns,
+                rollout_log_probs=batch.columns["rollout_log_probs"],
+                **read,
             ),
+            algorithm.advantage_args,
         )
         batch.columns["advantages"] = outputs.advantages
         if outputs.returns is not None:
@@ -123,34 +153,63 @@ class Experience:
             batch.mask[batch.truncated] = False
         return metrics | {"reward/shaped_mean": float(scores.mean())}
 
+    def steer_old_policy_kl(self, kl: float | None) -> dict[str, float]:
+        """Move β of the penalty to the old policy by the KL of a step's last update; returns what that step used, as a metric.
+
+        `kl` is None where no update measured one.
+        """
+        target = self.config.algorithm.old_policy_kl.target
+        if target is None or kl is None:
+            return {}
+        used, self.old_policy_kl = self.old_policy_kl, AdaptivePenalty(self.old_policy_kl, target).update(kl)
+        return {"policy/kl_old_coef": used}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep, JSON-able."""
         kl = self.kl.state_dict() if self.kl is not None else None
-        return {"baseline": asdict(self.baseline), "normaliser": self.normaliser.state_dict(), "kl": kl}
+        return {
+            "baseline": asdict(self.baseline),
+            "normaliser": self.normaliser.state_dict(),
+            "kl": kl,
+            "old_policy_kl": self.old_policy_kl,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer."""
         self.baseline = RunningMean(**state["baseline"])
         self.normaliser.load_state_dict(state["normaliser"])
+        if self.config.algorithm.old_policy_kl.target is not None:
+            self.old_policy_kl = state.get("old_policy_kl", self.old_policy_kl)
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
 
-    def _shape(self, scores: Tensor, batch: Batch) -> Tensor:
-        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping)."""
+    def _shape(self, scores: Tensor, batch: Batch, *, counted: bool = True) -> Tensor:
+        """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping).
+
+        Of responses without sampled tokens, and of all unless `counted`, the running mean takes in nothing.
+        """
         shaping = self.config.algorithm.shaping
         if shaping.overlong_tokens:
             scores = scores + overlong_penalty(batch.lengths, self.config.rollout.max_new_tokens, shaping.overlong_tokens)
         if shaping.length_penalty:
             scores = scores + length_penalty(batch.mask.sum(1), shaping.length_penalty)  # what a tool said costs nothing
         if shaping.normalise:
-            scores = self.normaliser.normalise(scores)
+            scores = self.normaliser.normalise(scores, batch.mask.any(1) & counted)
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
 
+    def _greedy_scores(self, greedy: Sequence[tuple[Sample, float]] | None, batch: Batch) -> Tensor | None:
+        """The reward of the greedy response to each row's prompt, float `[B]`, shaped as those of the rows were."""
+        if greedy is None:
+            return None
+        rewards = torch.tensor([reward for _, reward in greedy], dtype=torch.float32)
+        scores = self._shape(rewards, Batch([sample for sample, _ in greedy]), counted=False).tolist()
+        of_group = {sample.group_id: score for (sample, _), score in zip(greedy, scores, strict=True)}
+        return torch.tensor([of_group[sample.group_id] for sample in batch.samples])
+
     def _correct(self, batch: Batch) -> dict[str, float]:
-        settings, columns = self.config.algorithm.rollout_correction, batch.columns
-        weights, kept, statistics = correction(
-            columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings.mode, settings.low, settings.high
-        )
+        columns = batch.columns
+        settings = [Correction(**one.model_dump()) for one in self.config.algorithm.rollout_correction]
+        weights, kept, statistics = correction(columns["old_log_probs"], columns["rollout_log_probs"], batch.mask, settings)
         columns["correction"] = weights
         batch.mask = kept
         return {f"correction/{name}": value for name, value in statistics.items()}
@@ -160,23 +219,37 @@ class Experience:
         settings = self.config.algorithm.kl
         if not settings.coef or settings.apply_to != "reward":
             return torch.zeros(batch.mask.shape)
-        kl = kl_per_token(batch.columns["old_log_probs"], batch.columns["reference_log_probs"], settings.estimator) * batch.mask
+        sampled = batch.columns["rollout_log_probs" if self.config.algorithm.bypasses_old_log_probs else "old_log_probs"]
+        kl = kl_per_token(sampled, batch.columns["reference_log_probs"], settings.estimator) * batch.mask
         coef = settings.coef if self.kl is None else self.kl.coef
         if self.kl is not None:
-            self.kl.update(float(kl.sum(1).mean()), len(batch))
+            kept = batch.mask.any(1)
+            if kept.any():
+                self.kl.update(float(kl.sum(1)[kept].mean()), int(kept.sum()))
             metrics["kl/coef"] = coef
         return -coef * kl
 
 
-def estimated(name: str, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
-    """What the estimator `name` answers to `inputs`; a user's own may be wrong in ways that nothing later would name.
+def rewards_by_source(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """By label of a source that judged all `samples`, what it gave them, float `[B]`, without weight and shaping."""
+    labels = [label for label in samples[0].rewards if all(label in sample.rewards for sample in samples)] if samples else []
+    return {label: torch.tensor([sample.rewards[label] for sample in samples]) for label in labels}
+
+
+def estimated(
+    name: str, needed: EstimatorNeeds, inputs: AdvantageInputs, arguments: Mapping[str, Any] | None = None
+) -> AdvantageOutputs:
+    """What the estimator `name` answers to `inputs`, and a user's own to `arguments` of the config.
+
+    A user's own may be wrong in ways that nothing later would name.
 
     Raises:
         ConfigError: it raised, or answered something else than advantages and, with a critic, returns for every token.
     """
-    estimator = ADVANTAGES.resolve(name)
+    arguments = arguments or {}
+    estimator: Callable[..., AdvantageOutputs] = ADVANTAGES.resolve(name, arguments)
     try:
-        outputs = estimator(inputs)
+        outputs = estimator(inputs, **arguments)
     except Exception as error:
         if name in ESTIMATORS or isinstance(error, MegarlError):
             raise
@@ -195,13 +268,7 @@ def estimated(name: str, needed: EstimatorNeeds, inputs: AdvantageInputs) -> Adv
             raise ConfigError(
                 f"algorithm.advantage: '{name}' must return {field} as a tensor of shape {list(wanted)}{why}, but gave {found}"
             )
-    return outputs
-
-
-def _by_row(greedy_scores: Mapping[str, float] | None, batch: Batch) -> Tensor | None:
-    if greedy_scores is None:
-        return None
-    return torch.tensor([greedy_scores[sample.group_id] for sample in batch.samples])
+    return outputs if name in ESTIMATORS else normalised(outputs, inputs, needed)
 
 
 def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:

@@ -19,6 +19,7 @@ from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
+from megarl.errors import ConfigError
 from megarl.rewards import build_rewards
 from megarl.rewards.sources import RewardSources
 from megarl.rollout.engines.registry import check_engine
@@ -87,10 +88,13 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         MegarlError: whatever is wrong with them or with the classes and functions that the config names, as one sentence.
     """
     check_architectures(config)
-    ADVANTAGES.resolve(config.algorithm.advantage)
-    POLICY_LOSSES.resolve(config.algorithm.policy_loss)
+    ADVANTAGES.resolve(config.algorithm.advantage, config.algorithm.advantage_args)
+    POLICY_LOSSES.resolve(config.algorithm.policy_loss, config.algorithm.policy_loss_args)
     check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
+    if config.needs_teacher and load_tokenizer(config.teacher.path or config.model.path).get_vocab() != tokenizer.get_vocab():
+        reason = "has another vocabulary than model.path, so that its log-probs are of other tokens"
+        raise ConfigError.of("teacher.path", config.teacher.path, reason, allowed="a model with the policy's tokenizer")
     with ExitStack() as opened:
         pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
         episodes = None

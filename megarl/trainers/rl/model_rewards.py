@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.algorithms import aggregate_steps, last_of_each_row
 from megarl.config.sections import RewardModelConfig
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
@@ -23,7 +24,7 @@ class ModelRewards:
         self._steps: dict[str, tuple[Tensor, Tensor]] = {}
 
     def score(self, roles: Roles, samples: Sequence[Sample]) -> list[float]:
-        """Weighted score of every response (of a process model the mean over its steps), also left in `sample.rewards`."""
+        """Weighted score of every response (of a process model that of its steps), also left in `sample.rewards`."""
         batch, weight = Batch(samples), self.config.weight
         at = self._step_ends(batch) if self.config.per_step else batch.last_tokens
         roles.forward(REWARD_MODEL, batch, ["score"], at=at)
@@ -31,7 +32,7 @@ class ModelRewards:
         if self.config.per_step:
             scores = torch.where(at, scores.sigmoid(), 0)
             self._steps = {s.sample_id: (scores[row], at[row]) for row, s in enumerate(samples)} | self._steps
-            totals = scores.sum(1) / at.sum(1).clamp(min=1)
+            totals = aggregate_steps(scores, at, self.config.step_aggregation)
         else:
             totals = scores.sum(1)
         for sample, total in zip(samples, totals.tolist(), strict=True):
@@ -39,21 +40,27 @@ class ModelRewards:
         return (weight * totals).tolist()
 
     def add_steps(self, batch: Batch, rewards: Sequence[float]) -> None:
-        """Columns `step_rewards` and `step_ends`: each step's weighted reward, and at the last what the other sources gave."""
+        """Columns `step_rewards` and `step_ends`: each step's weighted reward, and at the last what the other sources gave.
+
+        Only tokens that the policy sampled end steps.
+        """
         step_rewards, step_ends = torch.zeros(batch.mask.shape), torch.zeros(batch.mask.shape)
         for row, sample in enumerate(batch.samples):
             scores, ends = (column[: len(sample.response_ids)] for column in self._steps[sample.sample_id])
             step_rewards[row, : len(scores)] = self.config.weight * scores
             step_ends[row, : len(ends)] = ends.float()
-            step_rewards[row, len(ends) - 1] += rewards[row] - self.config.weight * sample.rewards["reward_model"]
+            if ends.any():
+                step_rewards[row, ends.nonzero()[-1]] += rewards[row] - self.config.weight * sample.rewards["reward_model"]
         batch.columns |= {"step_rewards": step_rewards, "step_ends": step_ends}
         self._steps = {}
 
     def _step_ends(self, batch: Batch) -> Tensor:
-        """bool `[B, T]`: tokens whose text has a line break, and the last token of every response."""
-        ends = batch.last_tokens
+        """bool `[B, T]`: sampled tokens whose text has a line break, and the last sampled token of every response."""
+        ends = last_of_each_row(batch.mask)
         for row, sample in enumerate(batch.samples):
-            for place, token in enumerate(sample.response_ids):
+            for place, (token, is_sampled) in enumerate(zip(sample.response_ids, sample.sampled_mask, strict=True)):
+                if not is_sampled:
+                    continue
                 if token not in self._ends_step:
                     self._ends_step[token] = "\n" in self.tokenizer.decode([token])
                 if self._ends_step[token]:

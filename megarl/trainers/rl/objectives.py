@@ -6,12 +6,13 @@ loss is a sum, whatever the micro-batch. Metrics stay on the device until the pa
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from megarl.algorithms import POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
+from megarl.algorithms import K3_LIMIT, POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
 from megarl.data.stream import PackedStream, ScoredValues
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
@@ -34,8 +35,12 @@ class PolicyObjective:
     ptx_coef: float = 0.0
     shown_rows: int = 0
     """Of the batch: the log-probs of rows before this one come with the metrics, as `LOG_PROBS`."""
+    bypass: bool = False
+    """The ratio is to the engine's log-probs instead."""
     also_given: tuple[str, ...] = ()
-    """Columns that the loss takes by name (`LossNeeds.columns`)."""
+    """Columns, and `entropy`, that the loss takes by name (`LossNeeds.further`)."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """What the config gives to a loss of the user's own, by name."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
@@ -44,9 +49,11 @@ class PolicyObjective:
         if "ptx_weights" in columns:
             cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
             return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
-        old = columns.get("old_log_probs", log_probs.detach())
-        further: dict[str, Any] = {name: columns[name] for name in self.also_given}
-        per_token, sums = POLICY_LOSSES.resolve(self.name)(
+        trainers = columns.get("old_log_probs", log_probs.detach())
+        old = columns["rollout_log_probs"] if self.bypass else trainers
+        further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
+        loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = POLICY_LOSSES.resolve(self.name, self.arguments)
+        per_token, sums = loss_function(
             log_probs, old, columns["advantages"], response=stream.response, settings=self.settings, **further
         )
         if "correction" in columns:
@@ -56,11 +63,16 @@ class PolicyObjective:
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
+            measured = kl_per_token(log_probs.detach(), reference, "k3")
+            metrics["kl/reference"] = measured.sum()
             if self.kl_coef:
-                sampled_by = old if self.kl_unbiased else None
-                loss = loss + self.kl_coef * kl_per_token(log_probs, reference, self.kl_estimator, old_log_probs=sampled_by)
-            metrics["kl/reference"] = kl_per_token(log_probs.detach(), reference, "k3").sum()
-        mismatch = mismatch_sums(old, columns["rollout_log_probs"])
+                sampler = columns["rollout_log_probs"] if self.kl_unbiased else None
+                limit = K3_LIMIT if self.kl_estimator == "k3" else None
+                estimate = kl_per_token(log_probs, reference, self.kl_estimator, sampler_log_probs=sampler, limit=limit)
+                loss = loss + self.kl_coef * estimate
+                if limit is not None:
+                    metrics["kl/clamped"] = (measured > limit).float().sum()
+        mismatch = mismatch_sums(trainers, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
         if self.shown_rows:

@@ -9,6 +9,7 @@ import torch
 
 from megarl.algorithms import LossSettings
 from megarl.config import Config
+from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
 from megarl.data.mixture import mixture_weights
 from megarl.data.sample import Sample
@@ -34,7 +35,7 @@ from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.run.base import Run
-from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
+from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, group_requests
 from megarl.trainers.run.start import open_cluster, open_roles
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
@@ -76,6 +77,8 @@ class RlRun(Run):
         for why, count in self.inputs.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
+        for doubt in doubtful_choices(config):
+            self.progress.say(f"warning: {doubt}")
         logged, after = config.run.log_samples, self.step or None
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
@@ -92,7 +95,8 @@ class RlRun(Run):
             self.rollouts.finish_start(starting, self.roles)
         self.roles.load(POLICY)
         for role, is_used in (
-            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (REWARD_MODEL, config.uses_reward_model)
+            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (TEACHER, config.needs_teacher),
+            (REWARD_MODEL, config.uses_reward_model),
         ):  # fmt: skip
             if is_used:
                 self.roles.load(role)
@@ -191,6 +195,8 @@ class RlRun(Run):
                 self.roles.load(REFERENCE)
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
                 self.roles.drop(REFERENCE)
+            if config.needs_teacher:
+                self.roles.forward(TEACHER, batch, ["teacher_log_probs", "teacher_entropy"])
             if config.uses_critic:
                 self.roles.forward(CRITIC, batch, ["values"])
                 if config.algorithm.truncated_responses == "bootstrap":
@@ -204,7 +210,7 @@ class RlRun(Run):
             statistics = reward_statistics(torch.tensor(rewards), batch.groups)
             if self.config.uses_reward_model and self.config.reward_model.per_step:
                 self.model_rewards.add_steps(batch, rewards)
-            self.metrics |= self.experience.estimate(batch, rewards, self._greedy_scores())
+            self.metrics |= self.experience.estimate(batch, rewards, self._scored_greedy())
         self.metrics |= {
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
@@ -233,7 +239,8 @@ class RlRun(Run):
                 objective = ValueObjective(config.critic.value_clip)
                 running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
-                wanted = ("weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction")
+                wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
+                wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 columns = [name for name in wanted if name in batch.columns]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
                 loss = self._policy_objective(batch)
@@ -257,6 +264,8 @@ class RlRun(Run):
         for update in self._updates:
             self.guards.record_update(update)
         metrics |= self.guards.figures()
+        measured = [update["policy/kl_old"] for update in self._updates if "policy/kl_old" in update]
+        metrics |= self.experience.steer_old_policy_kl(measured[-1] if measured else None)
         samples, tokens, takes_turns = batch.samples, batch.response_tokens, self.config.rollout.schedule.mode == "sync"
         all_tokens = sum(sample.total_length for sample in samples)
         metrics |= {
@@ -304,13 +313,13 @@ class RlRun(Run):
             rewards = [own + model for own, model in zip(rewards, model_rewards, strict=True)]
         return rewards
 
-    def _greedy_scores(self) -> dict[str, float] | None:
-        """By group id, the reward of the greedy response, where the advantage compares with it."""
+    def _scored_greedy(self) -> list[tuple[Sample, float]] | None:
+        """The greedy responses with their rewards, where the advantage compares with them."""
         if not self.config.algorithm.estimator_needs.greedy:
             return None
         greedy, self._greedy = self._greedy, []
         with self.phases("reward"):
-            return dict(zip([sample.group_id for sample in greedy], self._score(greedy), strict=True))
+            return list(zip(greedy, self._score(greedy), strict=True))
 
     def _reset_reference_if_due(self) -> None:
         every = self.config.reference.reset_every
@@ -325,7 +334,7 @@ class RlRun(Run):
                 clip_low=algorithm.clip_low,
                 clip_high=algorithm.clip_high,
                 dual_clip=algorithm.dual_clip,
-                kl_coef=algorithm.old_policy_kl_coef,
+                kl_coef=self.experience.old_policy_kl,
             ),
             kl_coef=algorithm.kl.coef if algorithm.kl.apply_to == "loss" else 0.0,
             kl_estimator=algorithm.kl.estimator,
@@ -333,5 +342,7 @@ class RlRun(Run):
             entropy_coef=algorithm.entropy_coef,
             ptx_coef=self.config.ptx.coef,
             shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
-            also_given=algorithm.loss_needs.columns,
+            bypass=algorithm.bypasses_old_log_probs,
+            also_given=algorithm.loss_needs.further,
+            arguments=algorithm.policy_loss_args,
         )

@@ -35,7 +35,7 @@ from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
 from megarl.workers.rank_calls import RankCalls, RankRecord
 
-POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
+POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL = "policy", "reference", "critic", "teacher", "reward_model"
 
 
 def group_requests(config: AnyConfig) -> list[GroupRequest]:

@@ -83,14 +83,16 @@ class KtoObjective:
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """The pairwise loss of an outcome reward model. Columns it reads: `pair`, `is_chosen`."""
+    """The pairwise loss of an outcome reward model. Columns it reads: `pair`, `is_chosen`, `margin` (absent: 0)."""
 
     pairs: int
 
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[R, 1]`, the score at the last token of each response."""
         chosen, rejected = sides(stream)
-        return _mean(*pairwise_reward_loss(output[chosen, 0], output[rejected, 0]), self.pairs)
+        margin = stream.columns.get("margin")
+        of_pair = _first(margin, stream)[chosen] if margin is not None else None
+        return _mean(*pairwise_reward_loss(output[chosen, 0], output[rejected, 0], of_pair), self.pairs)
 
 
 @dataclass(frozen=True)

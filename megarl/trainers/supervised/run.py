@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import PreferenceSettings, kto_kl_reference, token_weights
+from megarl.algorithms import PreferenceSettings, kto_kl_reference, mismatched_rows, token_weights
 from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES
 from megarl.data.batch import Batch
@@ -97,6 +97,9 @@ class SupervisedRun(Run):
             is_chosen = [sample.sample_id.endswith("/chosen") for sample in samples]
             batch.columns["pair"] = batch.groups[:, None].float().expand(batch.mask.shape)
             batch.columns["is_chosen"] = torch.tensor(is_chosen)[:, None].float().expand(batch.mask.shape)
+        if self.config.data.margin_key is not None:
+            margins = torch.tensor([float(sample.row[self.config.data.margin_key]) for sample in samples])
+            batch.columns["margin"] = margins[:, None].expand(batch.mask.shape)
         if name == "sft":
             batch.columns["weights"] = token_weights(batch.mask, self.objective.aggregation)
         if self.config.uses_reference:
@@ -177,7 +180,8 @@ class SupervisedRun(Run):
         if name == "sft":
             return SupervisedObjective(), ["weights"]
         if name == "reward_model":
-            return RewardModelObjective(pairs), ["pair", "is_chosen"]
+            margin = ["margin"] if "margin" in batch.columns else []
+            return RewardModelObjective(pairs), ["pair", "is_chosen", *margin]
         if name == "process_reward_model":
             return ProcessRewardObjective(int(batch.mask.sum())), ["labels"]
         if name == "kto":
@@ -186,11 +190,16 @@ class SupervisedRun(Run):
         return PairObjective(name, constants, pairs), ["pair", "is_chosen", "reference_log_probs"]
 
     def _kto_reference(self, batch: Batch) -> float:
-        """KTO's reference point, from every prompt with the response to the next one (docs/methods.md#objective-kto)."""
-        shifted = [*batch.samples[1:], batch.samples[0]]
-        mismatched = Batch([after.behind(sample) for sample, after in zip(batch.samples, shifted, strict=True)])
+        """KTO's reference point, from prompts with responses to other prompts (docs/methods.md#objective-kto)."""
+        samples, prompts = batch.samples, [(tuple(sample.prompt_ids), sample.prompt_media) for sample in batch.samples]
+        others = mismatched_rows(prompts)
+        mismatched = Batch([samples[other].behind(sample) for sample, other in zip(samples, others, strict=True)])
+        is_mismatched = torch.tensor([prompts[other] != prompt for prompt, other in zip(prompts, others, strict=True)])
+        if not is_mismatched.any():
+            return 0.0
         with self.phases("reference"):
             self.roles.forward(POLICY, mismatched, ["log_probs", "entropy"])
             self.roles.forward(REFERENCE, mismatched, ["reference_log_probs", "reference_entropy"])
-        sums = [(mismatched.columns[name] * mismatched.mask).sum(1) for name in ("log_probs", "reference_log_probs")]
+        names = ("log_probs", "reference_log_probs")
+        sums = [(mismatched.columns[name] * mismatched.mask).sum(1)[is_mismatched] for name in names]
         return float(kto_kl_reference(*sums))

@@ -65,6 +65,41 @@ def test_reinforce_plus_plus_trains_on_advantages_that_are_normalised_over_the_s
         assert row["policy/grad_norm"] > 0
 
 
+def test_the_ratio_is_to_the_engine_without_a_pass_for_old_log_probs(tiny_config: Callable[..., Config]) -> None:
+    penalty = {"policy_loss": "kl_penalty", "old_policy_kl": {"coef": 0.5, "target": 1e3}}
+    algorithm = {"mini_batches": 2, "kl": {"coef": 0.0}, "rollout_correction": {"mode": "bypass"}, **penalty}
+    metrics, samples = run(tiny_config(algorithm=algorithm, **NO_EVAL))
+    assert [row["policy/kl_old_coef"] for row in metrics] == [0.5, 0.25]  # far below its target
+    for row in metrics:
+        assert row["policy/ratio"] == pytest.approx(1, abs=0.05)
+        assert row["policy/clamped"] == 0
+        assert "correction/weight_mean" not in row
+    for sample in samples:
+        assert sample["training"]["log_probs"] == pytest.approx(sample["rollout_log_probs"], abs=0.5)
+
+
+def test_corrections_and_a_kl_in_the_reward_act_together_and_a_doubtful_choice_is_said(
+    tiny_config: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    corrections = [{"mode": "tis_token", "normalise": True}, {"mode": "mask_sequence", "low": 0.5, "high": 2.0}]
+    algorithm = {"advantage": "rloo", "kl": {"coef": 0.1, "apply_to": "reward"}, "rollout_correction": corrections}
+    algorithm |= {
+        "policy_loss": "gspo",
+        "clip_high": 0.2,
+        "advantage_normalisation": "batch_rms",
+        "truncated_responses": "exclude",
+    }
+    metrics, samples = run(tiny_config(algorithm=algorithm, **NO_EVAL))
+    assert "warning: algorithm.clip_high = 0.2 never clips the sequence ratio" in capsys.readouterr().out
+    for row in metrics:
+        assert row["correction/weight_mean"] == pytest.approx(1, abs=1e-4)
+        kept = [s for s in samples if s["step"] == row["step"] and any(s["training"]["advantages"])]
+        assert all(s["finish_reason"] != "length" for s in kept)
+        values = [s["training"]["advantages"][0] for s in kept]
+        if values:
+            assert statistics.fmean(value * value for value in values) == pytest.approx(1, abs=0.01)
+
+
 # tests/trainers/test_experience.py subtracts the rewards, test_needs_of_own_algorithms.py gets them of greedy responses
 @pytest.mark.exhaustive
 def test_remax_compares_with_the_greedy_response(tiny_config: Callable[..., Config]) -> None:

@@ -27,7 +27,14 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 STEPS, LR, EPS, BETA = 3, 1e-2, 1e-3, 0.3
 EOS = 1
 PAIRS = [
-    {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a}{b} no", "response": str(a + b), "label": a > b}
+    {
+        "prompt": f"{a}+{b}=",
+        "chosen": str(a + b),
+        "rejected": f"{a}{b} no",
+        "response": str(a + b),
+        "label": a > b,
+        "margin": a / 4,
+    }
     for a, b in ((1, 2), (5, 3), (4, 4), (9, 8))
 ]
 STEP_ROWS = [
@@ -139,8 +146,8 @@ def kto(r: Reference) -> Tensor:
 
 
 def reward_model(r: Reference) -> Tensor:
-    margins = [r.scores(row["prompt"], row["chosen"])[-1] - r.scores(row["prompt"], row["rejected"])[-1] for row in PAIRS]
-    return -logsigmoid(torch.stack(margins)).mean()
+    gaps = [r.scores(row["prompt"], row["chosen"])[-1] - r.scores(row["prompt"], row["rejected"])[-1] for row in PAIRS]
+    return -logsigmoid(torch.stack(gaps) - torch.tensor([row["margin"] for row in PAIRS])).mean()
 
 
 def process_reward_model(r: Reference) -> Tensor:
@@ -174,7 +181,8 @@ def test_losses_are_those_of_hugging_face_and_the_formula(
     case: str, supervised_config: Callable[..., SupervisedConfig], tiny_model: Path
 ) -> None:
     objective, rows, loss, layout = CASES[case]
-    config = supervised_config(objective, rows, **{"policy.layout": layout})
+    margin = {"data.margin_key": "margin"} if case == "reward_model" else {}
+    config = supervised_config(objective, rows, **{"policy.layout": layout}, **margin)
     train(config)
     metrics = [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if "train/loss" in row]
     expected = Reference(tiny_model, scores=config.has_value_head).losses(loss)

@@ -1,0 +1,187 @@
+"""Checks of the section `algorithm` against itself and the rest of the config: one sentence per contradiction."""
+
+from __future__ import annotations
+
+from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, WEIGHTS
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+
+def check_algorithm(config: Config) -> None:
+    """Raise ConfigError for the first pair of fields that contradict each other."""
+    algorithm, needed = config.algorithm, config.algorithm.estimator_needs
+    for what, known in (("advantage", ESTIMATORS), ("policy_loss", POLICY_LOSSES)):
+        name, arguments = getattr(algorithm, what), getattr(algorithm, f"{what}_args")
+        if arguments and name in known:
+            reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
+            raise ConfigError.of(f"algorithm.{what}_args", arguments, reason, allowed="{}")
+    if needed.group and config.rollout.samples_per_prompt < 2:
+        raise ConfigError.of(
+            "rollout.samples_per_prompt",
+            config.rollout.samples_per_prompt,
+            f"gives algorithm.advantage = '{algorithm.advantage}' no two responses of a prompt to compare",
+            allowed="at least 2",
+        )
+    if algorithm.advantage_normalisation.startswith("group") and config.rollout.samples_per_prompt < 2:
+        reason = "compares advantages in groups, and rollout.samples_per_prompt = 1 gives a group one response"
+        allowed = "'none', 'batch' or 'batch_rms'"
+        raise ConfigError.of("algorithm.advantage_normalisation", algorithm.advantage_normalisation, reason, allowed=allowed)
+    _check_kl(config)
+    _check_unread(config)
+    _check_correction(config)
+    if algorithm.truncated_responses == "bootstrap" and not needed.values:
+        raise ConfigError.of(
+            "algorithm.truncated_responses",
+            "bootstrap",
+            f"needs the values of a critic, and algorithm.advantage = '{algorithm.advantage}' has none",
+            allowed="'keep', 'mask' or 'exclude', or set algorithm.advantage to one that needs values, such as 'gae'",
+        )
+    if algorithm.shaping.overlong_tokens > config.rollout.max_new_tokens:
+        raise ConfigError.of(
+            "algorithm.shaping.overlong_tokens",
+            algorithm.shaping.overlong_tokens,
+            allowed=f"at most rollout.max_new_tokens = {config.rollout.max_new_tokens}",
+        )
+    if needed.step_rewards and not (config.reward_model.per_step and config.uses_reward_model):
+        raise ConfigError.needs(
+            f"algorithm.advantage = '{algorithm.advantage}'",
+            "a reward model that scores every step",
+            "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage",
+        )
+    shaping = algorithm.shaping
+    if needed.step_rewards and (shaping.normalise or shaping.clip is not None):
+        field, value, allowed = ("clip", shaping.clip, "null") if shaping.clip is not None else ("normalise", True, "false")
+        reason = f"is for the reward of a response, and algorithm.advantage = '{algorithm.advantage}' reads those of steps"
+        raise ConfigError.of(f"algorithm.shaping.{field}", value, reason, allowed=allowed)
+    if config.reward_model.step_aggregation != "mean" and not config.reward_model.per_step:
+        remedy = "set reward_model.per_step, or remove reward_model.step_aggregation"
+        raise ConfigError.needs("reward_model.step_aggregation", "a reward model that scores every step", remedy)
+    if algorithm.clip_low >= 1 and algorithm.loss_needs.lower_bound:
+        reason = f"leaves algorithm.policy_loss = '{algorithm.policy_loss}' no lower bound"
+        raise ConfigError.of("algorithm.clip_low", algorithm.clip_low, reason, allowed="at least 0 and less than 1")
+    if config.critic.warmup_steps and not config.uses_critic:
+        raise ConfigError.of(
+            "critic.warmup_steps",
+            config.critic.warmup_steps,
+            f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none",
+            allowed="0, or set algorithm.advantage to one that needs values, such as 'gae'",
+        )
+
+
+def _check_correction(config: Config) -> None:
+    algorithm, field = config.algorithm, "algorithm.rollout_correction"
+    corrections = algorithm.rollout_correction
+    for number, one in enumerate(corrections):
+        if one.mode == "bypass":
+            in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
+            if not (algorithm.loss_needs.ratio or in_reward):
+                reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
+                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
+            if algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy:
+                reason = f"leaves out the pass that algorithm.advantage = '{algorithm.advantage}' needs"
+                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
+            if len(corrections) > 1:
+                reason = "leaves no log-probs of the trainer to correct for"
+                raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="the only correction")
+        elif one.low >= one.high:
+            raise ConfigError.of(f"{field}[{number}].low", one.low, allowed=f"less than {field}[{number}].high = {one.high}")
+        if one.normalise and one.mode not in WEIGHTS:
+            reason = f"is for importance weights, which mode = '{one.mode}' has not"
+            raise ConfigError.of(f"{field}[{number}].normalise", one.normalise, reason, allowed="false")
+    weights = [number for number, one in enumerate(corrections) if one.mode in WEIGHTS]
+    if len(weights) > 1:
+        other, reason = corrections[weights[0]].mode, "is a second importance weight of the same tokens"
+        allowed = f"'mask_sequence' or 'reject_sequence' beside '{other}'"
+        raise ConfigError.of(f"{field}[{weights[1]}].mode", corrections[weights[1]].mode, reason, allowed=allowed)
+
+
+def _check_unread(config: Config) -> None:
+    """Refuse a constant that is not at its default where nothing reads it."""
+    algorithm, default = config.algorithm, AlgorithmConfig()
+    aggregation = f"algorithm.aggregation = '{algorithm.aggregation}'"
+    estimator = f"algorithm.advantage = '{algorithm.advantage}'"
+    normalisation = algorithm.advantage_normalisation
+    unnormalised = f"{estimator} with algorithm.advantage_normalisation = '{normalisation}'"
+    loss = f"algorithm.policy_loss = '{algorithm.policy_loss}'"
+    of_estimator, of_loss = algorithm.estimator_needs.settings, algorithm.loss_needs.settings
+    unread = dict(zip(("clip_low", "clip_high"), algorithm.loss_needs.clip, strict=True))
+    for field, is_read, reader in (
+        ("gamma", "gamma" in of_estimator, estimator),
+        ("gae_lambda", "lam" in of_estimator, estimator),
+        ("advantage_eps", "eps" in of_estimator or normalisation != "none", unnormalised),
+        ("unbiased_std", "unbiased" in of_estimator or normalisation in ("batch", "group"), unnormalised),
+        ("clip_low", "clip_low" in of_loss, loss),
+        ("clip_high", "clip_high" in of_loss, loss),
+        ("dual_clip", "dual_clip" in of_loss, loss),
+        ("norm_length", algorithm.aggregation == "seq_mean_token_sum_norm", aggregation),
+    ):
+        value, unset = getattr(algorithm, field), unread.get(field, getattr(default, field))
+        if not is_read and value != unset:
+            allowed = "null" if unset is None else str(unset).lower()
+            raise ConfigError.of(f"algorithm.{field}", value, f"{reader} does not read", allowed=allowed)
+    old_kl = algorithm.old_policy_kl
+    if "kl_coef" not in of_loss and old_kl.coef != default.old_policy_kl.coef:
+        raise ConfigError.of("algorithm.old_policy_kl.coef", old_kl.coef, f"{loss} does not read", allowed="1.0")
+    if old_kl.target is not None and ("kl_coef" not in of_loss or config.optimizer_steps_per_step < 2 or not old_kl.coef):
+        what = "algorithm.policy_loss = 'kl_penalty', a coefficient above 0 and several updates in a step"
+        remedy = "set algorithm.policy_loss, algorithm.old_policy_kl.coef and algorithm.mini_batches or algorithm.epochs, or "
+        raise ConfigError.needs("algorithm.old_policy_kl.target", what, f"{remedy}remove algorithm.old_policy_kl.target")
+    if algorithm.kl.target is None and algorithm.kl.horizon != default.kl.horizon:
+        remedy = "set algorithm.kl.target, or remove algorithm.kl.horizon"
+        raise ConfigError.needs("algorithm.kl.horizon", "a target that the coefficient is steered to", remedy)
+
+
+def _check_kl(config: Config) -> None:
+    algorithm, kl, advantage = config.algorithm, config.algorithm.kl, config.algorithm.advantage
+    if kl.coef and kl.apply_to == "reward" and not config.algorithm.estimator_needs.token_penalty:
+        raise ConfigError.of(
+            "algorithm.kl.apply_to",
+            "reward",
+            f"needs an advantage per token, and algorithm.advantage = '{advantage}' has one per response",
+            allowed="'loss', or set algorithm.kl.coef to 0",
+        )
+    if kl.coef and kl.apply_to == "reward" and kl.estimator != "k1":
+        raise ConfigError.of(
+            "algorithm.kl.estimator",
+            kl.estimator,
+            "is no penalty in the reward: its mean gradient vanishes where the policy is the reference",
+            allowed="'k1' with algorithm.kl.apply_to = 'reward'",
+        )
+    if kl.coef and kl.apply_to == "loss" and kl.estimator == "k1" and not kl.unbiased:
+        raise ConfigError.of(
+            "algorithm.kl.estimator",
+            "k1",
+            "is no penalty in the loss: its mean gradient is 0",
+            allowed="'k2' or 'k3', or set algorithm.kl.unbiased or algorithm.kl.apply_to = 'reward'",
+        )
+    if kl.target is not None and (kl.apply_to != "reward" or not kl.coef):
+        raise ConfigError.needs(
+            "algorithm.kl.target",
+            "a KL penalty in the reward",
+            "set algorithm.kl.apply_to to 'reward' and algorithm.kl.coef above 0, or remove algorithm.kl.target",
+        )
+    if kl.unbiased and kl.apply_to != "loss":
+        raise ConfigError.needs(
+            "algorithm.kl.unbiased",
+            "the KL penalty in the loss",
+            "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
+        )
+    if config.needs_teacher and config.teacher.path is None:
+        reader = algorithm.advantage if algorithm.estimator_needs.teacher_log_probs else algorithm.policy_loss
+        raise ConfigError.needs(f"'{reader}'", "the log-probs of a teacher", "set teacher.path")
+    if config.teacher.path is not None and not config.needs_teacher:
+        what = "an estimator or a loss that reads the teacher's log-probs"
+        raise ConfigError.needs(
+            "teacher.path", what, "set algorithm.advantage or algorithm.policy_loss, or remove teacher.path"
+        )
+    if config.reference.reset_every and not config.uses_reference:
+        raise ConfigError.needs(
+            "reference.reset_every", "a reference model", "set algorithm.kl.coef above 0, or remove reference.reset_every"
+        )
+    if config.reference.reset_every and config.reference.layout is not None:
+        raise ConfigError.needs(
+            "reference.reset_every",
+            "the reference in the policy's processes",
+            "remove reference.layout, or remove reference.reset_every",
+        )

@@ -1,0 +1,40 @@
+"""Choices that are allowed and that a run should not make without knowing: one sentence each, said when a run starts."""
+
+from __future__ import annotations
+
+from megarl.config.schema import Config
+
+WIDEST_SEQUENCE_CLIP = 0.02
+"""An ε above this never clips a ratio that is a mean over a response: it stays within a few thousandths of 1."""
+
+
+def doubtful_choices(config: Config) -> list[str]:
+    """What is doubtful in `config`, and what to set instead."""
+    algorithm, rollout, found = config.algorithm, config.rollout, []
+    if rollout.schedule.mode != "sync" and not algorithm.rollout_correction:
+        found.append(
+            f"rollout.schedule.mode = '{rollout.schedule.mode}' trains tokens of older weights as if the policy had sampled "
+            "them; set algorithm.rollout_correction, such as {mode: tis_token}"
+        )
+    updates = config.optimizer_steps_per_step
+    if updates > 1 and not algorithm.loss_needs.ratio:
+        found.append(
+            f"algorithm.policy_loss = '{algorithm.policy_loss}' is right for the first of a step's {updates} updates only; "
+            "choose a loss with a ratio, such as 'clip', or set algorithm.mini_batches and algorithm.epochs to 1"
+        )
+    cut = [f"rollout.{name} = {value}" for name, value, off in _restrictions(config) if value != off]
+    if cut:
+        found.append(
+            f"{' and '.join(cut)} sample from fewer tokens than log-probs are computed over, so ratios and KL are not those of "
+            "the policy that sampled; leave both out for training"
+        )
+    if algorithm.loss_needs.sequence_ratio and algorithm.clip_high > WIDEST_SEQUENCE_CLIP:
+        found.append(
+            f"algorithm.clip_high = {algorithm.clip_high} never clips the sequence ratio of algorithm.policy_loss = "
+            f"'{algorithm.policy_loss}'; it is meant to be about 4e-4"
+        )
+    return found
+
+
+def _restrictions(config: Config) -> tuple[tuple[str, float, float], ...]:
+    return ("top_p", config.rollout.top_p, 1.0), ("top_k", config.rollout.top_k, 0)

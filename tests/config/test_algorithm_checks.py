@@ -1,0 +1,252 @@
+"""Fields of `algorithm` and `objective`: contradictions and what nothing reads are refused, and defaults follow choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.config import Config, SupervisedConfig, parse_config, parse_supervised_config, to_yaml
+from megarl.config.doubtful import doubtful_choices
+from megarl.config.presets import PRESETS
+from megarl.config.yaml_tree import apply_overrides
+from megarl.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "model": {"path": "nowhere"},
+    "data": {"train": {"name": "basic_arithmetic"}},
+    "rewards": [{"name": "reasoning_gym"}],
+}
+SUPERVISED: dict[str, Any] = {
+    "model": {"path": "nowhere"},
+    "objective": {"name": "sft"},
+    "data": {"train": {"source": "jsonl", "path": "rows.jsonl"}},
+}
+OWN_LOSS = """
+def loss(log_probs, old_log_probs, advantages, *, response, settings): ...
+def estimator(inputs): ...
+"""
+
+
+def config(*overrides: str) -> Config:
+    return parse_config(apply_overrides(BASE, overrides))
+
+
+def supervised(*overrides: str) -> SupervisedConfig:
+    return parse_supervised_config(apply_overrides(SUPERVISED, overrides))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "estimator"),
+    [
+        (["algorithm.name=grpo"], "k3"),
+        (["algorithm.advantage=reinforce", "algorithm.kl={apply_to: reward}"], "k1"),
+        (["algorithm.name=ppo"], "k1"),
+        (["algorithm.name=ppo", "algorithm.kl={apply_to: loss}"], "k3"),
+        (["algorithm.name=ppo", "algorithm.kl={apply_to: loss, estimator: k2}"], "k2"),
+    ],
+)
+def test_the_kl_estimator_follows_where_the_penalty_is(overrides: list[str], estimator: str) -> None:
+    assert config(*overrides).algorithm.kl.estimator == estimator
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
+def test_only_k1_is_a_penalty_in_the_reward(estimator: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.kl.estimator is '{estimator}', which is no penalty in the reward"):
+        config("algorithm.advantage=reinforce", f"algorithm.kl={{apply_to: reward, estimator: {estimator}}}")
+
+
+def test_k1_in_the_loss_is_noise_unless_it_is_unbiased() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.kl\.estimator is 'k1', which is no penalty in the loss"):
+        config("algorithm.kl={estimator: k1}")
+    assert config("algorithm.kl={estimator: k1, unbiased: true}").algorithm.kl.unbiased
+    assert config("algorithm.kl={estimator: k1, coef: 0.0}").algorithm.kl.coef == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "normalisation"),
+    [
+        (["algorithm.name=grpo"], "group"),
+        (["algorithm.name=ppo"], "batch"),
+        (["algorithm.name=reinforce_plus_plus"], "batch"),
+        (["algorithm.advantage=rloo"], "none"),
+        (["algorithm.advantage=reinforce_plus_plus"], "batch"),
+        (["algorithm.advantage=dr_grpo", "algorithm.advantage_normalisation=batch"], "batch"),
+    ],
+)
+def test_advantages_are_normalised_as_published_unless_the_config_says(overrides: list[str], normalisation: str) -> None:
+    assert config(*overrides).algorithm.advantage_normalisation == normalisation
+
+
+def test_a_group_of_one_response_is_not_normalised_within_itself() -> None:
+    single = ["rollout.samples_per_prompt=1", "algorithm={advantage: reinforce, advantage_normalisation: group}"]
+    with pytest.raises(ConfigError, match=r"algorithm\.advantage_normalisation is 'group', which compares .* 'batch_rms'"):
+        config(*single)
+
+
+def test_only_losses_that_clip_ratios_from_below_need_a_lower_bound(tmp_path: Any) -> None:
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    own = f"{tmp_path / 'mine.py'}:loss"
+    for loss in ("cispo", own):
+        assert config(f"algorithm.policy_loss={loss}", "algorithm.clip_low=1.0").algorithm.clip_low == 1.0
+    for loss in ("clip", "dual_clip", "gspo"):
+        with pytest.raises(
+            ConfigError, match=r"algorithm.clip_low is 1.0, which leaves algorithm.policy_loss = .* lower bound"
+        ):
+            config(f"algorithm.policy_loss={loss}", "algorithm.clip_low=1.0")
+
+
+NOTHING_READS = [
+    ("algorithm.gamma=0.9", "algorithm.gamma is 0.9, which algorithm.advantage = 'grpo' does not read; it must be 1.0"),
+    ("algorithm={advantage: remax, gamma: 0.9}", "algorithm.advantage = 'remax' does not read"),
+    ("algorithm={advantage: reinforce, gae_lambda: 0.9}", "algorithm.gae_lambda is 0.9"),
+    ("algorithm={policy_loss: reinforce, clip_high: 0.3}", "algorithm.clip_high is 0.3"),
+    ("algorithm.dual_clip=4", "algorithm.dual_clip is 4.0, which algorithm.policy_loss = 'clip' does not read"),
+    ("algorithm.norm_length=9", "algorithm.aggregation = 'seq_mean_token_mean' does not read; it must be null"),
+    ("algorithm={advantage: rloo, advantage_eps: 1e-3}", "algorithm.advantage_normalisation = 'none' does not read"),
+    ("algorithm={advantage: grpo, advantage_normalisation: batch_rms, unbiased_std: false}", "it must be true"),
+    (
+        "algorithm.old_policy_kl.coef=2",
+        "algorithm.old_policy_kl.coef is 2.0, which algorithm.policy_loss = 'clip' does not read",
+    ),
+    ("algorithm={policy_loss: kl_penalty, old_policy_kl: {target: 0.01}}", "algorithm.old_policy_kl.target needs"),
+    ("algorithm.kl.horizon=10", "algorithm.kl.horizon needs a target"),
+    ("reward_model={path: x, step_aggregation: min}", "reward_model.step_aggregation needs"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), NOTHING_READS)
+def test_a_constant_that_nothing_reads_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(override)
+    assert sentence in str(raised.value)
+
+
+def test_constants_are_read_by_whoever_says_so(tmp_path: Any) -> None:
+    assert config("algorithm={advantage: reinforce_plus_plus, gamma: 0.9}").algorithm.gamma == 0.9
+    (tmp_path / "mine.py").write_text(OWN_LOSS)
+    own = config(f"algorithm.advantage={tmp_path / 'mine.py'}:estimator", "algorithm.gamma=0.9", "algorithm.name=ppo")
+    assert (own.algorithm.gamma, own.algorithm.gae_lambda) == (0.9, 0.95)
+
+
+def test_a_presets_constant_is_not_filled_in_where_nothing_reads_it() -> None:
+    assert config("algorithm={name: ppo, advantage: reinforce}").algorithm.gae_lambda == 1.0
+
+
+def test_shaping_of_whole_rewards_is_refused_for_step_rewards() -> None:
+    model = ["reward_model={path: x, per_step: true}", "algorithm.advantage=grpo_process"]
+    with pytest.raises(ConfigError, match=r"algorithm.shaping.normalise is true, which is for the reward of a response"):
+        config(*model, "algorithm.shaping.normalise=true")
+    assert config(*model, "algorithm.shaping.length_penalty=0.1").algorithm.shaping.length_penalty == 0.1
+
+
+OBJECTIVES = [
+    ("objective={name: dpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1, which objective.name = 'dpo' does not"),
+    ("objective={name: kto, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
+    ("objective={name: sft, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
+    ("objective={name: dpo, length_normalised: true}", "it must be false"),
+    ("objective={name: reward_model, beta: 0.2}", "objective.beta is 0.2"),
+    ("objective={name: dpo, desirable_weight: 2}", "objective.desirable_weight is 2.0"),
+    ("objective={name: dpo, aggregation: seq_mean_token_mean}", "it must be token_mean"),
+    ("objective.name=cdpo", "objective.name = 'cdpo' needs objective.label_smoothing"),
+    ("data.margin_key=m", "data.margin_key needs the loss of a reward model"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), OBJECTIVES)
+def test_a_constant_that_the_objective_does_not_read_is_refused(override: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        supervised(override)
+    assert sentence in str(raised.value)
+
+
+def test_kto_needs_two_rows_to_mismatch() -> None:
+    with pytest.raises(ConfigError, match=r"data\.rows_per_step is 1, which leaves objective.name = 'kto' no other row"):
+        supervised("objective.name=kto", "data.rows_per_step=1")
+
+
+@pytest.mark.parametrize(
+    ("given", "resolved"),
+    [
+        ("{mode: none}", []),
+        ("{mode: none, high: 3}", []),
+        ("{mode: tis_token}", [("tis_token", 0.0, 2.0)]),
+        ("{mode: mis_token, high: 4}", [("mis_token", 0.5, 4.0)]),
+        ("[{mode: tis_token, low: 0.1}, {mode: mask_sequence}]", [("tis_token", 0.1, 2.0), ("mask_sequence", 0.999, 1.001)]),
+        ("[{mode: mis_sequence}, {mode: reject_sequence}]", [("mis_sequence", 0.1, 10.0), ("reject_sequence", 0.999, 1.001)]),
+    ],
+)
+def test_every_correction_has_bounds_of_its_own(given: str, resolved: list[tuple[str, float, float]]) -> None:
+    corrections = config(f"algorithm.rollout_correction={given}").algorithm.rollout_correction
+    assert [(one.mode, one.low, one.high) for one in corrections] == resolved
+
+
+CORRECTIONS = [
+    ("{mode: tis_tokn}", "algorithm.rollout_correction[0].mode is 'tis_tokn'"),
+    ("{high: 3}", "algorithm.rollout_correction[0].mode is missing"),
+    ("{mode: tis_token, hihg: 3}", "algorithm.rollout_correction[0].hihg is not a config field"),
+    ("{mode: mis_token, low: 5}", "algorithm.rollout_correction[0].low is 5.0"),
+    ("[{mode: tis_token}, {mode: mis_sequence}]", "rollout_correction[1].mode is 'mis_sequence', which is a second importance"),
+    ("[{mode: bypass}, {mode: reject_sequence}]", "leaves no log-probs of the trainer to correct for"),
+    ("{mode: reject_sequence, normalise: true}", "algorithm.rollout_correction[0].normalise is true"),
+    ("3", "algorithm.rollout_correction is 3"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), CORRECTIONS)
+def test_corrections_that_cannot_be_are_one_sentence(given: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(f"algorithm.rollout_correction={given}")
+    assert sentence in str(raised.value)
+
+
+def test_a_loss_without_a_ratio_has_nothing_to_take_to_the_engine() -> None:
+    with pytest.raises(ConfigError, match=r"rollout_correction\[0\]\.mode is 'bypass', which is for a ratio"):
+        config("algorithm.policy_loss=reinforce", "algorithm.rollout_correction.mode=bypass")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "clip"),
+    [
+        (["algorithm.policy_loss=gspo"], (3e-4, 4e-4)),
+        (["algorithm.policy_loss=cispo"], (1.0, 4.0)),
+        (["algorithm.name=dapo"], (0.2, 0.28)),
+        (["algorithm.name=dapo", "algorithm.policy_loss=dual_clip"], (0.2, 0.28)),
+        (["algorithm.name=gspo", "algorithm.policy_loss=clip"], (0.2, 0.2)),
+        (["algorithm.name=cispo", "algorithm.policy_loss=reinforce"], (0.2, 0.2)),
+        (["algorithm.policy_loss=gspo", "algorithm.clip_high=1e-3"], (3e-4, 1e-3)),
+    ],
+)
+def test_clipping_follows_the_loss(overrides: list[str], clip: tuple[float, float]) -> None:
+    algorithm = config(*overrides).algorithm
+    assert (algorithm.clip_low, algorithm.clip_high) == clip
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_a_config_without_doubts(name: str) -> None:
+    resolved = config(f"algorithm.name={name}")
+    assert doubtful_choices(resolved) == []
+    assert parse_config(yaml.safe_load(to_yaml(resolved))) == resolved
+
+
+DOUBTS = [
+    (["rollout.schedule.mode=async"], "rollout.schedule.mode = 'async' trains tokens of older weights"),
+    (["rollout.schedule.mode=one_step_off_policy"], "such as {mode: tis_token}"),
+    (["algorithm.policy_loss=reinforce", "algorithm.mini_batches=2", "algorithm.epochs=2"], "the first of a step's 4 updates"),
+    (["rollout.top_p=0.9", "rollout.top_k=5"], "rollout.top_p = 0.9 and rollout.top_k = 5 sample from fewer tokens"),
+    (["algorithm.policy_loss=gspo", "algorithm.clip_high=0.2"], "algorithm.clip_high = 0.2 never clips the sequence ratio"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), DOUBTS)
+def test_a_doubtful_choice_is_one_sentence(overrides: list[str], sentence: str) -> None:
+    (found,) = doubtful_choices(config(*overrides))
+    assert sentence in found
+
+
+def test_what_mends_a_doubtful_choice_silences_it() -> None:
+    for correction in ("tis_token", "bypass"):
+        mended = config("rollout.schedule.mode=async", f"algorithm.rollout_correction.mode={correction}")
+        assert doubtful_choices(mended) == []
+    assert doubtful_choices(config("algorithm.policy_loss=reinforce")) == []
