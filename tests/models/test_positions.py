@@ -85,10 +85,10 @@ def test_frames_with_text_between_them_are_pictures_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("media", "sentence"),
     [
-        ([picture(8, 4, 4)], "a picture has the places 8 to 12 of a prompt of 10 tokens, of which those before 0 are taken"),
-        ([picture(1, 4, 4), picture(4, 4, 4)], "places 4 to 8 of a prompt of 10 tokens, of which those before 5 are taken"),
-        ([replace(picture(1, 4, 4), tokens=5)], "1 x 4 x 4 patches has 5 tokens in its prompt; each of them stands for 2 x 2"),
-        ([replace(picture(1, 3, 4), tokens=3)], "1 x 3 x 4 patches has 3 tokens in its prompt"),
+        ([picture(8, 4, 4)], "a picture has the places 8 to 12 of 10 tokens, of which those before 0 are taken"),
+        ([picture(1, 4, 4), picture(4, 4, 4)], "places 4 to 8 of 10 tokens, of which those before 5 are taken"),
+        ([replace(picture(1, 4, 4), tokens=5)], "1 x 4 x 4 patches has 5 tokens; each of them stands for 2 x 2"),
+        ([replace(picture(1, 3, 4), tokens=3)], "1 x 3 x 4 patches has 3 tokens; each of them stands for 2 x 2"),
         ([video(1, (2, 4, 4))], "a video says nothing of the seconds between its frames"),
     ],
 )
