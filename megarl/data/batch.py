@@ -34,6 +34,20 @@ class UnitRows:
     starts: Integers
     sizes: tuple[UnitSize, ...]
 
+    def with_copied_prompts(self, plan: Assignment) -> tuple[UnitRows, Assignment]:
+        """The same rows as a unit each, and `plan` in these units: a piece's responses stay beside each other."""
+        sizes = tuple(
+            UnitSize(size.prompt_tokens, (tokens,), size.grids_of([place]))
+            for size in self.sizes
+            for place, tokens in enumerate(size.response_tokens)
+        )
+        starts = self.starts.tolist()
+        apart = [
+            [[(starts[unit] + place, (0,)) for unit, places in pieces for place in places] for pieces in share]
+            for share in plan
+        ]
+        return UnitRows(self.rows, np.arange(len(self.rows) + 1), sizes), apart
+
 
 class Batch:
     """B samples with up to T response tokens.
@@ -69,6 +83,11 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def prompts_show_pictures(self) -> bool:
+        """Whether any prompt does."""
+        return any(self._media)
 
     @property
     def response_tokens(self) -> int:

@@ -1,7 +1,8 @@
 """Which data-parallel rank computes what, in which micro-batches. Pure arithmetic on lengths.
 
 A *unit* is a prompt with the responses to it; what a rank computes of it at once is a *piece*, and each piece computes
-the prompt once. Invariants of a plan, whatever the input:
+the prompt once; with `copied_prompts` once for each of its responses, but pictures once. Invariants of a plan, whatever the
+input:
 
 1. Every response of every unit is in exactly one piece; a micro-batch holds at most one piece of a unit.
 2. Every rank has the same number of micro-batches, at least one, and none is empty.
@@ -54,7 +55,13 @@ class CostModel(Protocol):
 
 
 def plan_micro_batches(
-    units: Sequence[UnitSize], *, ranks: int, max_tokens: int, flops: CostModel, whole_units: bool = False
+    units: Sequence[UnitSize],
+    *,
+    ranks: int,
+    max_tokens: int,
+    flops: CostModel,
+    whole_units: bool = False,
+    copied_prompts: bool = False,
 ) -> Assignment:
     """Share `units` among `ranks` in micro-batches of at most `max_tokens`, with the invariants at the top of this file.
 
@@ -75,7 +82,7 @@ def plan_micro_batches(
         raise ValueError("a unit has no responses")
     if responses < ranks:
         raise ValueError(f"{responses} responses cannot be shared among {ranks} data-parallel ranks")
-    planner = _Planner(units, max_tokens, flops)
+    planner = _Planner(units, max_tokens, flops, copied_prompts)
     shares = planner.balance(planner.fitting_pieces(), ranks)
     bins = [planner.fill(share) for share in shares]
     target = min(max(len(share) for share in bins), responses // ranks)
@@ -86,18 +93,22 @@ def plan_micro_batches(
 class _Planner:
     """The sizes of one planning problem, and the steps that solve it."""
 
-    def __init__(self, units: Sequence[UnitSize], max_tokens: int, flops: CostModel) -> None:
-        self.units, self.max_tokens, self.flops = units, max_tokens, flops
+    def __init__(self, units: Sequence[UnitSize], max_tokens: int, flops: CostModel, copied_prompts: bool) -> None:
+        self.units, self.max_tokens, self.flops, self.copied_prompts = units, max_tokens, flops, copied_prompts
         self._costs: dict[UnitPart, int] = {}
 
     def cost(self, piece: UnitPart) -> int:
         if (known := self._costs.get(piece)) is None:
-            unit = self.units[piece[0]]
-            known = self._costs[piece] = self.flops.cost(unit.prompt_tokens, self._lengths(piece), unit.grids_of(piece[1]))
+            unit, lengths = self.units[piece[0]], self._lengths(piece)
+            copied = [lengths.pop() for _ in lengths[1:]] if self.copied_prompts else []
+            known = self.flops.cost(unit.prompt_tokens, lengths, unit.grids_of(piece[1]))
+            known += sum(self.flops.cost(unit.prompt_tokens, [length], ()) for length in copied)
+            self._costs[piece] = known
         return known
 
     def tokens(self, piece: UnitPart) -> int:
-        return self.units[piece[0]].prompt_tokens + sum(self._lengths(piece))
+        prompts = len(piece[1]) if self.copied_prompts else 1
+        return prompts * self.units[piece[0]].prompt_tokens + sum(self._lengths(piece))
 
     def _lengths(self, piece: UnitPart) -> list[int]:
         lengths = self.units[piece[0]].response_tokens
@@ -184,7 +195,8 @@ class _Planner:
         for piece in sorted(share, key=lambda piece: (-self.tokens(piece), piece)):
             for number, micro_batch in enumerate(bins):
                 # with another part of its unit it computes that part's prompt
-                shared = self.units[piece[0]].prompt_tokens if any(other[0] == piece[0] for other in micro_batch) else 0
+                is_shared = not self.copied_prompts and any(other[0] == piece[0] for other in micro_batch)
+                shared = self.units[piece[0]].prompt_tokens if is_shared else 0
                 tokens = filled[number] + self.tokens(piece) - shared
                 if tokens <= self.max_tokens:
                     bins[number], filled[number] = _with(micro_batch, piece), tokens

@@ -166,15 +166,11 @@ def prompts_computed(
 ) -> float:
     """How often the pictures of a prompt are computed in a pass over `sequences`, all prompts together.
 
-    A micro-batch computes each picture once. Where prompts are not shared, the responses of a group lie in any micro-batches.
+    A micro-batch computes each picture once, and has as many responses of a group as fit into it.
     """
-    group = _group(config)
-    if _shares(config, of_reference=of_reference):
-        of_a_piece = min(group, max(1, int((max_tokens - prompt) // response)))
-        return sequences / group * ceil(group / of_a_piece)
-    at_once = min(sequences, max(1.0, max_tokens / (prompt + response)))
-    share = at_once / sequences
-    return sequences / group * (1 - (1 - share) ** group) / share
+    group, shares = _group(config), _shares(config, of_reference=of_reference)
+    fit = (max_tokens - prompt) // response if shares else max_tokens // (prompt + response)
+    return sequences / group * ceil(group / min(group, max(1, int(fit))))
 
 
 def _group(config: AnyConfig) -> int:

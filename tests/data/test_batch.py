@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from torch import Tensor
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.media import Media
+from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.data.stream import pack
+from megarl.models.flops import FlopsModel
 
 
 def _sample(row: int, group: str, prompt: list[int], response: list[int], mask: list[int]) -> Sample:
@@ -60,6 +63,27 @@ def test_pictures_travel_with_their_prompts_and_tell_equal_ids_apart() -> None:
     assert [unit.media for part in (first, second) for units in part for unit in units] == [(red,), (), (blue,), ()]
     [without] = _batch().shares(whole, [[[(0, (0,))]]], [])
     assert without.media == ()
+
+
+def test_responses_with_a_prompt_each_have_its_pictures_computed_once_where_they_fit_into_a_micro_batch() -> None:
+    """Eight groups of four whose rows are mixed; a micro-batch has room for four responses with their prompts."""
+    samples = []
+    for row in range(32):
+        group = row % 8
+        sample = _sample(row, f"g{group}", [1] * 10, [2] * 5, [1] * 5)
+        sample.media = [Media("image", (f"p{group}",), (1, 2, 2), 0, 1)]
+        samples.append(sample)
+    batch = Batch(samples)
+    shared = batch.unit_rows(range(32), share_prefix=True)
+    flops = FlopsModel(per_token=1, per_logit_row=0, per_pair=0)
+    plan = plan_micro_batches(shared.sizes, ranks=2, max_tokens=60, flops=flops, copied_prompts=True)
+    units, apart = shared.with_copied_prompts(plan)
+    shares = batch.shares(units, apart, ["rollout_log_probs"])
+    assert [len(pictures) for share in shares for pictures in share.pictures()] == [1] * 8
+    expected = batch.unit_rows(range(32), share_prefix=False)
+    assert sorted(units.sizes) == sorted(expected.sizes)
+    found = [(response.index, unit.media) for share in shares for unit in chain(*share) for response in unit.responses]
+    assert sorted(found) == [(row, tuple(sample.media)) for row, sample in enumerate(samples)]
 
 
 def test_a_response_behind_another_prompt_takes_its_own_pictures_along() -> None:

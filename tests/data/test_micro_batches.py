@@ -26,23 +26,28 @@ FLOPS = st.builds(FlopsModel, st.sampled_from([1, 10, 1000]), st.sampled_from([0
 MAX_TOKENS = st.sampled_from([5, 50, 100, 300, 4000])
 
 
-def _piece_cost(units: list[UnitSize], flops: FlopsModel, unit: int, places: tuple[int, ...]) -> int:
-    return flops.cost(units[unit].prompt_tokens, [units[unit].response_tokens[place] for place in places])
+def _piece_cost(units: list[UnitSize], flops: FlopsModel, unit: int, places: tuple[int, ...], copied: bool = False) -> int:
+    lengths = [units[unit].response_tokens[place] for place in places]
+    if copied:
+        return sum(flops.cost(units[unit].prompt_tokens, [length]) for length in lengths)
+    return flops.cost(units[unit].prompt_tokens, lengths)
 
 
-def _rank_costs(units: list[UnitSize], flops: FlopsModel, plan: Assignment) -> list[int]:
-    return [sum(_piece_cost(units, flops, *piece) for batch in share for piece in batch) for share in plan]
+def _rank_costs(units: list[UnitSize], flops: FlopsModel, plan: Assignment, copied: bool = False) -> list[int]:
+    return [sum(_piece_cost(units, flops, *piece, copied) for batch in share for piece in batch) for share in plan]
 
 
 @settings(max_examples=400, deadline=None)
-@given(UNITS, st.integers(1, 6), MAX_TOKENS, FLOPS)
-def test_plan_keeps_every_invariant(units: list[UnitSize], ranks: int, max_tokens: int, flops: FlopsModel) -> None:
+@given(UNITS, st.integers(1, 6), MAX_TOKENS, FLOPS, st.booleans())
+def test_plan_keeps_every_invariant(
+    units: list[UnitSize], ranks: int, max_tokens: int, flops: FlopsModel, copied: bool
+) -> None:
     everything = [(unit, place) for unit, size in enumerate(units) for place in range(len(size.response_tokens))]
     if len(everything) < ranks:
         with pytest.raises(ValueError, match="cannot be shared among"):
-            plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops)
+            plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops, copied_prompts=copied)
         return
-    plan = plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops)
+    plan = plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops, copied_prompts=copied)
     planned = Counter((unit, place) for share in plan for batch in share for unit, places in batch for place in places)
     assert planned == Counter(everything)
     assert len(plan) == ranks
@@ -54,13 +59,15 @@ def test_plan_keeps_every_invariant(units: list[UnitSize], ranks: int, max_token
         assert batch
         assert len({unit for unit, _ in batch}) == len(batch)
         assert all(places and list(places) == sorted(places) for _, places in batch)
-        tokens = sum(units[u].prompt_tokens + sum(units[u].response_tokens[at] for at in places) for u, places in batch)
+        tokens = sum(units[u].response_tokens[at] for u, places in batch for at in places)
+        tokens += sum(units[u].prompt_tokens * (len(places) if copied else 1) for u, places in batch)
         if tokens > max_tokens and sum(len(places) for _, places in batch) > 1:
             assert (count + 1) * ranks > len(everything), "there was room for another micro-batch on every rank"
-    costs = _rank_costs(units, flops, plan)
-    largest = max(flops.cost(unit.prompt_tokens, unit.response_tokens) for unit in units)
+    costs = _rank_costs(units, flops, plan, copied)
+    whole = [(number, tuple(range(len(unit.response_tokens)))) for number, unit in enumerate(units)]
+    largest = max(_piece_cost(units, flops, *piece, copied) for piece in whole)
     assert max(costs) <= sum(costs) / ranks + largest
-    assert plan == plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops)
+    assert plan == plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops, copied_prompts=copied)
 
 
 def test_equal_groups_stay_whole_and_balance_exactly() -> None:

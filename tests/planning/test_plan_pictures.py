@@ -155,7 +155,7 @@ def test_the_tower_makes_the_first_stage_longer_and_fewer_layers_there_make_up_f
     assert updates[0]["tower"] == 0  # it is done before the other stages are
     assert updates[1]["tower"] > 0
     assert plans[0].times.seconds("update") < plans[1].times.seconds("update")
-    assert updates[0]["arithmetic"] == pytest.approx(updates[1]["arithmetic"] * 22 / 20)
+    assert updates[0]["arithmetic"] == pytest.approx(updates[1]["arithmetic"] * 21 / 20)
 
 
 def test_engines_hold_the_whole_tower_on_every_rank_and_compute_a_prompts_pictures_once() -> None:
@@ -175,11 +175,9 @@ def test_shared_prompts_have_their_pictures_computed_once_for_a_group() -> None:
     arguments = (1024.0, 16384, 1000.0, 1000.0)
     assert prompts_computed(shared, *arguments, of_reference=True) == 128
     assert prompts_computed(shared, 1024.0, 5000, 1000.0, 1000.0, of_reference=True) == 2 * 128  # four responses at a time
-    # Transformer Engine knows no shared prompts: nearly every response's micro-batch computes them anew.
-    once = prompts_computed(shared, *arguments, of_reference=False)
-    assert once == prompts_computed(apart, *arguments, of_reference=True)
-    assert 0.95 * 1024 < once < 1024
-    assert prompts_computed(apart, 1024.0, 10**9, 1000.0, 1000.0, of_reference=False) == 128  # all in one micro-batch
+    # Transformer Engine knows no shared prompts: as many responses fit as with a prompt each, and show its pictures once.
+    assert prompts_computed(shared, *arguments, of_reference=False) == 128
+    assert prompts_computed(apart, 1024.0, 5000, 1000.0, 1000.0, of_reference=True) == 4 * 128
     assert prompts_at_once(apart, 16384, 1024.0, of_reference=False) == 5
     assert prompts_at_once(shared, 16384, 1024.0, of_reference=True) == 1
 

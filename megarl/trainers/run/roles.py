@@ -324,7 +324,18 @@ class Roles:
     ) -> list[Share]:
         """For every data-parallel replica of the role its micro-batches."""
         group = self.group_of(role)
-        units = batch.unit_rows(rows, share_prefix=self.share_prefix or keep_groups)
+        shared = self.share_prefix or keep_groups
+        copied = not shared and batch.prompts_show_pictures  # a micro-batch computes a picture once, however many show it
+        units = batch.unit_rows(rows, share_prefix=shared or copied)
         limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
-        plan = self._plan(units.sizes, ranks=group.layout.dp, max_tokens=limit, flops=self.flops, whole_units=keep_groups)
+        plan = self._plan(
+            units.sizes,
+            ranks=group.layout.dp,
+            max_tokens=limit,
+            flops=self.flops,
+            whole_units=keep_groups,
+            copied_prompts=copied,
+        )
+        if copied:
+            units, plan = units.with_copied_prompts(plan)
         return batch.shares(units, plan, columns, mask=at)
