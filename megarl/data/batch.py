@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.media import Media
-from megarl.data.micro_batches import Assignment, UnitSize
+from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stream import MicroBatch
@@ -42,11 +42,11 @@ class UnitRows:
             for place, tokens in enumerate(size.response_tokens)
         )
         starts = self.starts.tolist()
-        apart = [
-            [[(starts[unit] + place, (0,)) for unit, places in pieces for place in places] for pieces in share]
-            for share in plan
-        ]
-        return UnitRows(self.rows, np.arange(len(self.rows) + 1), sizes), apart
+
+        def of_responses(pieces: Sequence[UnitPart]) -> list[UnitPart]:
+            return [(starts[unit] + place, (0,)) for unit, places in pieces for place in places]
+
+        return UnitRows(self.rows, np.arange(len(self.rows) + 1), sizes), [list(map(of_responses, share)) for share in plan]
 
 
 class Batch:

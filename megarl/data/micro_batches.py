@@ -82,7 +82,7 @@ def plan_micro_batches(
         raise ValueError("a unit has no responses")
     if responses < ranks:
         raise ValueError(f"{responses} responses cannot be shared among {ranks} data-parallel ranks")
-    planner = _Planner(units, max_tokens, flops, copied_prompts)
+    planner = _Planner(units, max_tokens, flops, copied_prompts=copied_prompts)
     shares = planner.balance(planner.fitting_pieces(), ranks)
     bins = [planner.fill(share) for share in shares]
     target = min(max(len(share) for share in bins), responses // ranks)
@@ -93,7 +93,7 @@ def plan_micro_batches(
 class _Planner:
     """The sizes of one planning problem, and the steps that solve it."""
 
-    def __init__(self, units: Sequence[UnitSize], max_tokens: int, flops: CostModel, copied_prompts: bool) -> None:
+    def __init__(self, units: Sequence[UnitSize], max_tokens: int, flops: CostModel, *, copied_prompts: bool) -> None:
         self.units, self.max_tokens, self.flops, self.copied_prompts = units, max_tokens, flops, copied_prompts
         self._costs: dict[UnitPart, int] = {}
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.micro_batches import Assignment, UnitSize, plan_micro_batches
+from megarl.data.micro_batches import Assignment, UnitPart, UnitSize, plan_micro_batches
 from megarl.models.flops import FlopsModel
 
 UNITS = st.lists(
@@ -26,15 +26,16 @@ FLOPS = st.builds(FlopsModel, st.sampled_from([1, 10, 1000]), st.sampled_from([0
 MAX_TOKENS = st.sampled_from([5, 50, 100, 300, 4000])
 
 
-def _piece_cost(units: list[UnitSize], flops: FlopsModel, unit: int, places: tuple[int, ...], copied: bool = False) -> int:
+def _piece_cost(units: list[UnitSize], flops: FlopsModel, piece: UnitPart, *, copied: bool = False) -> int:
+    unit, places = piece
     lengths = [units[unit].response_tokens[place] for place in places]
     if copied:
         return sum(flops.cost(units[unit].prompt_tokens, [length]) for length in lengths)
     return flops.cost(units[unit].prompt_tokens, lengths)
 
 
-def _rank_costs(units: list[UnitSize], flops: FlopsModel, plan: Assignment, copied: bool = False) -> list[int]:
-    return [sum(_piece_cost(units, flops, *piece, copied) for batch in share for piece in batch) for share in plan]
+def _rank_costs(units: list[UnitSize], flops: FlopsModel, plan: Assignment, *, copied: bool = False) -> list[int]:
+    return [sum(_piece_cost(units, flops, piece, copied=copied) for batch in share for piece in batch) for share in plan]
 
 
 @settings(max_examples=400, deadline=None)
@@ -63,9 +64,9 @@ def test_plan_keeps_every_invariant(
         tokens += sum(units[u].prompt_tokens * (len(places) if copied else 1) for u, places in batch)
         if tokens > max_tokens and sum(len(places) for _, places in batch) > 1:
             assert (count + 1) * ranks > len(everything), "there was room for another micro-batch on every rank"
-    costs = _rank_costs(units, flops, plan, copied)
+    costs = _rank_costs(units, flops, plan, copied=copied)
     whole = [(number, tuple(range(len(unit.response_tokens)))) for number, unit in enumerate(units)]
-    largest = max(_piece_cost(units, flops, *piece, copied) for piece in whole)
+    largest = max(_piece_cost(units, flops, piece, copied=copied) for piece in whole)
     assert max(costs) <= sum(costs) / ranks + largest
     assert plan == plan_micro_batches(units, ranks=ranks, max_tokens=max_tokens, flops=flops, copied_prompts=copied)
 
