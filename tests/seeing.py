@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from megarl.data.media import Media
+from megarl.data.micro_batches import Grid
 from megarl.data.stream import Response, Unit
 from megarl.models.hf_folder import write_hf_folder
 from megarl.models.positions import prompt_positions, with_positions
@@ -147,6 +148,11 @@ SEEING: dict[str, SeeingFamily] = {
         image_processor="Glm4vImageProcessor",
     ),
 }
+
+
+def tower_grids(family: str, grids: Sequence[Grid]) -> list[Grid]:
+    """The grids that a tower is given for these: GLM's takes the frames of a video one after the other."""
+    return [part for grid in grids for part in ([grid] if SEEING[family].videos else [(1, *grid[1:])] * grid[0])]
 
 
 def hf_config(family: str) -> Any:

@@ -39,6 +39,8 @@ DEFAULTS = {
     "out_hidden_size": 4096,
     "intermediate_size": 13696,
 }
+POSITION_BYTES = 2 * 4
+"""Height and width as float32: `grid_sample` interpolates."""
 ROPE_BASE = 10000.0
 """Of the tower's angles in SGLang (0.5.23: models/glm4v.py), whatever the config says."""
 
@@ -103,6 +105,9 @@ def vision(hf_config: HFConfig) -> Vision:
         deepstack=(),
         tokens_per_second=None,
         position_table="embeddings.position_embedding.weight",
+        position_bytes=POSITION_BYTES,
+        embedding_norms=1,
+        projector_ffn=ffn,
         **patch,
         **placeholders(hf_config, 151363, 151364),
     )

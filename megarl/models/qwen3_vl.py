@@ -38,6 +38,8 @@ DEFAULTS = {
     "num_position_embeddings": 2304,
     "deepstack_visual_indexes": (8, 16, 24),
 }
+POSITION_BYTES = 4 * (8 + 4)
+"""The four nearest positions, each an int64 with a float32 weight."""
 
 
 def vision_with(tower: str, head_dim: Callable[[HFConfig], int]) -> Callable[[HFConfig], Vision]:
@@ -92,6 +94,7 @@ def vision_with(tower: str, head_dim: Callable[[HFConfig], int]) -> Callable[[HF
             deepstack=deepstack,
             tokens_per_second=None,
             position_table="pos_embed.weight",
+            position_bytes=POSITION_BYTES,
             **patch,
             **placeholders(hf_config),
         )

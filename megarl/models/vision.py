@@ -70,7 +70,10 @@ class Vision:
     ones. `tokens_per_second` says how far time goes on in a second of a video; None: one position from grid to grid.
     `image_token` and `video_token` are the placeholders. In `window_layers` of its layers a patch attends to those of a
     square of `window` by `window` patches, in the others to all of its frames. `position_table` is the tensor
-    that positions are looked up in, if there is one: no product is computed with it.
+    that positions are looked up in, if there is one: no product is computed with it, and `position_bytes` are what the
+    backward pass needs of each patch's place in it. `embedding_norms` follow the embedding of patches. A projector
+    is a norm and two linear layers; with a `projector_ffn` it is a convolution behind the last layer's norm, a linear layer,
+    a LayerNorm, and a gated MLP of this width.
     """
 
     tower: str
@@ -93,6 +96,9 @@ class Vision:
     video_token: int
     window: int = 0
     window_layers: int = 0
+    position_bytes: int = 0
+    embedding_norms: int = 0
+    projector_ffn: int = 0
 
     @property
     def parameters(self) -> int:

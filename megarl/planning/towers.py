@@ -14,8 +14,6 @@ from megarl.models.vision import Vision
 from megarl.planning.activations import STATISTICS
 
 FLOAT32, INT64 = 4, 8
-NEAREST = 4
-"""Learned positions that a patch's own is interpolated from, each with a weight."""
 WIDTHS_OF_FFN = {"silu": 4, "quick_gelu": 3}
 """By activation, how many tensors of the feed-forward width a layer keeps; 2 of the others: before the activation and after it.
 SiLU gates: gate, activated gate, up and their product. QuickGELU is x * sigmoid(1.702 x) by two operations."""
@@ -50,9 +48,10 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
     layers, projector = "vision" not in freeze, "projector" not in freeze
     if not layers and not projector:
         return TowerActivations(0.0, 0.0, 0.0, 0.0, 0)
-    # Patches are merged in squares, so a projector's rows are as wide as those of its patches together.
-    matrices = row * (3 if projector else 1)  # both inputs, for gradients of the weights, and what the activation gets
-    last = matrices + _norm(vision.hidden, itemsize, is_rms=is_rms, input_has_gradient=layers, trained=projector)
+    matrices = _projector_matrices(vision, itemsize, trained=projector)
+    # The norm behind the last layer is the projector's own, or one of the layers'.
+    norm_trained = layers if vision.projector_ffn else projector
+    last = matrices + _norm(vision.hidden, itemsize, is_rms=is_rms, input_has_gradient=layers, trained=norm_trained)
     deeper = matrices + 2 * STATISTICS / vision.merge**2
     # Its norm reads what the layer behind it also does, if that keeps it.
     deeper += 0 if layers else row
@@ -61,14 +60,25 @@ def tower_activations(vision: Vision, itemsize: int, freeze: Collection[str] = (
     if not layers:
         return TowerActivations(projectors, 0.0, 0.0, 0.0, 0)
     embedding = vision.patch_width * itemsize + 2 * FLOAT32 * vision.hidden / vision.heads  # pixels, cosines and sines
-    if vision.position_table is not None:
-        embedding += NEAREST * (INT64 + FLOAT32)
     norm = _norm(vision.hidden, itemsize, is_rms=is_rms)
+    embedding += vision.position_bytes + norm * vision.embedding_norms
     attention = row * (1 + 3 + 2 + 2) + STATISTICS * vision.heads  # input, qkv, turned q and k, what its parts give and all
     ffn = row + WIDTHS_OF_FFN.get(vision.activation, 2) * vision.ffn * itemsize
     layer = 2 * norm + attention + ffn
     own_input = row if is_rms and itemsize < FLOAT32 else 0  # whose float32 copy is kept, not the layer's input itself
     return TowerActivations(embedding + projectors, layer, row, layer + own_input - row - last, vision.depth)
+
+
+def _projector_matrices(vision: Vision, itemsize: int, *, trained: bool) -> float:
+    """Bytes per patch of a projector without the norm behind the last layer."""
+    row = vision.hidden * itemsize
+    if not vision.projector_ffn:  # its rows are as wide as those of the patches that it merges together
+        return row * (3 if trained else 1)  # both inputs, for gradients of the weights, and what the activation gets
+    # A convolution keeps its input even if it is frozen. What LayerNorm and GELU get; before and after SiLU, and up.
+    of_token = (2 * vision.out + 3 * vision.projector_ffn) * itemsize + 2 * STATISTICS
+    if trained:  # inputs of the matrices, gate and up sharing theirs
+        of_token += (2 * vision.out + vision.projector_ffn) * itemsize
+    return row + of_token / vision.merge**2
 
 
 def _norm(width: int, itemsize: int, *, is_rms: bool, input_has_gradient: bool = True, trained: bool = True) -> float:

@@ -26,7 +26,7 @@ from megarl.models.transformers_names import hub_tensors as transformers_hub_ten
 from megarl.models.vision import TOWER
 from megarl.planning.parameters import stage_parameters
 from tests.families import build_folder
-from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, vision_of
+from tests.seeing import SEEING, build_seeing_folder, hf_config, hub_tensors, hugging_face, tower_grids, vision_of
 
 QWEN2_TEXT = {
     "attention_dropout": 0.0,
@@ -392,9 +392,8 @@ def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, An
 def test_operations_of_a_picture_are_those_that_torch_counts(family: str, grid: tuple[int, int, int]) -> None:
     """Windows at the edges of a picture are smaller ones."""
     tower, vision = hugging_face(family).model.visual, vision_of(family)
-    grids = [grid] if SEEING[family].videos else [(1, *grid[1:])] * grid[0]  # GLM's tower takes one after the other
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor(grids))
+        tower(torch.randn(prod(grid), vision.patch_width), grid_thw=torch.tensor(tower_grids(family, [grid])))
     assert counter.get_total_flops() == picture_flops(vision, grid)
 
 

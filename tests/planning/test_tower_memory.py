@@ -17,7 +17,7 @@ from megarl.planning.memory import Workload, role_memory
 from megarl.planning.roles import PlannedRole
 from megarl.planning.towers import tower_activations
 from tests.planning.ranks import VOCABULARY, held, tower_saved
-from tests.seeing import SEEING, hf_config
+from tests.seeing import SEEING, hf_config, tower_grids
 from tests.world import World
 
 GRIDS = [(1, 16, 12), (2, 8, 8), (1, 20, 28)]
@@ -32,7 +32,9 @@ def config_of(family: str) -> dict[str, Any]:
     tower |= {"intermediate_size": 100, "out_hidden_size": 128} if family != "qwen2_vl" else {}
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 32}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-    rope = {**config["text_config"]["rope_parameters"], "mrope_section": [8, 4, 4]}
+    rope = config["text_config"]["rope_parameters"]
+    pairs = int(rope.get("partial_rotary_factor", 1) * sizes["head_dim"]) // 2
+    rope |= {"mrope_section": [pairs // 2, pairs // 4, pairs // 4]}
     config["vision_config"] |= tower
     config["text_config"] |= sizes | {"rope_parameters": rope}
     return config | {"architectures": [f"{SEEING[family].class_prefix}ForConditionalGeneration"]}
@@ -45,7 +47,7 @@ def test_planned_activations_of_a_tower_are_what_autograd_saves(world: World, fa
     assert vision is not None
     patches = sum(map(prod, GRIDS))
     cases = [*product(("float32", "bfloat16"), ("none", "full"), ((), ("vision",), ("projector",), ("vision", "projector")))]
-    (measured,) = world.call(tower_saved, config, cases, GRIDS, size=1)
+    (measured,) = world.call(tower_saved, config, cases, tower_grids(family, GRIDS), size=1)
     for (dtype, recompute, freeze), (kept, peak) in zip(cases, measured, strict=True):
         of_patch = tower_activations(vision, {"float32": 4, "bfloat16": 2}[dtype], freeze)
         # Cosines and sines belong to what is computed anew, whose inputs of this kind the hooks are not shown.
@@ -67,7 +69,7 @@ class Case:
     @property
     def name(self) -> str:
         """For the table and the test's name."""
-        sizes = {size: getattr(self.layout, size) or 1 for size in ("tp", "pp", "vpp", "dp")}
+        sizes = {size: getattr(self.layout, size) or 1 for size in ("tp", "pp", "vpp", "ep", "dp")}
         said = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         said += ["sp"] if self.layout.sequence_parallel else []
         chosen = {name: value for name, value in self.options.items() if name != "freeze"}
@@ -96,6 +98,8 @@ CASES = [
     Case("qwen3_vl", Layout(**SP), {"recompute": "full"}),
     Case("qwen3_vl", Layout(pp=2, dp=2), {"recompute": "full"}, micro_batches=4),
     Case("qwen2_vl", Layout(pp=2, vpp=2), micro_batches=4),
+    Case("glm4v_moe", Layout(**SP, ep=2, pp=2), {"recompute": "full", "dtype": "bfloat16"}, micro_batches=4),
+    Case("glm4v_moe", Layout(**SP, ep=2), {"dtype": "bfloat16", "freeze": ("vision",)}),
 ]
 
 
