@@ -83,9 +83,11 @@ def _shrunk_seeing(hf_config: HFConfig, layouts: list[Layout], **sizes: int) -> 
     text = {name: value for name, value in (hf_config if nested is None else nested).items() if name != "vision_config"}
     small, added = shrunk_config(text, layouts, **sizes), chunk_layers(hf_config)
     small["num_hidden_layers"] *= added
-    pairs = int(small.get("head_dim") or HEAD) // 2  # of a head's dimensions, by three positions
+    head = int(small.get("head_dim") or HEAD)
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(small.get(name), dict):
+            share = small[name].get("partial_rotary_factor", small.get("partial_rotary_factor")) or 1
+            pairs = int(head * share) // 2  # of a head's dimensions, by three positions
             small[name] = {**small[name], "mrope_section": [pairs - 2 * (pairs // 4), pairs // 4, pairs // 4]}
     tower = dict(hf_config["vision_config"])
     tower |= {"depth": max(2, added), "num_heads": TOWER_HIDDEN // HEAD, "intermediate_size": 2 * TOWER_HIDDEN}

@@ -22,6 +22,7 @@ from megarl.models.flops import picture_flops
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from megarl.models.shape import shape_of
+from megarl.models.shrunk import shrunk_config
 from megarl.models.transformers_names import hub_tensors as transformers_hub_tensors
 from megarl.models.vision import TOWER
 from megarl.planning.parameters import stage_parameters
@@ -385,6 +386,14 @@ def test_what_cannot_be_represented_is_refused(family: str, change: dict[str, An
     with pytest.raises(ModelError, match="config.json: .*" + sentence):
         for read in (architecture.weight_map, architecture.transformer_config_kwargs, architecture.gpt_kwargs):
             read(changed(config, change))
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_the_small_model_of_a_rehearsal_rotates_by_three_positions(family: str) -> None:
+    small = shrunk_config(hf_config(family).to_dict(), [Layout()], engine_ranks=1, engine_ep=1, vocab_size=1000)
+    vision = shape_of(small).vision  # sections that do not fit a head are refused
+    assert vision is not None
+    assert min(vision.mrope.sections) > 0
 
 
 @pytest.mark.parametrize("family", SEEING)
