@@ -26,7 +26,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "counting, GRPO": (COUNT, []),
     "counting, PPO": (COUNT, ["algorithm.name=ppo", CRITIC]),
     "counting, REINFORCE++": (COUNT, ["algorithm.name=reinforce_plus_plus"]),
-    "counting, SFT then GRPO": (COUNT, []),
+    "counting, SFT then GRPO": (COUNT, ["algorithm.kl.coef=0.02"]),
     "digits, GRPO": (DIGITS, []),
 }
 """The config of each run, and what is set over it."""
