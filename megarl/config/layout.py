@@ -81,6 +81,11 @@ class Layout:
         """Data-parallel replicas of the expert layers."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share out the optimizer state of an expert: with `ep` 1, megatron-core treats it like a dense layer."""
+        return self.edp if self.ep > 1 else self.dp * self.cp
+
     def coords(self, rank: int) -> Coords:
         """Coordinates of `rank` in 0..world_size-1."""
         if not 0 <= rank < self.world_size:

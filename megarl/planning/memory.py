@@ -125,7 +125,7 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
         host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
-        host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.edp) * precision.itemsize
+        host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.expert_shards) * precision.itemsize
     if stage == 0 and work.patches:
         parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
@@ -161,7 +161,7 @@ def _replicas(role: PlannedRole) -> int:
 
 def _shard(held: ParameterCounts, role: PlannedRole) -> float:
     """Elements whose optimizer state this rank has."""
-    return held.trained_dense / _replicas(role) + held.trained_expert / role.layout.edp
+    return held.trained_dense / _replicas(role) + held.trained_expert / role.layout.expert_shards
 
 
 def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:

@@ -200,12 +200,12 @@ def _update(
     tower = 1.0 if "vision" in role.freeze else 3.0 + (precision.recompute == "full")
     one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower)
     held = max(role.parameters, key=lambda stage: stage.trained)
-    replicas = role.layout.dp * role.layout.cp
+    replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.expert_shards
     state = role.state_bytes(precision.itemsize, precision.recipe)
     nbytes = (state.gradient + precision.itemsize) * (
-        held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (role.layout.edp - 1) / role.layout.edp
+        held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (of_experts - 1) / of_experts
     )
-    shard = held.trained_dense / replicas + held.trained_expert / role.layout.edp
+    shard = held.trained_dense / replicas + held.trained_expert / of_experts
     offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
     return {name: sequences / of_step * seconds for name, seconds in one_epoch.items()} | {
         "data parallel": updates

@@ -106,6 +106,7 @@ CASES = [
     Case("llama", Layout(pp=2, dp=2), {"recompute": "full"}, micro_batches=4),
     Case("llama", Layout(**SP, pp=2), {"dtype": "bfloat16"}, micro_batches=4),
     Case("qwen3_moe", Layout()),
+    Case("qwen3_moe", Layout(**SP)),
     Case("qwen3_moe", Layout(**SP, etp=2)),
     Case("qwen3_moe", Layout(dp=2, ep=2), {"dtype": "bfloat16"}),
     Case("qwen3_moe", Layout(**SP, pp=2, ep=2), micro_batches=4),
