@@ -61,6 +61,8 @@ class LossNeeds:
     """The constants that it reads; of a user's own loss nobody knows, so all."""
     lower_bound: bool = False
     """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
+    arguments: tuple[str, ...] = ()
+    """Of a built-in loss: the numbers above 0 that it takes by name from `algorithm.policy_loss_args`."""
     sequence_ratio: bool = False
     """Its ratio is a mean over a response, which hardly leaves 1: ε is of the order of 1e-4."""
     clip: tuple[float, float] = (0.2, 0.2)
@@ -108,6 +110,8 @@ POLICY_LOSSES: dict[str, LossNeeds] = {
     "clip": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True),
     "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip"), lower_bound=True),
     "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True, sequence_ratio=True, clip=(3e-4, 4e-4)),
+    "gmpo": LossNeeds(settings=("clip_low", "clip_high"), clip=(0.4, 0.4)),
+    "sapo": LossNeeds(settings=(), arguments=("tau_positive", "tau_negative")),
     "cispo": LossNeeds(settings=("clip_low", "clip_high"), clip=(1.0, 4.0)),
     "reinforce": LossNeeds(settings=(), ratio=False),
     "kl_penalty": LossNeeds(settings=("kl_coef",)),

@@ -41,13 +41,14 @@ class PolicyLoss(Protocol):
         old_log_probs: float `[N]`, of the policy that the ratio ρ is taken to; no gradient.
         advantages: float `[N]`; no gradient.
         response: int64 `[N]`, which response of the call each token belongs to, 0..R-1. *All* sampled tokens of a
-            response must be in the same call (micro-batches never split one): `gspo` takes their mean.
+            response must be in the same call (micro-batches never split one): `gspo` and `gmpo` take their mean.
         settings: the constants.
 
+    A loss may take numbers of `algorithm.policy_loss_args` by name, as `sapo` does (`LossNeeds.arguments`).
     A loss of the user's that says so by `needs` also takes `rollout_log_probs` or `reference_log_probs`, float `[N]`, by name.
 
     Returns:
-        The loss `[N]`, and scalar sums over the tokens without gradient: `ratio`, Σρ (`gspo`: of the sequence ratio);
+        The loss `[N]`, and scalar sums over the tokens without gradient: `ratio`, Σρ (`gspo`, `gmpo`: of the sequence ratio);
         `clipped`, the number of tokens whose gradient clipping cut (`cispo`: whose weight it changed); `clamped`, of those
         whose log ρ reached ±`LOG_RATIO_LIMIT`.
     """
@@ -81,6 +82,13 @@ def clipped_surrogate(
     held = ratio.detach()
     bounded = torch.where(loses, held.clamp(low, dual_clip), held.clamp(low, high))
     return -torch.where(cut, bounded, ratio) * advantages, cut
+
+
+def _response_means(values: Tensor, response: Tensor) -> Tensor:
+    """At every token the mean of `values` `[N]` over its response's tokens, `[N]`, without gradient."""
+    responses = int(response.max()) + 1 if len(response) else 0
+    total = values.new_zeros(responses).index_add(0, response, values.detach())
+    return (total / torch.bincount(response, minlength=responses))[response]
 
 
 def _sums(log_rho: Tensor, cut: Tensor) -> dict[str, Tensor]:
@@ -118,14 +126,57 @@ def gspo(
     `seq_mean_token_mean` gives GSPO's own gradient. ε is of the order of 3e-4 (low) and 4e-4 (high).
     The mean needs all tokens of a response in the same call. See `PolicyLoss`.
     """
-    difference = (log_probs - old_log_probs).detach()
-    responses = int(response.max()) + 1 if len(response) else 0
-    total = difference.new_zeros(responses).index_add(0, response, difference)
-    tokens = torch.bincount(response, minlength=responses)
-    mean = (total / tokens).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    log_rho = mean[response] + log_probs - log_probs.detach()
+    mean = _response_means(log_probs - old_log_probs, response).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_rho = mean + log_probs - log_probs.detach()
     loss, cut = clipped_surrogate(log_rho, advantages, settings)
     return loss, _sums(log_rho, cut)
+
+
+@POLICY_LOSSES.register("gmpo")
+def gmpo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−s_i·A with s_i the geometric mean over a response's tokens of clipped ratios (GMPO, arXiv 2507.20673).
+
+    log ρ is clipped from above at ε_high where A > 0 and from below at −ε_low where A < 0, so that ratios stay in
+    [e^−ε_low, e^ε_high]. The value at every token of response i is that of s_i; the gradient at token t is s_i·A_t·∇logp_t, and
+    0 where token t is clipped, so that `seq_mean_token_mean` gives GMPO's own gradient.
+    The mean needs all tokens of a response in the same call. See `PolicyLoss`.
+    """
+    log_rho = log_ratio(log_probs, old_log_probs)
+    gains, loses = advantages > 0, advantages < 0
+    cut = (gains & (log_rho > settings.clip_high)) | (loses & (log_rho < -settings.clip_low))
+    bounded = torch.where(cut, log_rho.detach().clamp(-settings.clip_low, settings.clip_high), log_rho)
+    sequence = _response_means(bounded, response) + bounded - bounded.detach()
+    sums = {"ratio": sequence.detach().float().exp().sum()}
+    return -sequence.exp() * advantages, _sums(log_rho, cut) | sums
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    response: Tensor,
+    settings: LossSettings,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−(4/τ)·σ(τ(ρ − 1))·A: a soft gate in place of clipping (SAPO, arXiv 2511.20347). See `PolicyLoss`.
+
+    The gradient at a token is 4p(1 − p)·ρA·∇logp with p = σ(τ(ρ − 1)): A at ρ = 1, and fading on both sides of it.
+
+    Args:
+        log_probs, old_log_probs, advantages, response, settings: as `PolicyLoss` says.
+        tau_positive: τ of tokens with A > 0, above 0.
+        tau_negative: τ of the others, above 0; the larger, the faster a token's gradient fades.
+    """
+    log_rho = log_ratio(log_probs, old_log_probs)
+    tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
+    loss = -torch.sigmoid(tau * torch.expm1(log_rho)) * (4 / tau) * advantages
+    sums = _sums(log_rho, torch.zeros_like(advantages))
+    return loss, {"ratio": sums["ratio"], "clamped": sums["clamped"]}
 
 
 @POLICY_LOSSES.register("cispo")

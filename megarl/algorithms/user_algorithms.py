@@ -60,7 +60,7 @@ def loss_needs(name: str, arguments: tuple[str, ...] = ()) -> LossNeeds:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     answer = _asked(_LOSS, name, str(Path.cwd()), arguments)
-    return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip")})
+    return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip", "arguments")})
 
 
 def load_estimator(name: str, arguments: tuple[str, ...] = ()) -> Callable[..., Any]:

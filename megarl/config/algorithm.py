@@ -104,15 +104,16 @@ class AlgorithmConfig(Section):
     """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
     `path/to/file.py:function`."""
     policy_loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a policy loss of your own."""
+    """Keyword arguments of a policy loss of your own, or of `sapo`: `tau_positive` (1.0) and `tau_negative` (1.05)."""
     aggregation: AggregationName = "seq_mean_token_mean"
     """How token losses are averaged into one number (docs/methods.md#aggregation)."""
     norm_length: Positive | None = None
     """The constant length L of `seq_mean_token_sum_norm`. null: `rollout.max_new_tokens`."""
     clip_low: NonNegative = 0.2
-    """Lower clipping range of the ratio (epsilon low): it is clipped at 1 - `clip_low`."""
+    """Lower clipping range of the ratio (epsilon low): it is clipped at 1 - `clip_low` (gmpo: e^-`clip_low`)."""
     clip_high: NonNegative = 0.2
-    """Upper clipping range of the ratio (epsilon high; DAPO: 0.28): it is clipped at 1 + `clip_high`."""
+    """Upper clipping range of the ratio (epsilon high; DAPO: 0.28): it is clipped at 1 + `clip_high` (gmpo:
+    e^`clip_high`)."""
     dual_clip: Annotated[float, Field(gt=1)] = 3.0
     """The bound c of `policy_loss: dual_clip` for negative advantages."""
     old_policy_kl: OldPolicyKlConfig = OldPolicyKlConfig()

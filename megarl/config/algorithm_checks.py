@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, WEIGHTS
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
@@ -13,7 +17,9 @@ def check_algorithm(config: Config) -> None:
     algorithm, needed = config.algorithm, config.algorithm.estimator_needs
     for what, known in (("advantage", ESTIMATORS), ("policy_loss", POLICY_LOSSES)):
         name, arguments = getattr(algorithm, what), getattr(algorithm, f"{what}_args")
-        if arguments and name in known:
+        if name in POLICY_LOSSES and what == "policy_loss" and POLICY_LOSSES[name].arguments:
+            _check_loss_arguments(arguments, POLICY_LOSSES[name].arguments, name)
+        elif arguments and name in known:
             reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
             raise ConfigError.of(f"algorithm.{what}_args", arguments, reason, allowed="{}")
     if needed.group and config.rollout.samples_per_prompt < 2:
@@ -67,6 +73,17 @@ def check_algorithm(config: Config) -> None:
             f"needs a critic, and algorithm.advantage = '{algorithm.advantage}' trains none",
             allowed="0, or set algorithm.advantage to one that needs values, such as 'gae'",
         )
+
+
+def _check_loss_arguments(arguments: Mapping[str, Any], known: tuple[str, ...], loss: str) -> None:
+    """Check the arguments of a built-in loss: numbers above 0, each of a name that the loss takes."""
+    field = "algorithm.policy_loss_args"
+    for name, value in arguments.items():
+        if name not in known:
+            reason = f"algorithm.policy_loss = '{loss}' does not take"
+            raise ConfigError.of(field, name, reason, choices=known)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ConfigError.of(f"{field}.{name}", value, allowed="a number above 0")
 
 
 def _check_correction(config: Config) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, LossNeeds
 
 PresetName = Literal[
-    "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "remax", "opo", "gpg"
+    "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "opo", "gpg"
 ]  # fmt: skip
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 NormalisationName = Literal["none", "batch", "group", "batch_rms", "group_rms"]
@@ -67,6 +67,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": _preset("dr_grpo", "clip", "seq_mean_token_sum_norm", _LOSS_KL | {"coef": 0.0}),
     # GSPO, arXiv 2507.18071: sequence ratio with its small bounds, no KL
     "gspo": _preset("grpo", "gspo", "seq_mean_token_mean", _LOSS_KL | {"coef": 0.0}),
+    # GMPO, arXiv 2507.20673: geometric mean of ratios that are clipped at e^±0.4, no KL
+    "gmpo": _preset("grpo", "gmpo", "seq_mean_token_mean", _LOSS_KL | {"coef": 0.0}),
+    # SAPO, arXiv 2511.20347: soft gate in place of clipping, no KL
+    "sapo": _preset("grpo", "sapo", "seq_mean_token_mean", _LOSS_KL | {"coef": 0.0}),
     # MiniMax-M1, arXiv 2506.13585: weights without a lower bound and at most 5, token mean, no KL
     "cispo": _preset("grpo", "cispo", "token_mean", _LOSS_KL | {"coef": 0.0}),
     # RLOO, arXiv 2402.14740: the response is one action, its KL (0.03) in the reward that is compared

@@ -66,7 +66,14 @@ def policy_coefficients(name: str) -> Tensor:
         mean = torch.stack([(NEW - OLD)[i == RESPONSE].mean() for i in range(R)])
         ratio = mean.exp()[RESPONSE]
     inside = torch.where(a > 0, ratio <= 1.28, ratio >= 0.8)
+    log_ratio = NEW - OLD
+    kept = torch.where(a > 0, log_ratio <= 0.28, log_ratio >= -0.2)
+    clipped = torch.where(a > 0, log_ratio.clamp(max=0.28), log_ratio.clamp(min=-0.2))
+    geometric = torch.stack([clipped[i == RESPONSE].mean() for i in range(R)]).exp()[RESPONSE]
+    gate = torch.sigmoid((1.05 - 0.05 * (a > 0).double()) * (ratio - 1))
     return {
+        "gmpo": kept * geometric * a,
+        "sapo": 4 * gate * (1 - gate) * ratio * a,
         "clip": inside * ratio * a,
         "gspo": inside * ratio * a,
         "dual_clip": inside * ~((a < 0) & (ratio > 1.8)) * ratio * a,
@@ -80,7 +87,7 @@ def policy_coefficients(name: str) -> Tensor:
 def test_a_policy_losss_coefficient_is_its_formula(name: str) -> None:
     got = coefficients(policy(name, ADVANTAGE), NEW)
     same(got, policy_coefficients(name))
-    if name in ("clip", "dual_clip", "gspo"):
+    if name in ("clip", "dual_clip", "gspo", "gmpo"):
         assert 0 < (got == 0).sum() < len(got)
 
 

@@ -39,6 +39,14 @@ def plain(
         if name == "gspo":
             own = [i for i in range(len(new)) if response[i] == response[t]]
             rho = math.exp(sum(new[i] - old[i] for i in own) / len(own))
+        if name == "gmpo":  # every token of a response has the same advantage here
+            log_rhos = [new[i] - old[i] for i in range(len(new)) if response[i] == response[t]]
+            clipped = [min(x, s.clip_high) if a > 0 else max(x, -s.clip_low) if a < 0 else x for x in log_rhos]
+            mean = math.exp(sum(clipped) / len(clipped))
+            own_is_cut = (a > 0 and new[t] - old[t] > s.clip_high) or (a < 0 and new[t] - old[t] < -s.clip_low)
+            losses.append(-mean * a)
+            gradients.append(0.0 if own_is_cut else -mean * a)
+            continue
         low, high = 1 - s.clip_low, 1 + s.clip_high
         bounded = min(max(rho, low), high)
         if name in ("clip", "dual_clip", "gspo"):
@@ -48,6 +56,10 @@ def plain(
                 loss, gradient = -s.dual_clip * a, 0.0
         elif name == "cispo":
             loss, gradient = -bounded * a * new[t], -bounded * a
+        elif name == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            p = 1 / (1 + math.exp(-tau * (rho - 1)))
+            loss, gradient = -4 / tau * p * a, -4 * p * (1 - p) * rho * a
         elif name == "reinforce":
             loss, gradient = -a * new[t], -a
         else:
@@ -123,7 +135,13 @@ def test_a_ratio_beyond_float32_is_clamped_counted_and_has_no_gradient(name: str
         first = {1.0: -1.28, 0.0: 0.0, -1.0: math.exp(20) if unbounded else 3.0}[advantage]
         assert loss.tolist() == pytest.approx([first, -advantage])
         assert sums["clipped"].item() == (advantage != 0 and not unbounded)
-    if name in ("clip", "dual_clip"):
+    if name == "gmpo":
+        assert loss.tolist() == pytest.approx([{1.0: -math.exp(0.28), 0.0: 0.0, -1.0: math.exp(20)}[advantage], -advantage])
+        assert sums["clipped"].item() == (advantage > 0)
+    if name == "sapo":
+        tau = 1.0 if advantage > 0 else 1.05
+        assert loss.tolist() == pytest.approx([-4 / tau * advantage, -2 / tau * advantage])
+    if name in ("clip", "dual_clip", "gmpo", "sapo"):
         assert new.grad.tolist() == [0.0, -advantage]
     if name == "kl_penalty":
         assert new.grad[0] == 0
@@ -135,7 +153,7 @@ def test_a_ratio_beyond_float32_is_clamped_counted_and_has_no_gradient(name: str
         assert inside[1]["clamped"].item() == 0
 
 
-@pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo"])
+@pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo", "gmpo"])
 def test_the_clipped_metric_counts_the_tokens_without_gradient(name: str) -> None:
     new, old, advantages, response = tokens(1.5)
     loss, sums = POLICY_LOSSES.resolve(name)(new, old, advantages, response=response, settings=SETTINGS)

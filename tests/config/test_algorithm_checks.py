@@ -88,7 +88,7 @@ def test_a_group_of_one_response_is_not_normalised_within_itself() -> None:
 def test_only_losses_that_clip_ratios_from_below_need_a_lower_bound(tmp_path: Any) -> None:
     (tmp_path / "mine.py").write_text(OWN_LOSS)
     own = f"{tmp_path / 'mine.py'}:loss"
-    for loss in ("cispo", own):
+    for loss in ("cispo", "gmpo", own):
         assert config(f"algorithm.policy_loss={loss}", "algorithm.clip_low=1.0").algorithm.clip_low == 1.0
     for loss in ("clip", "dual_clip", "gspo"):
         with pytest.raises(
@@ -103,6 +103,11 @@ NOTHING_READS = [
     ("algorithm={advantage: reinforce, gae_lambda: 0.9}", "algorithm.gae_lambda is 0.9"),
     ("algorithm={policy_loss: reinforce, clip_high: 0.3}", "algorithm.clip_high is 0.3"),
     ("algorithm.dual_clip=4", "algorithm.dual_clip is 4.0, which algorithm.policy_loss = 'clip' does not read"),
+    (
+        "algorithm={policy_loss: sapo, clip_low: 0.3}",
+        "algorithm.clip_low is 0.3, which algorithm.policy_loss = 'sapo' does not",
+    ),
+    ("algorithm={policy_loss: gmpo, policy_loss_args: {tau_positive: 1}}", "algorithm.policy_loss = 'gmpo' is built in"),
     ("algorithm.norm_length=9", "algorithm.aggregation = 'seq_mean_token_mean' does not read; it must be null"),
     ("algorithm={advantage: rloo, advantage_eps: 1e-3}", "algorithm.advantage_normalisation = 'none' does not read"),
     ("algorithm={advantage: grpo, advantage_normalisation: batch_rms, unbiased_std: false}", "it must be true"),
@@ -121,6 +126,24 @@ def test_a_constant_that_nothing_reads_is_refused(override: str, sentence: str) 
     with pytest.raises(ConfigError) as raised:
         config(override)
     assert sentence in str(raised.value)
+
+
+WRONG_ARGUMENTS = [
+    ("{tau_positve: 2}", "policy_loss_args is 'tau_positve', which algorithm.policy_loss = 'sapo' does not take; it must be"),
+    ("{tau_positve: 2}", "did you mean 'tau_positive'?"),
+    ("{tau_negative: 0}", "algorithm.policy_loss_args.tau_negative is 0; it must be a number above 0"),
+    ("{tau_negative: true}", "tau_negative is true; it must be a number above 0"),
+    ("{tau_negative: .inf}", "it must be a number above 0"),
+    ("{tau_negative: '2'}", "it must be a number above 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), WRONG_ARGUMENTS)
+def test_a_built_in_losss_arguments_are_numbers_that_it_takes(arguments: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config("algorithm.name=sapo", f"algorithm.policy_loss_args={arguments}")
+    assert sentence in str(raised.value)
+    assert config("algorithm.name=sapo", "algorithm.policy_loss_args={tau_negative: 2}").algorithm.policy_loss == "sapo"
 
 
 def test_constants_are_read_by_whoever_says_so(tmp_path: Any) -> None:
@@ -211,6 +234,8 @@ def test_a_loss_without_a_ratio_has_nothing_to_take_to_the_engine() -> None:
     [
         (["algorithm.policy_loss=gspo"], (3e-4, 4e-4)),
         (["algorithm.policy_loss=cispo"], (1.0, 4.0)),
+        (["algorithm.name=gmpo"], (0.4, 0.4)),
+        (["algorithm.name=gspo", "algorithm.policy_loss=gmpo"], (0.4, 0.4)),
         (["algorithm.name=dapo"], (0.2, 0.28)),
         (["algorithm.name=dapo", "algorithm.policy_loss=dual_clip"], (0.2, 0.28)),
         (["algorithm.name=gspo", "algorithm.policy_loss=clip"], (0.2, 0.2)),

@@ -26,7 +26,7 @@ from tests.world import World
 
 VOCAB = 67
 FLOPS = FlopsModel(per_token=30_720, per_logit_row=64 * VOCAB, per_pair=256)
-LOSSES = ("clip", "dual_clip", "gspo", "cispo", "reinforce", "kl_penalty")
+LOSSES = ("clip", "dual_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "kl_penalty")
 Variant = tuple[int, int | None, bool]
 """Tokens per micro-batch, seed of the samples' order (None: as they are), whether a group's prompt is computed once."""
 WHOLE: Variant = (10_000, None, True)

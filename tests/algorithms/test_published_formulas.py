@@ -1,0 +1,103 @@
+"""SAPO, GMPO, SimPO, ORPO, robust DPO and DFT as their papers write them, on padded batches in float64, with autograd.
+
+The references work on `[B, T]` with a mask and loops over responses; megarl's losses get the sampled tokens alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megarl.algorithms import POLICY_LOSSES, LossSettings, token_weights
+
+B, T = 6, 11
+RATIO_SPREAD = 0.7
+"""Standard deviation of log ρ: tokens of an older policy, far on both sides of every bound."""
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+MASK = torch.arange(T) < torch.tensor([11, 1, 7, 4, 9, 2])[:, None]
+MASK[0, 3:6] = MASK[4, 1] = MASK[2, 5] = False  # tool tokens
+OLD = (-draw(B, T, seed=1).abs() - 0.1).masked_fill(~MASK, float("nan"))
+NEW = OLD + RATIO_SPREAD * draw(B, T, seed=2)
+ADVANTAGES = torch.tensor([1.3, -0.8, -1.7, 0.6, 0.0, 0.6], dtype=torch.float64)
+"""Of responses; one is 0, as in a group of equal rewards, and two are equal."""
+
+
+def published_sapo(new: Tensor, tau_positive: float, tau_negative: float) -> Tensor:
+    """−(1/B) Σ_i (1/|o_i|) Σ_t f(ρ)·A, f(ρ) = σ(τ(ρ − 1))·4/τ (arXiv 2511.20347)."""
+    total = new.new_zeros(())
+    for i in range(B):
+        ratio = (new[i, MASK[i]] - OLD[i, MASK[i]]).exp()
+        tau = tau_positive if ADVANTAGES[i] > 0 else tau_negative
+        total = total - (4 / tau / (1 + (-tau * (ratio - 1)).exp()) * ADVANTAGES[i]).mean()
+    return total / B
+
+
+def published_gmpo(new: Tensor, low: float, high: float) -> Tensor:
+    """−(1/B) Σ_i {Π_t min[ρ^sgn(A), clip(ρ, e^−low, e^high)^sgn(A)]^sgn(A)}^(1/|o_i|)·A (arXiv 2507.20673)."""
+    total = new.new_zeros(())
+    bounds = torch.tensor([-low, high], dtype=torch.float64).exp()
+    for i in range(B):
+        ratio, sign = (new[i, MASK[i]] - OLD[i, MASK[i]]).exp(), ADVANTAGES[i].sign()
+        bounded = torch.min(ratio**sign, ratio.clamp(*bounds) ** sign) ** sign
+        total = total - bounded.prod() ** (1 / len(ratio)) * ADVANTAGES[i]
+    return total / B
+
+
+def of_megarl(name: str, new: Tensor, settings: LossSettings, **arguments: float) -> Tensor:
+    """The loss of the step, from two micro-batches."""
+    weights = token_weights(MASK, "seq_mean_token_mean").double()
+    total = new.new_zeros(())
+    for rows in (torch.tensor([0, 2, 5]), torch.tensor([1, 3, 4])):
+        mask = MASK[rows]
+        response = torch.arange(len(rows))[:, None].expand_as(mask)[mask]
+        advantages = ADVANTAGES[rows][:, None].expand_as(mask)[mask]
+        loss, _ = POLICY_LOSSES.resolve(name)(
+            new[rows][mask], OLD[rows][mask], advantages, response=response, settings=settings, **arguments
+        )
+        total = total + (weights[rows][mask] * loss).sum()
+    return total
+
+
+def compare(got: Tensor, want: Tensor, leaf: Tensor) -> Tensor:
+    """Value and gradient; weights are float32, so both are equal to its rounding. Returns the gradient."""
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9)
+    (got_gradient,) = torch.autograd.grad(got, leaf, retain_graph=True)
+    (want_gradient,) = torch.autograd.grad(want, leaf, retain_graph=True)
+    torch.testing.assert_close(got_gradient[MASK], want_gradient[MASK], rtol=1e-6, atol=1e-9)
+    assert not got_gradient[~MASK].any()
+    return got_gradient[MASK]
+
+
+@pytest.mark.parametrize(("tau_positive", "tau_negative"), [(1.0, 1.05), (0.5, 3.0)])
+def test_sapo_is_the_papers_objective(tau_positive: float, tau_negative: float) -> None:
+    leaf = NEW.clone().requires_grad_()
+    got = of_megarl("sapo", leaf, LossSettings(), tau_positive=tau_positive, tau_negative=tau_negative)
+    compare(got, published_sapo(leaf, tau_positive, tau_negative), leaf)
+    if tau_positive == 1.0:
+        assert torch.equal(of_megarl("sapo", leaf, LossSettings()), got)  # the paper's temperatures are the defaults
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.4), (0.1, 0.3), (1.2, 5.0)])
+def test_gmpo_is_the_papers_objective(low: float, high: float) -> None:
+    leaf = NEW.clone().requires_grad_()
+    got = of_megarl("gmpo", leaf, LossSettings(clip_low=low, clip_high=high))
+    gradient = compare(got, published_gmpo(leaf, low, high), leaf)
+    moves = (ADVANTAGES != 0)[:, None].expand_as(MASK)[MASK]
+    assert bool(((gradient == 0) & moves).any()) is (low < 1)
+
+
+def test_a_ratio_on_gmpos_bound_keeps_its_gradient() -> None:
+    new = torch.tensor([0.5, -0.25, 0.5, -0.25], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+    loss, sums = POLICY_LOSSES.resolve("gmpo")(
+        new, torch.zeros(4), advantages, response=torch.arange(4), settings=LossSettings(clip_low=0.25, clip_high=0.5)
+    )
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    torch.testing.assert_close(gradient, -advantages * new.detach().exp())
+    assert sums["clipped"] == 0
