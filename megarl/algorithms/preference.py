@@ -1,4 +1,4 @@
-"""Preference losses: pairs (DPO, cDPO, IPO, with the RPO term) by name, and KTO for single responses.
+"""Preference losses: pairs (DPO and its variants, SimPO, ORPO, with the RPO term) by name, and KTO for single responses.
 
 Formulas and sources: docs/methods.md#objectives.
 
@@ -24,13 +24,15 @@ class PreferenceSettings:
     """The constants of the preference losses; each loss reads the ones it names."""
 
     beta: float = 0.1
-    """β, the weight of the reference, above 0."""
+    """β, the weight of the reference, above 0; of `simpo` the scale of its reward, of `orpo` the weight λ of the odds ratio."""
     label_smoothing: float = 0.0
-    """s of `cdpo`, in [0, ½): the share of pairs assumed to be the wrong way round."""
+    """s of `cdpo` and `robust_dpo`, in [0, ½): the share of pairs assumed to be the wrong way round."""
+    target_margin: float = 0.5
+    """γ of `simpo`, at least 0: by how much the chosen reward should exceed the other one."""
     length_normalised: bool = False
     """`ipo`: log-ratios are means over a response's tokens (true) or sums (false)."""
     rpo_alpha: float = 0.0
-    """α of every pair loss: adds α·(−logp_w/|y_w|), the RPO term."""
+    """α of every pair loss but `orpo`, which has it as 1: adds α·(−logp_w/|y_w|), the RPO term."""
     desirable_weight: float = 1.0
     """λ_D of `kto`."""
     undesirable_weight: float = 1.0
@@ -43,15 +45,16 @@ class PreferenceLoss(Protocol):
     Args:
         chosen: float `[P]`, log π_θ(y_w|x), summed over the response's tokens, in nats; gradients flow through it.
         rejected: float `[P]`, the same of y_l.
-        ref_chosen: float `[P]`, log π_ref(y_w|x); no gradient.
-        ref_rejected: float `[P]`, log π_ref(y_l|x); no gradient.
+        ref_chosen: float `[P]`, log π_ref(y_w|x); no gradient. `simpo` and `orpo` do not read it.
+        ref_rejected: float `[P]`, log π_ref(y_l|x), likewise.
         chosen_tokens: `[P]`, |y_w|, the number of tokens summed over, at least 1.
         rejected_tokens: `[P]`, |y_l|.
         settings: the constants.
 
     Returns:
         The loss `[P]`, and scalar sums over the pairs without gradient: `accuracy`, the number of pairs whose chosen
-        response has the greater reward; `chosen_reward` and `rejected_reward`, Σβ(logp − ref); `margin`, their difference.
+        response has the greater reward; `chosen_reward` and `rejected_reward`, Σβ(logp − ref), of `simpo` and `orpo`
+        Σβ·logp/|y|; `margin`, their difference.
     """
 
     def __call__(
@@ -68,6 +71,8 @@ class PreferenceLoss(Protocol):
 
 
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss")
+LARGEST_MEAN_LOG_PROB = -1e-6
+"""`orpo` takes the odds of mean log-probs up to this many nats: at 0 the odds are infinite."""
 
 
 def _rpo_term(chosen: Tensor, chosen_tokens: Tensor, settings: PreferenceSettings) -> Tensor | float:
@@ -121,6 +126,75 @@ def cdpo(
     margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
     loss = -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
     return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("robust_dpo")
+def robust_dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """((1−s)·(`dpo` of the pair) − s·(`dpo` of the pair the other way round))/(1−2s), s = `label_smoothing` (arXiv 2403.00409).
+
+    Over labels that are swapped with probability s its mean is `dpo` of the true labels. The RPO term is left as it is.
+    See `PreferenceLoss`.
+    """
+    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
+    loss = (share * logsigmoid(-margin) - (1 - share) * logsigmoid(margin)) / (1 - 2 * share)
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("simpo")
+def simpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−log σ(β·logp_w/|y_w| − β·logp_l/|y_l| − γ), γ = `target_margin` (arXiv 2405.14734), plus the RPO term.
+
+    No reference is read. See `PreferenceLoss`.
+    """
+    chosen_mean, rejected_mean = chosen / chosen_tokens, rejected / rejected_tokens
+    loss = -logsigmoid(settings.beta * (chosen_mean - rejected_mean) - settings.target_margin)
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_mean, rejected_mean, settings)
+
+
+@PREFERENCE_LOSSES.register("orpo")
+def orpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−m_w − β·log σ(log odds(m_w) − log odds(m_l)), m = logp/|y| and odds(m) = e^m/(1 − e^m) (arXiv 2403.07691).
+
+    No reference is read, and there is no RPO term: −m_w is it. Odds are those of m up to `LARGEST_MEAN_LOG_PROB`, beyond
+    which they have no gradient. See `PreferenceLoss`.
+    """
+    chosen_mean, rejected_mean = chosen / chosen_tokens, rejected / rejected_tokens
+    loss = -chosen_mean - settings.beta * logsigmoid(_log_odds(chosen_mean) - _log_odds(rejected_mean))
+    return loss, _sums(chosen_mean, rejected_mean, settings)
+
+
+def _log_odds(mean: Tensor) -> Tensor:
+    """log(e^m/(1 − e^m)) of mean log-probs m `[P]`."""
+    bounded = mean.clamp(max=LARGEST_MEAN_LOG_PROB)
+    return bounded - (-torch.expm1(bounded)).log()
 
 
 @PREFERENCE_LOSSES.register("ipo")

@@ -37,7 +37,7 @@ COMMANDS = (
 OBJECTIVES = {
     "sft": ("sft",),
     "reward-model": ("reward_model", "process_reward_model"),
-    "preference": ("dpo", "cdpo", "ipo", "kto"),
+    "preference": ("dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"),
 }
 """The commands that are `train` for some objectives alone, and what `objective.name` must be."""
 
@@ -153,7 +153,7 @@ def _training_commands(commands: Any) -> None:
     for command, what in (
         ("sft", "on demonstrations or conversations"),
         ("reward-model", "a scalar head on pairs (outcome) or on judged steps (process)"),
-        ("preference", "on pairs by dpo, cdpo or ipo, or on labelled responses by kto"),
+        ("preference", "on pairs by dpo, cdpo, robust_dpo, ipo, simpo or orpo, or on labelled responses by kto"),
     ):
         supervised = commands.add_parser(
             command,

@@ -113,9 +113,9 @@ def _check_objective(config: SupervisedConfig) -> None:
             shown = str(unset).lower() if isinstance(unset, bool) else str(unset)
             reason = f"objective.name = '{objective.name}' does not read"
             raise ConfigError.of(f"objective.{field}", value, reason, allowed=shown)
-    if objective.name == "cdpo" and not objective.label_smoothing:
+    if objective.name in OBJECTIVE_FIELDS["label_smoothing"] and not objective.label_smoothing:
         remedy = "set it above 0, or set objective.name to 'dpo', which is the same without it"
-        raise ConfigError.needs("objective.name = 'cdpo'", "objective.label_smoothing", remedy)
+        raise ConfigError.needs(f"objective.name = '{objective.name}'", "objective.label_smoothing", remedy)
     if data.margin_key is not None and objective.name != "reward_model":
         remedy = "set objective.name to 'reward_model', or remove data.margin_key"
         raise ConfigError.needs("data.margin_key", "the loss of a reward model", remedy)

@@ -3,9 +3,9 @@ own.  The same rules as in `schema.py`: frozen, strict, one line under each fiel
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
@@ -21,13 +21,19 @@ from megarl.config.sections import (
     TrackersConfig,
 )
 
-PREFERENCE_LOSSES = ("dpo", "cdpo", "ipo", "kto")
-PAIR_LOSSES = ("dpo", "cdpo", "ipo", "reward_model")
+PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo")
+PREFERENCE_LOSSES = (*PAIR_PREFERENCES, "kto")
+PAIR_LOSSES = (*PAIR_PREFERENCES, "reward_model")
+REFERENCE_FREE = ("simpo", "orpo")
+"""The preference losses that compare with no reference, so none is loaded."""
+SIMPO_BETA = 2.0
+"""`objective.beta` of `simpo` if the config does not say: mean log-probs are smaller than the sums of the other losses."""
 OBJECTIVE_FIELDS: dict[str, tuple[str, ...]] = {
     "beta": PREFERENCE_LOSSES,
-    "label_smoothing": ("cdpo",),
+    "label_smoothing": ("cdpo", "robust_dpo"),
+    "target_margin": ("simpo",),
     "length_normalised": ("ipo",),
-    "rpo_alpha": ("dpo", "cdpo", "ipo"),
+    "rpo_alpha": tuple(name for name in PAIR_PREFERENCES if name != "orpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
     "aggregation": ("sft",),
@@ -38,13 +44,18 @@ OBJECTIVE_FIELDS: dict[str, tuple[str, ...]] = {
 class ObjectiveConfig(Section):
     """The loss (docs/methods.md#objectives)."""
 
-    name: Literal["sft", "reward_model", "process_reward_model", "dpo", "cdpo", "ipo", "kto"] = "sft"
+    name: Literal[
+        "sft", "reward_model", "process_reward_model", "dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"
+    ] = "sft"  # fmt: skip
     """`sft`: cross-entropy on responses. `reward_model`: scalar head on pairs. `process_reward_model`: scalar head on
     steps. The others: preference losses."""
     beta: Annotated[float, Field(gt=0)] = 0.1
-    """Beta of the preference losses: how strongly the policy is kept near the reference."""
+    """Beta of the preference losses: how strongly the policy is kept near the reference (simpo: scale of the reward; orpo:
+    weight of the odds ratio). Default: 0.1, and 2.0 for simpo."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed fraction of pairs with swapped labels (cdpo)."""
+    """Assumed fraction of pairs with swapped labels (cdpo, robust_dpo)."""
+    target_margin: NonNegative = 0.5
+    """Gamma: by how much the chosen response's reward should exceed the other one's (simpo)."""
     length_normalised: bool = False
     """Divide log-ratios by the length of the response (ipo)."""
     rpo_alpha: NonNegative = 0.0
@@ -55,6 +66,11 @@ class ObjectiveConfig(Section):
     """Weight of undesirable responses (kto)."""
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
     """How token losses are averaged into one number (sft)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_name(cls, tree: Any) -> Any:
+        return {"beta": SIMPO_BETA} | tree if isinstance(tree, dict) and tree.get("name") == "simpo" else tree
 
 
 class SupervisedFields(Section):
@@ -127,7 +143,7 @@ class SupervisedConfig(Questions):
     @property
     def uses_reference(self) -> bool:
         """Whether the loss compares with a frozen model."""
-        return self.objective.name in PREFERENCE_LOSSES
+        return self.objective.name in PREFERENCE_LOSSES and self.objective.name not in REFERENCE_FREE
 
     @property
     def has_value_head(self) -> bool:
@@ -137,7 +153,7 @@ class SupervisedConfig(Questions):
     def batch_rows(self) -> list[tuple[str, str]]:
         """(what, how many) of one training step, as it is printed before the run starts."""
         dp, rows = self.policy.layout.dp, self.data.rows_per_step
-        of_each = {"dpo": "pairs", "cdpo": "pairs", "ipo": "pairs", "reward_model": "pairs"}.get(self.objective.name, "rows")
+        of_each = "pairs" if self.objective.name in PAIR_LOSSES else "rows"
         return [
             (f"{of_each} per step", f"{rows}"),
             (f"{of_each} per DP rank", f"{rows // dp} = {rows} / {dp}"),

@@ -147,7 +147,7 @@ def test_a_kl_estimators_coefficient_is_its_formula(estimator: str, unbiased: bo
 def test_a_preference_losss_coefficient_is_its_formula_at_every_token(name: str, length_normalised: bool) -> None:
     """DPO's is β·σ(−margin) on the chosen response's tokens and minus that on the rejected one's; RPO adds α/|y_w|."""
     settings = PreferenceSettings(beta=BETA, label_smoothing=0.1, rpo_alpha=0.4, length_normalised=length_normalised)
-    tokens = draw(2, R, T, seed=5) * MASK
+    tokens = -draw(2, R, T, seed=5).abs() * MASK
     reference = draw(2, R, seed=6)
     lengths = MASK.sum(1).double()
     rejected_lengths = lengths.flip(0)
@@ -167,11 +167,23 @@ def test_a_preference_losss_coefficient_is_its_formula_at_every_token(name: str,
         pull = BETA * torch.sigmoid(-margin)
     elif name == "cdpo":
         pull = BETA * (0.9 * torch.sigmoid(-margin) - 0.1 * torch.sigmoid(margin))
+    elif name == "robust_dpo":
+        pull = BETA * (0.9 * torch.sigmoid(-margin) + 0.1 * torch.sigmoid(margin)) / 0.8
+    elif name == "simpo":
+        per_chosen, per_rejected = 1 / lengths, 1 / rejected_lengths
+        means = (h + reference) * torch.stack([per_chosen, per_rejected])
+        pull = BETA * torch.sigmoid(0.5 - BETA * (means[0] - means[1]))
+    elif name == "orpo":
+        means = (h + reference) / torch.stack([lengths, rejected_lengths])
+        odds = means.exp() / (1 - means.exp())
+        pull = BETA * odds[1] / (odds[0] + odds[1])
+        per_chosen, per_rejected = (1 + odds) / torch.stack([lengths, rejected_lengths])
     else:
         if length_normalised:
             per_chosen, per_rejected = 1 / lengths, 1 / rejected_lengths
         pull = 2 * (1 / (2 * BETA) - (h[0] * per_chosen - h[1] * per_rejected))
-    same(got[0], (pull * per_chosen + 0.4 / lengths)[:, None] * MASK)
+    alpha = 1.0 if name == "orpo" else 0.4
+    same(got[0], (pull * per_chosen + alpha / lengths)[:, None] * MASK)
     same(got[1], (-pull * per_rejected)[:, None] * rejected_mask)
 
 

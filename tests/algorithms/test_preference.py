@@ -45,9 +45,20 @@ def plain(name: str, data: dict[str, Tensor], s: PreferenceSettings) -> list[tup
     for row in zip(*(values.tolist() for values in data.values()), strict=True):
         logp_w, logp_l, ref_w, ref_l, n_w, n_l = row
         h_w, h_l = logp_w - ref_w, logp_l - ref_l
+        if name in ("simpo", "orpo"):
+            h_w, h_l = logp_w / n_w, logp_l / n_l
         if name == "ipo" and s.length_normalised:
             h_w, h_l = h_w / n_w, h_l / n_l
-        if name == "ipo":
+        if name == "simpo":
+            loss = -math.log(sigmoid(s.beta * h_w - s.beta * h_l - s.target_margin))
+        elif name == "orpo":
+            odds_w, odds_l = (math.exp(m) / (1 - math.exp(m)) for m in (min(h_w, -1e-6), min(h_l, -1e-6)))
+            rows.append((-h_w - s.beta * math.log(odds_w / odds_l / (1 + odds_w / odds_l)), s.beta * h_w, s.beta * h_l))
+            continue
+        elif name == "robust_dpo":
+            right, swapped = (-math.log(sigmoid(sign * s.beta * (h_w - h_l))) for sign in (1, -1))
+            loss = ((1 - s.label_smoothing) * right - s.label_smoothing * swapped) / (1 - 2 * s.label_smoothing)
+        elif name == "ipo":
             loss = (h_w - h_l - 1 / (2 * s.beta)) ** 2
         else:
             smoothing = s.label_smoothing if name == "cdpo" else 0.0
@@ -64,7 +75,8 @@ def test_every_loss_is_its_row_of_methods(name: str, changes: dict[str, Any]) ->
     data = pairs()
     loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=settings)
     want = plain(name, data, settings)
-    torch.testing.assert_close(loss, torch.tensor([row[0] for row in want], dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    rtol = 1e-9 if name == "orpo" else 1e-12  # 1 − e^m of the reference cancels where m is nearly 0
+    torch.testing.assert_close(loss, torch.tensor([row[0] for row in want], dtype=torch.float64), rtol=rtol, atol=1e-13)
     assert sums["accuracy"].item() == sum(good > bad for _, good, bad in want) not in (0, P)
     assert sums["chosen_reward"].item() == pytest.approx(sum(good for _, good, _ in want), rel=1e-5)
     assert sums["rejected_reward"].item() == pytest.approx(sum(bad for _, _, bad in want), rel=1e-5)
@@ -78,8 +90,11 @@ def test_every_loss_is_its_row_of_methods(name: str, changes: dict[str, Any]) ->
         ("cdpo", {"label_smoothing": 0.3}, True),
         ("ipo", {"length_normalised": True}, True),
         ("dpo", {"length_normalised": True}, False),
-        *((name, {"rpo_alpha": 1.0}, True) for name in ("dpo", "cdpo", "ipo")),
-        *((name, {"beta": 0.1}, True) for name in ("dpo", "cdpo", "ipo")),
+        ("robust_dpo", {"label_smoothing": 0.3}, True),
+        ("simpo", {"target_margin": 1.0}, True),
+        ("dpo", {"target_margin": 1.0}, False),
+        *((name, {"rpo_alpha": 1.0}, name != "orpo") for name in PREFERENCE_LOSSES),
+        *((name, {"beta": 0.1}, True) for name in PREFERENCE_LOSSES),
     ],
 )
 def test_a_setting_acts_where_its_docstring_says(name: str, changes: dict[str, Any], acts: bool) -> None:
@@ -92,10 +107,43 @@ def test_a_setting_acts_where_its_docstring_says(name: str, changes: dict[str, A
 def test_at_the_reference_dpo_is_log_two_and_ipo_its_target_squared() -> None:
     data = pairs()
     data |= {"chosen": data["ref_chosen"], "rejected": data["ref_rejected"]}
-    for name, want in (("dpo", math.log(2)), ("cdpo", math.log(2)), ("ipo", (1 / 0.6) ** 2)):
+    for name, want in (("dpo", math.log(2)), ("cdpo", math.log(2)), ("robust_dpo", math.log(2)), ("ipo", (1 / 0.6) ** 2)):
         loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=SETTINGS)
         torch.testing.assert_close(loss, torch.full((P,), want, dtype=torch.float64))
         assert sums["accuracy"].item() == sums["margin"].item() == 0
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_reads_none(name: str) -> None:
+    data, nothing = pairs(), torch.full((P,), float("nan"), dtype=torch.float64)
+    loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=SETTINGS)
+    blind, blind_sums = PREFERENCE_LOSSES.resolve(name)(
+        **data | {"ref_chosen": nothing, "ref_rejected": nothing}, settings=SETTINGS
+    )
+    assert torch.equal(loss, blind)
+    assert sums == blind_sums
+
+
+def test_a_certain_response_has_finite_odds_and_gradients_in_orpo() -> None:
+    """In float32 a short response may have probability 1, whose odds are infinite."""
+    both = torch.tensor([[0.0, -1e-9, 0.0, -80.0], [-0.5, 0.0, 0.0, 0.0]], requires_grad=True)
+    ones = torch.ones(4)
+    loss, _ = PREFERENCE_LOSSES.resolve("orpo")(
+        *both, ones, ones, chosen_tokens=ones, rejected_tokens=ones, settings=PreferenceSettings(beta=0.5)
+    )
+    (gradient,) = torch.autograd.grad(loss.sum(), both)
+    assert bool(loss.isfinite().all())
+    assert bool(gradient.isfinite().all())
+    assert gradient[0, :3].tolist() == [-1.0] * 3  # of −m_w alone
+    assert loss[2].item() == pytest.approx(0.5 * math.log(2))
+
+
+def test_robust_dpos_mean_over_swapped_labels_is_dpo_of_the_true_ones() -> None:
+    data, settings = pairs(), dataclasses.replace(SETTINGS, label_smoothing=0.3)
+    swapped = {name: data[name.replace("chosen", "X").replace("rejected", "chosen").replace("X", "rejected")] for name in data}
+    robust = PREFERENCE_LOSSES.resolve("robust_dpo")
+    mean = 0.7 * robust(**data, settings=settings)[0] + 0.3 * robust(**swapped, settings=settings)[0]
+    torch.testing.assert_close(mean, PREFERENCE_LOSSES.resolve("dpo")(**data, settings=settings)[0], rtol=1e-12, atol=1e-13)
 
 
 def test_a_pair_that_is_hopelessly_wrong_has_a_finite_loss_and_gradient() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import POLICY_LOSSES, LossSettings, token_weights
+from megarl.algorithms import POLICY_LOSSES, PREFERENCE_LOSSES, LossSettings, PreferenceSettings, token_weights
 
 B, T = 6, 11
 RATIO_SPREAD = 0.7
@@ -101,3 +101,51 @@ def test_a_ratio_on_gmpos_bound_keeps_its_gradient() -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), new)
     torch.testing.assert_close(gradient, -advantages * new.detach().exp())
     assert sums["clipped"] == 0
+
+
+PAIRS = ((0, 1), (2, 0), (3, 4), (5, 5))
+"""Rows of NEW as chosen and rejected responses; both sides of the last pair are equal."""
+
+
+def response_mean(log_probs: Tensor, row: int) -> Tensor:
+    """log of the geometric mean of the token probabilities of a response, tool tokens left out."""
+    return log_probs[row, MASK[row]].mean()
+
+
+def published_preference(name: str, new: Tensor, s: PreferenceSettings) -> Tensor:
+    """SimPO (arXiv 2405.14734), ORPO (2403.07691), robust DPO (2403.00409), summed over PAIRS."""
+    total = new.new_zeros(())
+    for w, r in PAIRS:
+        if name == "simpo":
+            rewards = [s.beta * response_mean(new, row) for row in (w, r)]
+            loss = -torch.sigmoid(rewards[0] - rewards[1] - s.target_margin).log()
+        elif name == "orpo":
+            p_w, p_l = (response_mean(new, row).exp() for row in (w, r))
+            ratio = (p_w / (1 - p_w)) / (p_l / (1 - p_l))
+            loss = -response_mean(new, w) + s.beta * -torch.sigmoid(ratio.log()).log()
+        else:
+            h_w, h_l = ((new[row, MASK[row]] - OLD[row, MASK[row]]).sum() for row in (w, r))
+            right, swapped = -torch.sigmoid(s.beta * (h_w - h_l)).log(), -torch.sigmoid(s.beta * (h_l - h_w)).log()
+            loss = ((1 - s.label_smoothing) * right - s.label_smoothing * swapped) / (1 - 2 * s.label_smoothing)
+        total = total + loss
+    return total
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo", "robust_dpo"])
+@pytest.mark.parametrize("constants", [{"beta": 2.0, "target_margin": 1.6, "label_smoothing": 0.2}, {"beta": 0.1}])
+def test_a_preference_loss_is_the_papers(name: str, constants: dict[str, float]) -> None:
+    settings = PreferenceSettings(**constants)
+    leaf = (-NEW.abs()).requires_grad_()
+    sums = leaf.masked_fill(~MASK, 0).sum(1)
+    references, lengths = OLD.masked_fill(~MASK, 0).sum(1), MASK.sum(1)
+    chosen, rejected = (torch.tensor(side) for side in zip(*PAIRS, strict=True))
+    loss, _ = PREFERENCE_LOSSES.resolve(name)(
+        sums[chosen],
+        sums[rejected],
+        references[chosen],
+        references[rejected],
+        chosen_tokens=lengths[chosen],
+        rejected_tokens=lengths[rejected],
+        settings=settings,
+    )
+    compare(loss.sum(), published_preference(name, leaf, settings), leaf)

@@ -98,7 +98,11 @@ def test_config_lists_every_leaf(capsys) -> None:
         ("sft", "sft", "supervised"),
         ("sft", "dpo", "s.yaml trains by dpo, but `megarl sft` trains by sft; `megarl train` runs any config"),
         ("reward-model", "sft", "trains by reward_model or process_reward_model"),
-        ("preference", None, "trains by sft, but `megarl preference` trains by dpo or cdpo or ipo or kto"),
+        (
+            "preference",
+            None,
+            "trains by sft, but `megarl preference` trains by dpo or cdpo or robust_dpo or ipo or simpo or orpo or kto",
+        ),
     ],
 )
 def test_train_runs_any_config_and_its_aliases_what_they_promise(

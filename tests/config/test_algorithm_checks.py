@@ -173,6 +173,11 @@ OBJECTIVES = [
     ("objective={name: dpo, desirable_weight: 2}", "objective.desirable_weight is 2.0"),
     ("objective={name: dpo, aggregation: seq_mean_token_mean}", "it must be token_mean"),
     ("objective.name=cdpo", "objective.name = 'cdpo' needs objective.label_smoothing"),
+    ("objective.name=robust_dpo", "objective.name = 'robust_dpo' needs objective.label_smoothing"),
+    ("objective={name: orpo, rpo_alpha: 1}", "objective.rpo_alpha is 1.0, which objective.name = 'orpo' does not read"),
+    ("objective={name: dpo, target_margin: 1}", "objective.target_margin is 1.0, which objective.name = 'dpo' does not read"),
+    ("objective={name: simpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1"),
+    ("objective={name: simpo, target_margin: -1}", "objective.target_margin is -1"),
     ("data.margin_key=m", "data.margin_key needs the loss of a reward model"),
 ]
 
@@ -182,6 +187,25 @@ def test_a_constant_that_the_objective_does_not_read_is_refused(override: str, s
     with pytest.raises(ConfigError) as raised:
         supervised(override)
     assert sentence in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "beta", "roles"),
+    [
+        ("dpo", 0.1, ["policy", "reference"]),
+        ("robust_dpo", 0.1, ["policy", "reference"]),
+        ("simpo", 2.0, ["policy"]),
+        ("orpo", 0.1, ["policy"]),
+    ],
+)
+def test_a_loss_without_a_reference_loads_none_and_has_a_beta_of_its_own(name: str, beta: float, roles: list[str]) -> None:
+    smoothing = ["objective.label_smoothing=0.1"] if name == "robust_dpo" else []
+    resolved = supervised(f"objective.name={name}", *smoothing)
+    assert resolved.objective.beta == beta
+    assert [role.name for role in resolved.roles] == roles
+    assert ("pairs per step", "32") in resolved.batch_rows()
+    assert parse_supervised_config(yaml.safe_load(to_yaml(resolved))) == resolved
+    assert supervised(f"objective.name={name}", *smoothing, "objective.beta=0.1").objective.beta == 0.1
 
 
 def test_kto_needs_two_rows_to_mismatch() -> None:

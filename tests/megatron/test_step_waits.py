@@ -70,7 +70,8 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 
     initialize_layout(Layout(), seed=1)
     policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
-    pairs = [PairObjective(name, PreferenceSettings(rpo_alpha=0.1), 6) for name in ("dpo", "cdpo", "ipo")]
+    pairs = [PairObjective(name, PreferenceSettings(rpo_alpha=0.1), 6) for name in ("dpo", "cdpo", "robust_dpo", "ipo")]
+    pairs += [PairObjective(name, PreferenceSettings(), 6, has_reference=False) for name in ("simpo", "orpo")]
     losses: dict[str, list[Any]] = {
         "log_probs": [policy, SupervisedObjective(), *pairs, KtoObjective(PreferenceSettings(), 6, 0.1)],
         "value": [ValueObjective(0.2), RewardModelObjective(3), ProcessRewardObjective(30)],

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.trainers.supervised.objectives import RewardModelObjective, sides
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
+from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, sides
 
 
 def test_sides_of_a_pair_are_found_in_whatever_order_they_come() -> None:
@@ -33,3 +34,23 @@ def test_a_pairs_margin_is_subtracted_from_its_own_scores() -> None:
     loss, _ = RewardModelObjective(2)(scores, stream)
     gaps = [0.3 - 0.9 - 0.5, -0.4 - 1.1 - 2.0]
     assert float(loss) == pytest.approx(sum(math.log1p(math.exp(-gap)) for gap in gaps) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_a_loss_without_a_reference_needs_no_column_of_one(name: str) -> None:
+    lengths = torch.tensor([2, 3])
+    log_probs = -torch.tensor([0.3, 0.9, 1.2, 0.1, 0.4], dtype=torch.float64)
+    columns = {"pair": torch.zeros(5), "is_chosen": torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0])}
+    response = torch.tensor([0, 0, 1, 1, 1])
+    stream: Any = SimpleNamespace(lengths=lengths, columns=columns, owners=[0, 1], response=response)
+    output, settings = torch.stack([log_probs, log_probs], dim=1), PreferenceSettings(beta=2.0)
+    loss, figures = PairObjective(name, settings, 1, has_reference=False)(output, stream)
+    zero = torch.zeros(1)
+    want, _ = PREFERENCE_LOSSES.resolve(name)(
+        log_probs[2:].sum()[None], log_probs[:2].sum()[None], zero, zero,
+        chosen_tokens=lengths[1:], rejected_tokens=lengths[:1], settings=settings,
+    )  # fmt: skip
+    assert float(loss) == pytest.approx(float(want), rel=1e-12)
+    assert float(figures["chosen_reward"]) == pytest.approx(2.0 * float(log_probs[2:].mean()), rel=1e-6)
+    with pytest.raises(KeyError, match="reference_log_probs"):
+        PairObjective("dpo", settings, 1)(output, stream)

@@ -38,16 +38,19 @@ class SupervisedObjective:
 
 @dataclass(frozen=True)
 class PairObjective:
-    """A preference loss of pairs. Columns it reads: `pair`, `is_chosen`, `reference_log_probs`."""
+    """A preference loss of pairs. Columns it reads: `pair`, `is_chosen`, and `reference_log_probs` if it has a reference."""
 
     name: str
     settings: PreferenceSettings
     pairs: int
+    has_reference: bool = True
 
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy); both sides of a pair are in the stream."""
         sums = per_response(output[:, 0], stream)
-        reference, tokens = per_response(stream.columns["reference_log_probs"], stream), stream.lengths
+        tokens, reference = stream.lengths, torch.zeros_like(sums)
+        if self.has_reference:
+            reference = per_response(stream.columns["reference_log_probs"], stream)
         chosen, rejected = sides(stream)
         losses, figures = PREFERENCE_LOSSES.resolve(self.name)(
             sums[chosen],

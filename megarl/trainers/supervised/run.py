@@ -171,6 +171,7 @@ class SupervisedRun(Run):
         constants = PreferenceSettings(
             beta=settings.beta,
             label_smoothing=settings.label_smoothing,
+            target_margin=settings.target_margin,
             length_normalised=settings.length_normalised,
             rpo_alpha=settings.rpo_alpha,
             desirable_weight=settings.desirable_weight,
@@ -187,7 +188,8 @@ class SupervisedRun(Run):
         if name == "kto":
             kl = self._kto_reference(batch)
             return KtoObjective(constants, len(batch), kl), ["labels", "reference_log_probs"]
-        return PairObjective(name, constants, pairs), ["pair", "is_chosen", "reference_log_probs"]
+        reference = ["reference_log_probs"] if self.config.uses_reference else []
+        return PairObjective(name, constants, pairs, bool(reference)), ["pair", "is_chosen", *reference]
 
     def _kto_reference(self, batch: Batch) -> float:
         """KTO's reference point, from prompts with responses to other prompts (docs/methods.md#objective-kto)."""
