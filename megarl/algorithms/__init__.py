@@ -46,11 +46,12 @@ if TYPE_CHECKING:
     from megarl.algorithms.registry import Registry
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
     from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
+    from megarl.algorithms.token_losses import dft_loss
     from megarl.algorithms.value_losses import value_loss
 
 _MODULES = (
     "advantages", "token_advantages", "group_advantages", "aggregation", "kl", "off_policy", "policy_losses", "preference",
-    "registry", "reward_model", "shaping", "value_losses",
+    "registry", "reward_model", "shaping", "token_losses", "value_losses",
 )  # fmt: skip
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "aggregate_steps",
     "clip_rewards",
     "correction",
+    "dft_loss",
     "kl_per_token",
     "kto",
     "kto_kl_reference",

@@ -35,7 +35,7 @@ COMMANDS = (
     "config", "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
-    "sft": ("sft",),
+    "sft": ("sft", "dft"),
     "reward-model": ("reward_model", "process_reward_model"),
     "preference": ("dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"),
 }

@@ -24,6 +24,7 @@ from megarl.config.sections import (
 PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo")
 PREFERENCE_LOSSES = (*PAIR_PREFERENCES, "kto")
 PAIR_LOSSES = (*PAIR_PREFERENCES, "reward_model")
+TOKEN_LOSSES = ("sft", "dft")
 REFERENCE_FREE = ("simpo", "orpo")
 """The preference losses that compare with no reference, so none is loaded."""
 SIMPO_BETA = 2.0
@@ -36,7 +37,7 @@ OBJECTIVE_FIELDS: dict[str, tuple[str, ...]] = {
     "rpo_alpha": tuple(name for name in PAIR_PREFERENCES if name != "orpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
-    "aggregation": ("sft",),
+    "aggregation": TOKEN_LOSSES,
 }
 """By field of `objective`, the losses that read it."""
 
@@ -45,10 +46,10 @@ class ObjectiveConfig(Section):
     """The loss (docs/methods.md#objectives)."""
 
     name: Literal[
-        "sft", "reward_model", "process_reward_model", "dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"
+        "sft", "dft", "reward_model", "process_reward_model", "dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"
     ] = "sft"  # fmt: skip
-    """`sft`: cross-entropy on responses. `reward_model`: scalar head on pairs. `process_reward_model`: scalar head on
-    steps. The others: preference losses."""
+    """`sft`: cross-entropy on responses. `dft`: the same, weighted by probability. `reward_model`: scalar head on pairs.
+    `process_reward_model`: scalar head on steps. The others: preference losses."""
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Beta of the preference losses: how strongly the policy is kept near the reference (simpo: scale of the reward; orpo:
     weight of the odds ratio). Default: 0.1, and 2.0 for simpo."""
@@ -65,7 +66,7 @@ class ObjectiveConfig(Section):
     undesirable_weight: NonNegative = 1.0
     """Weight of undesirable responses (kto)."""
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
-    """How token losses are averaged into one number (sft)."""
+    """How token losses are averaged into one number (sft, dft)."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,9 +86,9 @@ class SupervisedFields(Section):
     prompt_key: str = "prompt"
     """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     response_key: str = "response"
-    """Key of the response (sft, kto)."""
+    """Key of the response (sft, dft, kto)."""
     messages_key: str | None = None
-    """Key of a whole conversation; its assistant turns are trained on (sft). null: use prompt and response."""
+    """Key of a whole conversation; its assistant turns are trained on (sft, dft). null: use prompt and response."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import POLICY_LOSSES, PREFERENCE_LOSSES, LossSettings, PreferenceSettings, token_weights
+from megarl.algorithms import POLICY_LOSSES, PREFERENCE_LOSSES, LossSettings, PreferenceSettings, dft_loss, token_weights
 
 B, T = 6, 11
 RATIO_SPREAD = 0.7
@@ -149,3 +149,21 @@ def test_a_preference_loss_is_the_papers(name: str, constants: dict[str, float])
         settings=settings,
     )
     compare(loss.sum(), published_preference(name, leaf, settings), leaf)
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "seq_mean_token_mean"])
+def test_dft_is_the_papers_objective(mode: str) -> None:
+    """−sg(π)·log π (arXiv 2508.05629), over tokens or responses, whose gradient is that of −π; in two micro-batches."""
+    leaf = (-NEW.abs()).requires_grad_()
+    rows = [(leaf[i, MASK[i]], leaf[i, MASK[i]].detach().exp()) for i in range(B)]
+    if mode == "token_mean":
+        want = -torch.cat([probability * log_probs for log_probs, probability in rows]).mean()
+        slope = -torch.cat([log_probs.exp() for log_probs, _ in rows]).mean()
+    else:
+        want = -torch.stack([(probability * log_probs).mean() for log_probs, probability in rows]).mean()
+        slope = -torch.stack([log_probs.exp().mean() for log_probs, _ in rows]).mean()
+    weights = token_weights(MASK, mode).double()
+    parts = [(weights[half][MASK[half]] * dft_loss(leaf[half][MASK[half]])).sum() for half in (slice(2), slice(2, B))]
+    gradient = compare(parts[0] + parts[1], want, leaf)
+    (probability_gradient,) = torch.autograd.grad(slope, leaf)
+    torch.testing.assert_close(gradient, probability_gradient[MASK], rtol=1e-6, atol=1e-9)

@@ -96,7 +96,8 @@ def test_config_lists_every_leaf(capsys) -> None:
         ("train", "dpo", "supervised"),
         ("preference", "dpo", "supervised"),
         ("sft", "sft", "supervised"),
-        ("sft", "dpo", "s.yaml trains by dpo, but `megarl sft` trains by sft; `megarl train` runs any config"),
+        ("sft", "dft", "supervised"),
+        ("sft", "dpo", "s.yaml trains by dpo, but `megarl sft` trains by sft or dft; `megarl train` runs any config"),
         ("reward-model", "sft", "trains by reward_model or process_reward_model"),
         (
             "preference",

@@ -168,6 +168,7 @@ OBJECTIVES = [
     ("objective={name: dpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1, which objective.name = 'dpo' does not"),
     ("objective={name: kto, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
     ("objective={name: sft, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
+    ("objective={name: dft, beta: 1}", "objective.beta is 1.0, which objective.name = 'dft' does not read"),
     ("objective={name: dpo, length_normalised: true}", "it must be false"),
     ("objective={name: reward_model, beta: 0.2}", "objective.beta is 0.2"),
     ("objective={name: dpo, desirable_weight: 2}", "objective.desirable_weight is 2.0"),
@@ -206,6 +207,12 @@ def test_a_loss_without_a_reference_loads_none_and_has_a_beta_of_its_own(name: s
     assert ("pairs per step", "32") in resolved.batch_rows()
     assert parse_supervised_config(yaml.safe_load(to_yaml(resolved))) == resolved
     assert supervised(f"objective.name={name}", *smoothing, "objective.beta=0.1").objective.beta == 0.1
+
+
+def test_dft_averages_tokens_as_sft_does() -> None:
+    resolved = supervised("objective={name: dft, aggregation: seq_mean_token_mean}")
+    assert [role.name for role in resolved.roles] == ["policy"]
+    assert ("rows per step", "32") in resolved.batch_rows()
 
 
 def test_kto_needs_two_rows_to_mismatch() -> None:

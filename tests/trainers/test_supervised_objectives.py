@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
-from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, sides
+from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, SupervisedObjective, sides
 
 
 def test_sides_of_a_pair_are_found_in_whatever_order_they_come() -> None:
@@ -54,3 +54,16 @@ def test_a_loss_without_a_reference_needs_no_column_of_one(name: str) -> None:
     assert float(figures["chosen_reward"]) == pytest.approx(2.0 * float(log_probs[2:].mean()), rel=1e-6)
     with pytest.raises(KeyError, match="reference_log_probs"):
         PairObjective("dpo", settings, 1)(output, stream)
+
+
+@pytest.mark.parametrize("dft", [False, True])
+def test_tokens_of_given_responses_are_weighted_by_their_probability_under_dft_alone(dft: bool) -> None:
+    log_probs = torch.tensor([-0.5, -2.0, -0.01], dtype=torch.float64, requires_grad=True)
+    weights = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    stream: Any = SimpleNamespace(columns={"weights": weights})
+    loss, figures = SupervisedObjective(dft=dft)(torch.stack([log_probs, 0 * log_probs], dim=1), stream)
+    loss.backward()
+    shares = [w * (math.exp(x) if dft else 1.0) for w, x in zip(weights.tolist(), log_probs.tolist(), strict=True)]
+    assert float(figures["loss"]) == pytest.approx(-sum(s * x for s, x in zip(shares, log_probs.tolist(), strict=True)))
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == pytest.approx([-share for share in shares])

@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.algorithms import (
     PREFERENCE_LOSSES,
     PreferenceSettings,
+    dft_loss,
     kto,
     pairwise_reward_loss,
     process_reward_loss,
@@ -28,11 +29,15 @@ Answer = tuple[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class SupervisedObjective:
-    """Next-token cross-entropy on response tokens. Column it reads: `weights`, the global denominators."""
+    """Next-token cross-entropy on response tokens, with `dft` weighted by their probabilities. Column it reads: `weights`, the
+    global denominators."""
+
+    dft: bool = False
 
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
-        loss = -(stream.columns["weights"] * output[:, 0]).sum()
+        per_token = dft_loss(output[:, 0]) if self.dft else -output[:, 0]
+        loss = (stream.columns["weights"] * per_token).sum()
         return loss, {"loss": loss.detach()}
 
 

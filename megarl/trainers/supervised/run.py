@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms import PreferenceSettings, kto_kl_reference, mismatched_rows, token_weights
 from megarl.config import SupervisedConfig
-from megarl.config.supervised import PAIR_LOSSES
+from megarl.config.supervised import PAIR_LOSSES, TOKEN_LOSSES
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights
 from megarl.data.picture_reader import open_pictures
@@ -31,7 +31,7 @@ from megarl.trainers.supervised.objectives import (
     SupervisedObjective,
 )
 
-_KINDS: dict[str, Kind] = {"sft": "sft", "kto": "kto", "process_reward_model": "steps"}
+_KINDS: dict[str, Kind] = {**dict.fromkeys(TOKEN_LOSSES, "sft"), "kto": "kto", "process_reward_model": "steps"}
 
 
 class SupervisedRun(Run):
@@ -100,7 +100,7 @@ class SupervisedRun(Run):
         if self.config.data.margin_key is not None:
             margins = torch.tensor([float(sample.row[self.config.data.margin_key]) for sample in samples])
             batch.columns["margin"] = margins[:, None].expand(batch.mask.shape)
-        if name == "sft":
+        if name in TOKEN_LOSSES:
             batch.columns["weights"] = token_weights(batch.mask, self.objective.aggregation)
         if self.config.uses_reference:
             with self.phases("reference"):
@@ -178,8 +178,8 @@ class SupervisedRun(Run):
             undesirable_weight=settings.undesirable_weight,
         )
         pairs = len(batch) // 2
-        if name == "sft":
-            return SupervisedObjective(), ["weights"]
+        if name in TOKEN_LOSSES:
+            return SupervisedObjective(dft=name == "dft"), ["weights"]
         if name == "reward_model":
             margin = ["margin"] if "margin" in batch.columns else []
             return RewardModelObjective(pairs), ["pair", "is_chosen", *margin]

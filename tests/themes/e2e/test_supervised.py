@@ -248,7 +248,7 @@ def test_torchrun_gives_the_losses_that_ray_gives(supervised_config: Callable[..
 @pytest.mark.parametrize(
     ("command", "overrides", "sentence"),
     [
-        ("sft", ["objective.name=dpo"], "trains by dpo, but `megarl sft` trains by sft; `megarl train` runs any config"),
+        ("sft", ["objective.name=dpo"], "trains by dpo, but `megarl sft` trains by sft or dft; `megarl train` runs any config"),
         ("preference", ["objective.name=dpo", "objective.beat=1"], "did you mean 'objective.beta'?"),
         ("preference", ["objective.name=dpo", "policy.max_tokens_per_micro_batch=40"], "it must be at least 64"),
         ("preference", ["objective.name=dpo", "data.chosen_key=better"], "'better'"),
