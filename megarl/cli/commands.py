@@ -273,9 +273,11 @@ def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from megarl.config import load_config
+    from megarl.config.checks import check_evaluates
     from megarl.models.check_layouts import check_models
 
     config = load_config(arguments.config, arguments.overrides)
+    check_evaluates(config)
     check_models(config)
     from megarl.trainers.rl.evaluate import evaluate, watch
 

@@ -140,6 +140,12 @@ def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
         raise ConfigError.needs("run.keep_best", "an evaluation set", f"{remedy}, or remove run.keep_best")
 
 
+def check_evaluates(config: Config) -> None:
+    """Refuse a config without anything to evaluate on, which only a command that evaluates needs."""
+    if not config.evaluates:
+        raise ConfigError("data.eval is null and evaluations is empty, but eval needs rows to measure on")
+
+
 def check_pictures(data: PictureFields) -> None:
     """Refuse limits of pictures that leave no size, and one key for two things; the model's own limits are not known here."""
     if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels >= data.max_pixels:

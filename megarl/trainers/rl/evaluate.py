@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
+from megarl.config.checks import check_evaluates
 from megarl.data.sample import Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.observe import evaluation_line, read_metrics
@@ -60,7 +61,7 @@ def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    _check_evaluates(config)
+    check_evaluates(config)
     with answering(config, checkpoint, train=False) as answers:
         return answers.measure()
 
@@ -73,7 +74,7 @@ def watch(config: Config, say: Callable[[str], None]) -> None:
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
-    _check_evaluates(config)
+    check_evaluates(config)
     folder = Path(config.run_folder)
     checkpoints, file = CheckpointFolder(folder / "checkpoints"), folder / "evaluations.jsonl"
     seen = {int(row["step"]) for row in read_metrics(file)} if file.exists() else set()
@@ -110,11 +111,6 @@ def _new_checkpoints(checkpoints: CheckpointFolder, summary: Path, seen: set[int
             return
         if not new:
             time.sleep(POLL_S)
-
-
-def _check_evaluates(config: Config) -> None:
-    if not config.evaluates:
-        raise ConfigError("data.eval is null and evaluations is empty, but eval needs rows to measure on")
 
 
 def answer(config: Config, checkpoint: str | None) -> tuple[list[Sample], list[float]]:
