@@ -135,6 +135,29 @@ def ipo(r: Reference) -> Tensor:
     return torch.stack([(ratios(r, x, "chosen")[1] - ratios(r, x, "rejected")[1] - 1 / (2 * BETA)) ** 2 for x in PAIRS]).mean()
 
 
+def means(r: Reference, side: str) -> list[Tensor]:
+    return [r.log_probs(row["prompt"], row[side]).mean() for row in PAIRS]
+
+
+def simpo(r: Reference) -> Tensor:
+    pairs = zip(means(r, "chosen"), means(r, "rejected"), strict=True)
+    return torch.stack([-logsigmoid(BETA * (chosen - rejected) - 0.5) for chosen, rejected in pairs]).mean()
+
+
+def orpo(r: Reference) -> Tensor:
+    def odds(mean: Tensor) -> Tensor:
+        return mean - torch.log1p(-mean.exp())
+
+    pairs = zip(means(r, "chosen"), means(r, "rejected"), strict=True)
+    losses = [-chosen - BETA * logsigmoid(odds(chosen) - odds(rejected)) for chosen, rejected in pairs]
+    return torch.stack(losses).mean()
+
+
+def dft(r: Reference) -> Tensor:
+    log_probs = torch.cat([r.log_probs(row["prompt"], row["response"]) for row in PAIRS])
+    return -(log_probs.detach().exp() * log_probs).mean()
+
+
 def kto(r: Reference) -> Tensor:
     mismatched = [(PAIRS[i]["prompt"], PAIRS[(i + 1) % len(PAIRS)]["response"]) for i in range(len(PAIRS))]
     with torch.no_grad():
@@ -167,13 +190,17 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Callable[[Reference
     "dpo": ({"name": "dpo", "beta": BETA}, PAIRS, dpo, {"dp": 2}),
     "dpo+rpo": ({"name": "dpo", "beta": BETA, "rpo_alpha": 0.5}, PAIRS, dpo_with_rpo, {"tp": 2}),
     "ipo": ({"name": "ipo", "beta": BETA}, PAIRS, ipo, {"pp": 2}),
+    "simpo": ({"name": "simpo", "beta": BETA, "target_margin": 0.5}, PAIRS, simpo, {"dp": 2}),
+    "orpo": ({"name": "orpo", "beta": BETA}, PAIRS, orpo, {"dp": 2}),
+    "dft": ({"name": "dft"}, PAIRS, dft, {"tp": 2}),
     "kto": ({"name": "kto", "beta": BETA}, PAIRS, kto, {"dp": 2}),
     "reward_model": ({"name": "reward_model"}, PAIRS, reward_model, {"pp": 2}),
     "process_reward_model": ({"name": "process_reward_model"}, STEP_ROWS, process_reward_model, {"tp": 2}),
 }
 
 
-VARIANTS = ("dpo+rpo", "ipo")  # tests/algorithms/test_preference.py has their formulas, and "dpo" the way to them
+# tests/algorithms/test_preference.py has their formulas, and "dpo" the way to them
+VARIANTS = ("dpo+rpo", "ipo", "simpo", "orpo", "dft")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.exhaustive if c in VARIANTS else ()) for c in CASES])
