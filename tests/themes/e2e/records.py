@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from megarl.observe import read_metrics
 
-TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu")
+TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu", "policy/tower_forward_s")
 
 
 def curve(folder: Path) -> list[dict[str, float]]:
