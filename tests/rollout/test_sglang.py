@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from megarl.weight_sync.checksums import UNCHECKED
 from megarl.weight_sync.pusher import Pusher
 from megarl.weight_sync.sglang_senders import GroupSender, TensorSender
 from tests.rollout.tiny import (
+    CONNECTIONS,
     PROMPTS,
     TINY,
     Weights,
@@ -41,7 +41,6 @@ from tests.rollout.tiny import (
     weights_that_never_end,
 )
 
-CONNECTIONS = count()
 SENDS_A_FILE = """
 import pickle, sys, torch
 from megarl.weight_sync.checksums import EngineLayout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.pusher import Pusher
 from megarl.weight_sync.staging import StagedSlices
 from megarl.workers.senders import Membership, open_sender
-from tests.rollout.tiny import PROMPTS, largest_difference, load, weights_of
+from tests.rollout.tiny import CONNECTIONS, PROMPTS, largest_difference, load, weights_of
 
-CONNECTIONS = count()
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=0.7)
 
 

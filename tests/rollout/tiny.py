@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ TINY = LlamaConfig(
     initializer_range=0.2,
 )
 PROMPTS = [[5, 6, 7, 8], [300, 9, 10, 11, 12, 13, 14, 15, 16], [400, 401]]
+CONNECTIONS = count()
+"""Numbers of the process groups of the shared server, in whatever file: its store keeps the addresses of each."""
 Weights = list[tuple[str, torch.Tensor]]
 
 
