@@ -95,7 +95,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "llama")
     found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
-    assert len(found) == 9
+    assert len(found) == 12
     # megatron-core's unfused attention asks which random numbers it is to use
     assert {loss: set(seen) for loss, seen in found.items()} == {loss: {"item"} for loss in found}
 
