@@ -64,6 +64,11 @@ def sees(folder: str | Path) -> bool:
     return "vision_config" in _config(folder)
 
 
+def counts_frames(processor: str) -> bool | None:
+    """Whether the limits of an image processor count the pixels of all frames of a patch; None: megarl does not know it."""
+    return next((counts for name, counts in PROCESSORS.items() if processor.startswith(name)), None)
+
+
 def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> PictureRules:
     """How the model in `folder` wants its pictures, by its image processor; other limits than its own are given.
 
@@ -78,8 +83,8 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{folder}' has no image processor that can be loaded: {type(error).__name__}: {reason}") from error
     kind = type(processor).__name__
-    counts_frames = next((counts for name, counts in PROCESSORS.items() if kind.startswith(name)), None)
-    if counts_frames is None:
+    by_frames = counts_frames(kind)
+    if by_frames is None:
         known = ", ".join(PROCESSORS)
         raise ModelError(f"'{folder}' has the image processor {kind}, which megarl does not know; it must be one of {known}")
     for field, value in (
@@ -99,7 +104,7 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
                 f"{name} {tower[name]}"
             )
     limits = [int(processor.size[edge]) for edge in ("shortest_edge", "longest_edge")]
-    frames = int(processor.temporal_patch_size) if counts_frames else 1
+    frames = int(processor.temporal_patch_size) if by_frames else 1
     if any(limit % frames for limit in limits):
         raise ModelError(f"'{folder}': its image processor's size is {limits}, but it must be multiples of {frames} frames")
     rules = PictureRules(
@@ -110,7 +115,7 @@ def load_picture_rules(folder: str | Path, min_pixels: int | None = None, max_pi
         max_pixels=limits[1] // frames,
         mean=_colours(processor.image_mean),
         std=_colours(processor.image_std),
-        grows_first=counts_frames,
+        grows_first=by_frames,
     )
     return replace(rules, min_pixels=min_pixels or rules.min_pixels, max_pixels=max_pixels or rules.max_pixels)
 

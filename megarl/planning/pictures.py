@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import islice
 from math import ceil, prod
 from pathlib import Path
+from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.data.media import PictureRules
 from megarl.data.micro_batches import Grid
+from megarl.data.picture_rules import counts_frames
 from megarl.data.picture_sizes import grids_of_row, square_grid
 from megarl.data.prompts import rows_of
 from megarl.errors import ConfigError, MegarlError
@@ -92,7 +94,9 @@ def pictures_of(
 
 def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
     """Sizes of pictures, and which of the limits counts: the config's, the model's, or the longest prompt's."""
-    data, of_model = config.data, _limits(config.model.path)
+    data, settings = config.data, _settings(config.model.path)
+    by_frames = counts_frames(str(settings.get("image_processor_type"))) or False
+    of_model = _limits(settings, vision.temporal if by_frames else 1)
     of_token = (vision.patch * vision.merge) ** 2
     limits = {
         "data.max_pixels": data.max_pixels or UNLIMITED,
@@ -102,19 +106,25 @@ def _rules(config: AnyConfig, vision: Vision) -> tuple[PictureRules, str]:
     least = min(data.min_pixels or of_model[0] or of_token, min(limits.values()))
     name = min(limits, key=lambda limit: limits[limit])
     colours = (0.0, 0.0, 0.0)
-    return PictureRules(vision.patch, vision.temporal, vision.merge, least, limits[name], colours, colours), name
+    sizes = (vision.patch, vision.temporal, vision.merge, least, limits[name])
+    return PictureRules(*sizes, colours, colours, grows_first=by_frames), name
 
 
-def _limits(folder: str) -> tuple[int | None, int | None]:
-    """(fewest, most) pixels by the model's image processor; None where the folder does not say."""
-    file = Path(folder) / "preprocessor_config.json"
+def _settings(folder: str) -> dict[str, Any]:
+    """Those of the model's image processor; none where the folder does not have them."""
     try:
-        settings = json.loads(file.read_text())
-        size = settings.get("size") or {}
-        found = [settings.get(name) or size.get(edge) for name, edge in LIMITS]
-    except (OSError, ValueError, AttributeError):
-        return None, None
-    least, most = (int(value) if isinstance(value, int) else None for value in found)
+        settings = json.loads((Path(folder) / "preprocessor_config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _limits(settings: dict[str, Any], frames: int) -> tuple[int | None, int | None]:
+    """(fewest, most) pixels of a picture, whose limits count it `frames` times; None where the settings do not say."""
+    given = settings.get("size")
+    size: dict[str, Any] = given if isinstance(given, dict) else {}
+    found = [settings.get(name) or size.get(edge) for name, edge in LIMITS]
+    least, most = (value // frames if isinstance(value, int) else None for value in found)
     return least, most
 
 

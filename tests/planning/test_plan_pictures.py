@@ -72,6 +72,13 @@ def test_the_limits_of_the_models_image_processor_count_where_the_config_has_non
         assert "preprocessor_config.json" in found.source
 
 
+def test_limits_that_count_both_frames_of_a_patch_are_halved(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((ROOT / "examples/models/qwen2.5-vl-7b/config.json").read_text())
+    settings = {"image_processor_type": "Glm4vImageProcessor", "size": {"shortest_edge": 6272, "longest_edge": 200704}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert pictures_of(config_of(f"model.path={tmp_path}", "data.max_pixels=null")).most == ((1, 22, 22),)
+
+
 def rows(folder: Path) -> str:
     """Rows with two pictures, one in its messages as a text, and none; the first is larger than the limit."""
     for name, size in {"large": (2000, 1000), "small": (280, 140)}.items():
