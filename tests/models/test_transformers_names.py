@@ -16,6 +16,8 @@ from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import hub_tensors
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import Engine, SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
 from tests.families import FAMILIES, VARIANTS, build_folder
 from tests.rollout.tiny import Weights, largest_difference
 
@@ -44,6 +46,22 @@ def other_values(folder: Path) -> Weights:
     generator = torch.Generator().manual_seed(11)
     weights = stored(folder).items()
     return [(name, w.flatten()[torch.randperm(w.numel(), generator=generator)].view_as(w)) for name, w in weights]
+
+
+def take_an_update_in_bfloat16(folder: Path, log: Path) -> None:
+    """Serve the model of `folder` and send it other values; the update itself compares the checksums of all boxes."""
+    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
+    options = ServerOptions(str(folder), log, dtype="bfloat16", **sizes, start_timeout_s=400)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        engine = await SglangEngine.open(options)
+        try:
+            await update(engine, other_values(folder))
+            assert engine.weight_version == 1
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
 
 
 async def update(engine: Engine, weights: Weights, version: int = 1) -> None:

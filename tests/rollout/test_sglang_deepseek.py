@@ -22,7 +22,7 @@ from megarl.weight_sync.checksums import EngineLayout, check_model
 from megarl.weight_sync.sglang_senders import GroupSender, ServerEndpoint, TensorSender
 from megarl.weight_sync.staging import StagedSlices
 from tests.families import DEEPSEEK
-from tests.models.test_transformers_names import other_values, update
+from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16, update
 from tests.rollout.tiny import Weights, largest_difference
 
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
@@ -130,20 +130,7 @@ def test_beside_weights_in_bfloat16_the_expert_bias_is_sent_in_float32(tmp_path:
 @pytest.mark.slow
 @pytest.mark.exhaustive  # the dtypes that are sent are in the test before
 def test_in_bfloat16_every_rank_holds_what_was_sent(tmp_path: Path) -> None:
-    """The update itself compares the checksums of all boxes."""
-    folder = build(tmp_path / "model")
-    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
-    options = ServerOptions(str(folder), tmp_path / "log", dtype="bfloat16", **sizes, start_timeout_s=400)  # type: ignore[arg-type]
-
-    async def scenario() -> None:
-        engine = await SglangEngine.open(options)
-        try:
-            await update(engine, other_values(folder))
-            assert engine.weight_version == 1
-        finally:
-            await engine.stop()
-
-    asyncio.run(scenario())
+    take_an_update_in_bfloat16(build(tmp_path / "model"), tmp_path / "log")
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -25,7 +25,7 @@ from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model
 from megarl.weight_sync.sglang_senders import ServerEndpoint, checksums_of
 from megarl.workers.senders import plan_for
 from tests.families import FAMILIES, build_folder
-from tests.models.test_transformers_names import other_values, update
+from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16, update
 from tests.rollout.tiny import largest_difference
 
 PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
@@ -102,20 +102,7 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(
 @pytest.mark.slow
 @pytest.mark.exhaustive  # tests/weight_sync/test_sglang_loader.py has the digest
 def test_a_router_that_sglang_holds_in_float32_beside_bfloat16_is_the_one_that_was_sent(tmp_path: Path) -> None:
-    """The update itself compares the checksums of all boxes."""
-    folder = served("glm4_moe", tmp_path / "model")
-    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
-    options = ServerOptions(str(folder), tmp_path / "log", dtype="bfloat16", **sizes, start_timeout_s=400)  # type: ignore[arg-type]
-
-    async def scenario() -> None:
-        engine = await SglangEngine.open(options)
-        try:
-            await update(engine, other_values(folder))
-            assert engine.weight_version == 1
-        finally:
-            await engine.stop()
-
-    asyncio.run(scenario())
+    take_an_update_in_bfloat16(served("glm4_moe", tmp_path / "model"), tmp_path / "log")
 
 
 def test_on_a_gpu_every_rank_is_sent_its_own_part_of_experts_and_all_checksums_are_compared(tmp_path: Path) -> None:
