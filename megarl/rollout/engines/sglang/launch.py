@@ -4,8 +4,8 @@ The first line of its standard input is the token that every request must bring:
 else on the machine reads it. The process ends with all its children as soon as that pipe closes, that is when the process
 that started it is gone, however it went.
 
-On CUDA SGLang spawns its children, which import everything again. On a CPU they are forked: what is imported, and the
-stand-ins, hold in all of them.
+On CUDA SGLang spawns its children, which import everything again, this file first. On a CPU they are forked: what is
+imported, and the stand-ins, hold in all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
+from megarl.rollout.engines.sglang import repairs
 from megarl.system.process_tree import end_tree
 
 
@@ -49,18 +50,20 @@ def _prepare_for_cpu(model_path: str) -> None:
     cuda_only.install()
 
 
+def _model_path(arguments: list[str]) -> str:
+    return arguments[arguments.index("--model-path") + 1]
+
+
 def main(arguments: list[str]) -> None:
     """Serve until killed; `arguments` are those of `sglang serve`. Children never outlive this process."""
     token = _read_token()
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        _prepare_for_cpu(arguments[arguments.index("--model-path") + 1])
+        _prepare_for_cpu(_model_path(arguments))
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    from megarl.rollout.engines.sglang import repairs
-
-    repairs.install()
+    repairs.install(_model_path(arguments))
     try:
         run_server(prepare_server_args([*arguments, f"--api-key={token}"]))  # a token may begin with a dash
     finally:
@@ -69,3 +72,5 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+elif __name__ == "__mp_main__":  # in a spawned child
+    repairs.install(_model_path(sys.argv))

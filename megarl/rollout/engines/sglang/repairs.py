@@ -1,13 +1,30 @@
-"""Mistakes of SGLang 0.5.23 that end a run, mended in the server's process, where prompts become what the model takes."""
+"""Mistakes of SGLang 0.5.23 that end a run or change what a model computes, mended in each of the server's processes."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 
-def install() -> None:
-    """Replace SGLang's functions; call it before requests come."""
+def install(model_path: str) -> None:
+    """Replace SGLang's functions for the folder `model_path`; call it before the model is made and requests come."""
+    if any(name.startswith("Glm4v") for name in architectures_of(model_path)):
+        _mend_glm4v()
+
+
+def architectures_of(model_path: str) -> list[str]:
+    """What the folder's config names; none where it cannot be read, so that SGLang says what is wrong with it."""
+    try:
+        return json.loads((Path(model_path) / "config.json").read_text()).get("architectures") or []
+    except (OSError, ValueError):
+        return []
+
+
+def _mend_glm4v() -> None:
     from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+    from sglang.srt.models import glm4v
 
     positions = MRotaryEmbedding.get_rope_index_glm4v
 
@@ -17,3 +34,5 @@ def install() -> None:
         return positions(**given | {"attention_mask": None})
 
     MRotaryEmbedding.get_rope_index_glm4v = staticmethod(of_the_sent_ids)
+    # its only LayerNorm is of the merger; SGLang's own default is 1e-6, and the model was trained with torch's
+    glm4v.LayerNorm = partial(glm4v.LayerNorm, eps=1e-5)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import multiprocessing
 import os
 from pathlib import Path
+
+from megarl.rollout.engines.sglang.repairs import architectures_of
 
 
 def import_models_of(model_path: str) -> None:
@@ -18,7 +19,7 @@ def import_models_of(model_path: str) -> None:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     files = sorted((Path(spec.submodule_search_locations[0]) / "srt" / "models").glob("*.py"))
-    wanted = tuple(f"class {architecture}(" for architecture in _architectures(model_path))
+    wanted = tuple(f"class {architecture}(" for architecture in architectures_of(model_path))
     unused = [file.stem for file in files if not any(line in file.read_text() for line in wanted)]
     if len(unused) < len(files):
         os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(unused))
@@ -28,10 +29,3 @@ def fork_children() -> None:
     """Keep multiprocessing's start method "fork" whatever is asked for: children then have what their parent imported."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None
-
-
-def _architectures(model_path: str) -> list[str]:
-    try:
-        return json.loads((Path(model_path) / "config.json").read_text()).get("architectures") or []
-    except (OSError, ValueError):  # SGLang says what is wrong with it
-        return []

@@ -1,0 +1,33 @@
+"""SGLang's mistakes are mended in the processes that it spawns, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang")
+
+SPAWNED = """
+import multiprocessing.spawn, sys
+from pathlib import Path
+from megarl.rollout.engines.sglang.on_cpu import stand_ins
+stand_ins.install(Path(sys.prefix) / "sglang-cpu")
+multiprocessing.spawn.prepare({"init_main_from_name": "megarl.rollout.engines.sglang.launch", "sys_argv": sys.argv})
+from sglang.srt.models.glm4v import LayerNorm
+print(LayerNorm(4).variance_epsilon)
+"""
+"""What multiprocessing does at the start of a spawned child of the server."""
+
+
+@pytest.mark.parametrize(("architecture", "epsilon"), [("Glm4vMoeForConditionalGeneration", 1e-5), ("LlamaForCausalLM", 1e-6)])
+def test_a_spawned_child_has_the_epsilon_of_glms_merger(architecture: str, epsilon: float, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    command = [sys.executable, "-c", SPAWNED, "--model-path", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.splitlines()[-1]) == epsilon
