@@ -183,6 +183,15 @@ class PictureReader:
     def _keep(self, kind: str, value: Any, which: str, place: RowPlace, model: PictureSettings) -> KeptPaths:
         """The path of the kept picture, or those of the frames of a video; of a native one with the `seconds` of each."""
         settings = self.settings
+        sizes: list[tuple[int, int]] = []
+
+        def keep(frame: Image.Image, frames: int) -> str:
+            sizes.append(frame.size)
+            if model.videos is not None and frame.size != sizes[0]:
+                first, other = (f"{width}x{height}" for width, height in (sizes[0], frame.size))
+                raise PictureError(f"has frames of {first} and of {other} pixels; those of a native video must be of one size")
+            return self._frame(frame, frames, model)
+
         try:
             if kind == "image":
                 return self._file(upright_rgb(original_of(value, settings.image_folder)), model)
@@ -190,18 +199,11 @@ class PictureReader:
                 chosen = chosen_frames(len(value), settings.fps, settings.fps, settings.max_frames)
                 if not chosen:
                     raise PictureError("has no frames")
-                frames = [
-                    self._frame(upright_rgb(original_of(value[frame], settings.image_folder)), len(chosen), model)
-                    for frame in chosen
-                ]
+                frames = [keep(upright_rgb(original_of(value[n], settings.image_folder)), len(chosen)) for n in chosen]
                 return frames if model.videos is None else {"frames": frames, "seconds": [n / settings.fps for n in chosen]}
             original = original_of(value, settings.image_folder)
             if isinstance(original, Image.Image):
                 raise PictureError("is a picture; it must be a path, bytes or a list of frames")
-
-            def keep(frame: Image.Image, frames: int) -> str:
-                return self._frame(frame, frames, model)
-
             found = timed_frames_of(original, settings.fps, settings.max_frames, keep)
             return found.kept if model.videos is None else {"frames": found.kept, "seconds": found.seconds}
         except PictureError as error:

@@ -185,6 +185,13 @@ def test_without_a_template_and_in_supervised_rows_it_is_the_same_video(tmp_path
     assert (sample.prompt_ids, sample.media) == (of_chat.prompt_ids, of_chat.media)
 
 
+def test_frames_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    frames = [Image.fromarray(FINAL[0]), Image.fromarray(LARGE[0])]
+    sentence = r"video 1 of 1 .* has frames of 96x64 and of 500x333 pixels; those of a native video must be of one size"
+    with pytest.raises(PictureError, match=sentence):
+        prompt_of(tmp_path, {"problem": "<video>", "videos": [frames]})
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "sentence"),
     [

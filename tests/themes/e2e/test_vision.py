@@ -236,6 +236,33 @@ def test_supervised_losses_are_transformers_and_a_resumed_run_is_the_same(
     assert whole[0]["train/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_run_on_native_videos_sees_them_alike_in_engine_and_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with a video in the model's own kind and a picture, on two ranks of Qwen3-VL."""
+    model = served_folder("qwen3_vl", tmp_path / "model", monkeypatch)
+    size = {"size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 64 * 32 * 32}, "patch_size": 16, "temporal_patch_size": 2}
+    (model / "video_preprocessor_config.json").write_text(json.dumps(size | {"merge_size": 2}))
+    frames = [str(model / "media" / f"frame{number}.png") for number in range(4)]
+    rows = tmp_path / "rows.jsonl"
+    lines = [
+        {"problem": f"w{n} <video> w{n + 1} <image> w5", "videos": [frames[n % 2 :]], "images": frames[:1]} for n in range(8)
+    ]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {
+        "train": {"source": "jsonl", "path": str(rows)}, "prompt_key": "problem", "chat_template": "never",
+        "max_prompt_tokens": 128, "video": "native",
+    }  # fmt: skip
+    embedded = {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 6, "threads": 1}
+    config = rl_config(model, tmp_path, data=data, rollout=embedded)
+    train_rl(config)
+    found = list(read_metrics(Path(config.run_folder) / "metrics.jsonl"))
+    assert [int(row["step"]) for row in found] == [1, 2]
+    assert all(row["mismatch/log_prob_max"] < 1e-4 and row["policy/grad_norm"] > 0 for row in found)
+    records = [json.loads(line) for line in (Path(config.run_folder) / "samples.jsonl").read_text().splitlines()]
+    kinds = {(media["kind"], media["grid"][0]) for record in records for media in record["media"]}
+    assert kinds == {("video", 1), ("image", 1)}
+
+
 @pytest.mark.parametrize(("limit", "pixels"), [("min_pixels", 700), ("max_pixels", 10**5)])
 def test_limits_that_an_engine_would_not_keep_are_refused(limit: str, pixels: int, seeing_model: Path, tmp_path: Path) -> None:
     sentence = rf"^data.{limit} is {pixels}, which SGLang does not do: .* it must be from 784 to 50176$"
