@@ -158,7 +158,7 @@ def step_seconds(world: int) -> dict[str, float]:
             return planner(*arguments, **settings)
 
     with mock.patch.object(roles_module, "plan_micro_batches", planned):
-        roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, temperature=1.0, updates=1)
+        roles = Roles(config, role_specs(config), {POLICY: group}, "transformer_engine", flops, sampling=None, updates=1)
         with clock("batch"):
             batch = Batch(samples)
         group.answers = _answers(batch, config.policy.layout.dp)

@@ -22,11 +22,11 @@ def doubtful_choices(config: Config) -> list[str]:
             f"algorithm.policy_loss = '{algorithm.policy_loss}' is right for the first of a step's {updates} updates only; "
             "choose a loss with a ratio, such as 'clip', or set algorithm.mini_batches and algorithm.epochs to 1"
         )
-    cut = [f"rollout.{name} = {value}" for name, value, off in _restrictions(config) if value != off]
-    if cut:
+    limits = [f"rollout.{name} = {value}" for name, value in rollout.sampling_limits.items()]
+    if limits and rollout.schedule.mode != "sync":
         found.append(
-            f"{' and '.join(cut)} sample from fewer tokens than log-probs are computed over, so ratios and KL are not those of "
-            "the policy that sampled; leave both out for training"
+            f"with rollout.schedule.mode = '{rollout.schedule.mode}' the tokens that {' and '.join(limits)} kept are those of "
+            "older weights, and log-probs are over what the trainer's own keep; leave them out, or train in turns"
         )
     if algorithm.loss_needs.sequence_ratio and algorithm.clip_high > WIDEST_SEQUENCE_CLIP:
         found.append(
@@ -34,7 +34,3 @@ def doubtful_choices(config: Config) -> list[str]:
             f"'{algorithm.policy_loss}'; it is meant to be about 4e-4"
         )
     return found
-
-
-def _restrictions(config: Config) -> tuple[tuple[str, float, float], ...]:
-    return ("top_p", config.rollout.top_p, 1.0), ("top_k", config.rollout.top_k, 0)

@@ -30,6 +30,8 @@ class EvaluationConfig(Section):
     """Sample from the smallest set of tokens with at least this probability. 1: all tokens."""
     top_k: Count = 0
     """Sample from this many most likely tokens. 0: all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability. 0: all tokens."""
     max_new_tokens: Positive | None = None
     """Maximum length of a response in tokens. null: `rollout.max_new_tokens`."""
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False)] | None = None

@@ -79,6 +79,9 @@ class RolloutConfig(Section):
     """Nucleus sampling: sample from the smallest set of tokens with this total probability. 1: off."""
     top_k: Count = 0
     """Sample from the k likeliest tokens. 0: off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens with at least this share of the likeliest one's probability. 0: off. Under `top_p`, `top_k` or `min_p`
+    the trainer's log-probs are over the kept tokens."""
     greedy: bool = False
     """Always take the likeliest token instead of sampling."""
     ignore_eos: bool = False
@@ -118,6 +121,12 @@ class RolloutConfig(Section):
     def groups_per_engine(self) -> int:
         """Groups of a step that an engine gets if all get as many."""
         return -(-(self.prompts_per_step + self.schedule.over_sample) // self.engines)
+
+    @property
+    def sampling_limits(self) -> dict[str, Any]:
+        """Those of `top_p`, `top_k` and `min_p` that leave out tokens."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return {} if self.greedy else {name: getattr(self, name) for name in off if getattr(self, name) != off[name]}
 
     @property
     def other_weights(self) -> str | None:

@@ -28,6 +28,7 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_servers(config)
     _check_transport(config, engine)
     _check_schedule(config, engine)
+    _check_sampling_limits(config)
     _check_episode(config, engine)
 
 
@@ -123,6 +124,18 @@ def _check_schedule(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of("rollout.schedule.mode", schedule.mode, why, allowed="'sync'")
     if why and schedule.over_sample:
         raise ConfigError.of("rollout.schedule.over_sample", schedule.over_sample, why, allowed="0")
+
+
+def _check_sampling_limits(config: Config) -> None:
+    for name, value in config.rollout.sampling_limits.items():
+        why = ""
+        if config.ptx.coef:
+            why = "leaves out tokens, and rows of ptx.data may have any"
+        elif config.algorithm.bypasses_old_log_probs:
+            why = "needs the trainer's log-probs before the update, which algorithm.rollout_correction = 'bypass' leaves out"
+        if why:
+            off = type(config.rollout).model_fields[name].default
+            raise ConfigError.of(f"rollout.{name}", value, why, allowed=str(off))
 
 
 def _check_episode(config: Config, engine: EngineCapabilities) -> None:

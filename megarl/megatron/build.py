@@ -166,5 +166,6 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 vocab_size=vocab_size,
                 temperature=options.temperature,
                 chunk_tokens=options.logit_chunk_tokens,
+                limits=options.sampling_limits,
             )
     return model

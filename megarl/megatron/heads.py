@@ -14,7 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megarl.megatron.options import default_chunk_tokens
+from megarl.megatron.kept_tokens import least_kept, left_out
+from megarl.megatron.options import SamplingLimits, default_chunk_tokens
+
+LIMITED_BUFFERS = 4
+"""How many times as many buffers of logits sampling limits need."""
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
@@ -34,38 +38,42 @@ class VocabParallelLogProbs(torch.autograd.Function):
         temperature: float,
         chunk_tokens: int,
         group: torch.distributed.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
+        limits: SamplingLimits | None = None,
+    ) -> tuple[Tensor, ...]:
         """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` → float32 log-probs `[N]`, entropy `[N]`, in nats.
 
         `vocab_start` is the first vocabulary id of this rank's slice; ids from `vocab_size` on are padding and have
-        probability zero. The distribution is softmax(logits / temperature).
+        probability zero. The distribution is softmax(logits / temperature); with `limits`, over the tokens that they keep,
+        the target among them, and the third result `[N]` is the log of these tokens' probability, without a gradient.
         """
         real = max(0, min(weight.shape[0], vocab_size - vocab_start))
-        # Log-prob, log of the sum of exponentials, entropy.
-        results = torch.empty(3, len(hidden), dtype=torch.float32, device=hidden.device)
+        # Log-prob, log of the sum of exponentials, entropy; then log-prob of all that is kept, and the least logit of it.
+        results = torch.empty(3 if limits is None else 5, len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(len(hidden), chunk_tokens):
             local = _local(targets[rows], vocab_start, weight.shape[0])
-            results[:, rows] = _chunk_forward(hidden[rows], weight, local, real, temperature, group)
-        log_probs, log_z, entropy = results.unbind()
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+            results[:, rows] = _chunk_forward(hidden[rows], weight, local, real, temperature, group, limits)
+        log_probs, log_z, entropy, *of_kept = results.unbind()
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
         ctx.settings = (vocab_start, real, temperature, chunk_tokens)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(*of_kept[:1])
+        return log_probs, entropy, *of_kept[:1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        hidden, weight, targets, log_z, entropy, *least = ctx.saved_tensors
         vocab_start, real, temperature, chunk_tokens = ctx.settings
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for rows in _chunks(len(hidden), chunk_tokens):
             local = _local(targets[rows], vocab_start, weight.shape[0])
             per_row = torch.stack([log_z[rows], entropy[rows], grads[0][rows], grads[1][rows]])[..., None]
-            grad_logits = _chunk_backward(hidden[rows], weight, local, real, temperature, per_row)
+            least_kept = least[0][rows, None] if least else None
+            grad_logits = _chunk_backward(hidden[rows], weight, local, real, temperature, per_row, least_kept)
             grad_hidden[rows] = grad_logits @ weight
             _add_product(grad_weight, grad_logits.t(), hidden[rows])
             del grad_logits  # before the next chunk's is made
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
 def _chunk_forward(
@@ -75,34 +83,56 @@ def _chunk_forward(
     real: int,
     temperature: float,
     group: torch.distributed.ProcessGroup,
+    limits: SamplingLimits | None,
 ) -> Tensor:
-    """float32 `[3, n]`: log-prob, log of the sum of exponentials, and entropy of n rows. Two buffers of `[n, V/tp]` at once."""
+    """float32 `[3, n]`: log-prob, log of the sum of exponentials, and entropy of n rows. Two buffers of `[n, V/tp]` at once.
+
+    With `limits` `[5, n]`, as `VocabParallelLogProbs.forward` has them, and up to seven buffers, by what a sort takes.
+    """
     logits = _logits(hidden, weight, real, temperature)
     target, here = local
     picked = logits.gather(1, target[:, None])[:, 0]
     peak = logits.amax(dim=1)
     if group.size() > 1:
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
+    least = least_kept(logits, peak[:, None], limits, group) if limits is not None else None
+    absent = left_out(logits, least, local) if least is not None else None
     logits -= peak[:, None]
     exponentials = logits.exp()
     logits[:, real:] = 0.0
+    of_all = []
+    if absent is not None:
+        of_all = [exponentials.sum(1)]
+        logits.masked_fill_(absent, 0.0)
+        exponentials.masked_fill_(absent, 0.0)
     total = exponentials.sum(1)
-    sums = torch.stack([total, exponentials.mul_(logits).sum(1), torch.where(here, picked - peak, 0.0)])
+    sums = torch.stack([total, exponentials.mul_(logits).sum(1), torch.where(here, picked - peak, 0.0), *of_all])
     if group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
     # Everything relative to the peak: subtracting two large numbers last would cost digits.
     log_total = sums[0].log()
-    return torch.stack([sums[2] - log_total, log_total + peak, log_total - sums[1] / sums[0]])
+    results = [sums[2] - log_total, log_total + peak, log_total - sums[1] / sums[0]]
+    return torch.stack(results if least is None else [*results, log_total - sums[3].log(), least[:, 0]])
 
 
 def _chunk_backward(
-    hidden: Tensor, weight: Tensor, local: tuple[Tensor, Tensor], real: int, temperature: float, per_row: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    local: tuple[Tensor, Tensor],
+    real: int,
+    temperature: float,
+    per_row: Tensor,
+    least: Tensor | None,
 ) -> Tensor:
     """Gradient of n rows' logits, `[n, V/tp]`; `per_row` `[4, n, 1]`: log Z, entropy, the gradients of log-prob and entropy."""
     log_z, entropy, grad_log_prob, grad_entropy = per_row
-    log_p = _logits(hidden, weight, real, temperature).sub_(log_z)
-    p = log_p.exp()
+    log_p = _logits(hidden, weight, real, temperature)
+    absent = left_out(log_p, least, local) if least is not None else None
+    p = log_p.sub_(log_z).exp()
     log_p[:, real:] = 0.0
+    if absent is not None:
+        p.masked_fill_(absent, 0.0)
+        log_p.masked_fill_(absent, 0.0)
     # d log_prob / d logit_j = 1[j = target] - p_j ; d entropy / d logit_j = -p_j (log p_j + entropy)
     p.mul_(log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_prob)).neg_()
     del log_p
@@ -144,7 +174,7 @@ class LogProbHead(torch.nn.Module):
     """Takes the place of a model's output layer: same weight, same checkpoint, log-probs instead of logits.
 
     Set `request` = (rows, targets), both int64 `[N]`, before the forward pass. The output is float32 `[N, 1, 2]`:
-    log-prob and entropy of each scored row.
+    log-prob and entropy of each scored row; with `limits` `[N, 1, 3]`, the log of the kept tokens' probability besides.
     """
 
     def __init__(
@@ -154,13 +184,14 @@ class LogProbHead(torch.nn.Module):
         vocab_size: int,
         temperature: float,
         chunk_tokens: int | None,
+        limits: SamplingLimits | None = None,
     ) -> None:
-        """`vocab_size` without padding; `temperature` of sampling; `chunk_tokens` rows of logits held at a time (None: as many
-        as fit in `options.LOGIT_CHUNK_BYTES`)."""
+        """`vocab_size` without padding; `temperature` and `limits` of sampling; `chunk_tokens` rows of logits held at a time
+        (None: as many as fit in `options.LOGIT_CHUNK_BYTES`)."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
-        self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
+        self.vocab_size, self.temperature, self.chunk_tokens, self.limits = vocab_size, temperature, chunk_tokens, limits
         self.request: tuple[Tensor, Tensor] | None = None
 
     def forward(
@@ -170,9 +201,10 @@ class LogProbHead(torch.nn.Module):
         assert self.request is not None, "set request = (rows, targets) before the forward pass"
         rows, targets = self.request
         weight = self.weight if weight is None else weight
-        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, weight.shape[0])
+        buffers = 1 if self.limits is None else LIMITED_BUFFERS
+        chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
         scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
-        log_probs, entropy = VocabParallelLogProbs.apply(
+        results = VocabParallelLogProbs.apply(
             scored,
             weight,
             targets,
@@ -181,8 +213,9 @@ class LogProbHead(torch.nn.Module):
             self.temperature,
             chunk_tokens,
             self.tp_group,
+            self.limits,
         )
-        return torch.stack([log_probs, entropy], dim=-1)[:, None], None
+        return torch.stack(results, dim=-1)[:, None], None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The weight for megatron-core's dist_checkpointing, split over the vocabulary."""

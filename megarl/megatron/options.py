@@ -23,8 +23,22 @@ def default_chunk_tokens(device_type: str, vocabulary: int) -> int:
 
 
 @dataclass(frozen=True)
+class SamplingLimits:
+    """What keeps unlikely tokens from being sampled: `top_p` in (0, 1] (1: off), `top_k` (0: off), `min_p` in [0, 1] (0: off).
+
+    Sources: top-p, arXiv 1904.09751; top-k, arXiv 1805.04833; min-p, arXiv 2407.01082.
+    """
+
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
+
+    `sampling_limits`: log-probs are of the tokens that these leave to be sampled; None: of all.
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
     `freeze`: parts that training leaves as they are. `media_folder`: where the pictures of prompts are; None: none shows any.
@@ -38,6 +52,7 @@ class ModelOptions:
     dtype: str = "float32"
     recompute: str = "none"
     temperature: float = 1.0
+    sampling_limits: SamplingLimits | None = None
     logit_chunk_tokens: int | None = None
     trainable: bool = True
     token_multiple: int = 1

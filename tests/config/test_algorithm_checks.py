@@ -290,7 +290,16 @@ DOUBTS = [
     (["rollout.schedule.mode=async"], "rollout.schedule.mode = 'async' trains tokens of older weights"),
     (["rollout.schedule.mode=one_step_off_policy"], "such as {mode: tis_token}"),
     (["algorithm.policy_loss=reinforce", "algorithm.mini_batches=2", "algorithm.epochs=2"], "the first of a step's 4 updates"),
-    (["rollout.top_p=0.9", "rollout.top_k=5"], "rollout.top_p = 0.9 and rollout.top_k = 5 sample from fewer tokens"),
+    (
+        [
+            "rollout.schedule.mode=async",
+            "algorithm.rollout_correction.mode=tis_token",
+            "rollout.top_p=0.9",
+            "rollout.top_k=5",
+            "rollout.min_p=0.1",
+        ],
+        "the tokens that rollout.top_p = 0.9 and rollout.top_k = 5 and rollout.min_p = 0.1 kept are those of older weights",
+    ),
     (["algorithm.policy_loss=gspo", "algorithm.clip_high=0.2"], "algorithm.clip_high = 0.2 never clips the sequence ratio"),
 ]
 
@@ -306,3 +315,4 @@ def test_what_mends_a_doubtful_choice_silences_it() -> None:
         mended = config("rollout.schedule.mode=async", f"algorithm.rollout_correction.mode={correction}")
         assert doubtful_choices(mended) == []
     assert doubtful_choices(config("algorithm.policy_loss=reinforce")) == []
+    assert doubtful_choices(config("rollout.top_p=0.9", "rollout.top_k=5")) == []

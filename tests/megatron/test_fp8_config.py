@@ -144,7 +144,7 @@ def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: in
     overrides = [f"model.fp8_recipe={recipe}", "model.fp8_bf16_layers=[1, 1]", "policy.optimizer.offload_fraction=0.25"]
     config = parse_config(apply_overrides(BASE, overrides))
     flops: Any = None
-    roles = Roles(config, role_specs(config), {"policy": group}, "transformer_engine", flops, temperature=1.0, updates=10)
+    roles = Roles(config, role_specs(config), {"policy": group}, "transformer_engine", flops, sampling=None, updates=10)
     roles.load("policy")
     _, model, optimizer = group.sent[0]
     assert model.token_multiple == multiple

@@ -54,7 +54,7 @@ def roles_and_group() -> tuple[Roles, Any]:
         }
     )
     group: Any = RecordingGroup(config.policy.layout)
-    return Roles(config, role_specs(config), {POLICY: group}, "local", FlopsModel(1, 1, 1), temperature=1.0, updates=1), group
+    return Roles(config, role_specs(config), {POLICY: group}, "local", FlopsModel(1, 1, 1), sampling=None, updates=1), group
 
 
 def batch_of(count: int, tokens: int) -> Batch:

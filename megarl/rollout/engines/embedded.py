@@ -321,7 +321,7 @@ def _sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample from float32 `logits` [B, V] with one generator per row; returns tokens [B] and their log-probs [B].
 
-    Log-probs are those of the full distribution under the temperature; top-k and then top-p only limit what is drawn.
+    Log-probs are those of the full distribution under the temperature; top-k, top-p and min-p only limit what is drawn.
     """
     if params.greedy:
         tokens = logits.argmax(-1)
@@ -335,6 +335,7 @@ def _sample(
         # a token stays if those likelier than it do not reach top_p yet; so the likeliest always stays
         ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0
         probs = torch.zeros_like(probs).scatter_(1, order, ordered)
+    probs[probs < params.min_p * probs.amax(-1, keepdim=True)] = 0
     # inverse of the cumulative distribution: one number per row, so a row's draw does not depend on its batch
     cumulative = probs.cumsum(-1)
     drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])

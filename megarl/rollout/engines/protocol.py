@@ -26,10 +26,11 @@ FinishReason = Literal["stop", "length", "abort"]
 class SamplingParams:
     """How responses are sampled.
 
-    `temperature` divides the logits, and log-probs are taken under it. `top_p` in (0, 1] and `top_k` (0 or less: off) limit
-    what may be sampled, not the log-probs, which are those of the full distribution. `greedy` takes the likeliest token and
-    reports log-probs at temperature 1. A response ends after the model's own end tokens, any of `stop_token_ids`, or
-    `max_new_tokens` tokens; the end token is part of the response. With `ignore_eos` only the last of these ends it.
+    `temperature` divides the logits, and log-probs are taken under it. `top_p` in (0, 1], `top_k` (0 or less: off) and
+    `min_p` in [0, 1] limit what may be sampled, each judged by the full distribution, and not the log-probs, which are those
+    of the full distribution. `greedy` takes the likeliest token and reports log-probs at temperature 1. A response ends
+    after the model's own end tokens, any of `stop_token_ids`, or `max_new_tokens` tokens; the end token is part of the
+    response. With `ignore_eos` only the last of these ends it.
     `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on.
     """
 
@@ -37,6 +38,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     cut_token_ids: tuple[int, ...] = ()
     greedy: bool = False
@@ -49,6 +51,8 @@ class SamplingParams:
             raise EngineError(f"temperature is {self.temperature}; it must be above 0 (greedy=True takes the likeliest token)")
         if not 0 < self.top_p <= 1:
             raise EngineError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            raise EngineError(f"min_p is {self.min_p}; it must be from 0 to 1")
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,18 @@ class PolicyObjective:
     """What the config gives to a loss of the user's own, by name."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
-        """`output` float32 `[N, 2]` (log-prob, entropy) → (loss, sums over tokens)."""
-        log_probs, entropy = output[:, 0], output[:, 1]
-        columns = stream.columns
+        """`output` float32 `[N, 2]` (log-prob, entropy), or `[N, 3]` (log of the kept tokens' probability) → (loss, sums).
+
+        With sampling limits the first two are of the kept tokens, and so are `old_log_probs` and, if there are these,
+        `rollout_log_probs`; the KL to the reference is measured over all tokens, and the penalty is on the kept ones.
+        """
+        log_probs, entropy, columns = output[:, 0], output[:, 1], stream.columns
+        kept = output[:, 2].detach() if output.shape[1] == 3 else output.new_zeros(())
         if "ptx_weights" in columns:
             cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
             return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
+        if "old_log_probs" not in columns:
+            columns = columns | {"rollout_log_probs": columns["rollout_log_probs"] - kept}
         trainers = columns.get("old_log_probs", log_probs.detach())
         old = columns["rollout_log_probs"] if self.bypass else trainers
         further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
@@ -63,7 +69,7 @@ class PolicyObjective:
         loss = per_token - self.entropy_coef * entropy
         if "reference_log_probs" in columns:
             reference = columns["reference_log_probs"]
-            measured = kl_per_token(log_probs.detach(), reference, "k3")
+            measured = kl_per_token(log_probs.detach() + kept, reference, "k3")
             metrics["kl/reference"] = measured.sum()
             if self.kl_coef:
                 sampler = columns["rollout_log_probs"] if self.kl_unbiased else None
@@ -75,8 +81,10 @@ class PolicyObjective:
         mismatch = mismatch_sums(trainers, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
+        if output.shape[1] == 3:
+            metrics["policy/kept_probability"] = kept.exp().sum()
         if self.shown_rows:
-            metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach(), self.shown_rows)
+            metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach() + kept, self.shown_rows)
         return (columns["weights"] * loss).sum(), metrics
 
 

@@ -197,6 +197,7 @@ class Rollouts:
             temperature=settings.temperature or 1.0,
             top_p=settings.top_p,
             top_k=settings.top_k,
+            min_p=settings.min_p,
             max_new_tokens=settings.max_new_tokens or self.config.rollout.max_new_tokens,
         )
         return self._ask(prompts, params, settings.samples_per_prompt)
@@ -224,6 +225,7 @@ class Rollouts:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
             greedy=greedy or rollout.greedy,
             ignore_eos=rollout.ignore_eos,
             stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),

@@ -186,7 +186,10 @@ class RlRun(Run):
         self.metrics |= self.rollouts.figures()
         with self.phases("log_probs"):
             if config.needs_old_log_probs:
-                self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy"])
+                limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
+                self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy", *limited])
+                for name in limited:  # the engine's are over all tokens
+                    batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
             if config.uses_reference:
                 self._reset_reference_if_due()
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])

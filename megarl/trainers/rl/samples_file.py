@@ -37,6 +37,8 @@ class SamplesFile:
                 size = len(sample.response_ids)
                 known = {name: batch.columns[column] for column, name in COLUMNS.items() if column in batch.columns}
                 columns = {name: column[row, :size] for name, column in known.items()}
+                if "kept_log_probability" in batch.columns:  # over all tokens, as the engine's are
+                    columns["log_probs"] = columns["log_probs"] + batch.columns["kept_log_probability"][row, :size]
                 if "log_probs" not in columns and row in log_probs:
                     columns["log_probs"] = log_probs[row]
                 training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}

@@ -20,12 +20,13 @@ from megarl.config import AnyConfig
 from megarl.config.fp8 import token_multiple
 from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
+from megarl.config.rollout import RolloutConfig
 from megarl.config.sections import TrainedRole
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
-from megarl.megatron.options import ModelOptions, OptimizerOptions, untested_pair
+from megarl.megatron.options import ModelOptions, OptimizerOptions, SamplingLimits, untested_pair
 from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
@@ -75,12 +76,15 @@ class Roles:
         layer_spec: str,
         flops: FlopsModel,
         *,
-        temperature: float,
+        sampling: RolloutConfig | None,
         updates: int,
     ) -> None:
-        """`temperature` divides the logits of every log-prob; `updates` is how many optimizer steps the run will make."""
+        """`sampling` is how responses are sampled (None: they are given): its temperature divides the logits of every log-prob,
+        and its limits are the policy's. `updates` is how many optimizer steps the run will make."""
         self.config, self.specs, self.groups, self.layer_spec, self.flops = config, specs, groups, layer_spec, flops
-        self.temperature, self.updates = temperature, updates
+        self.temperature, self.updates = (1.0 if sampling is None else sampling.temperature), updates
+        limits = {} if sampling is None else sampling.sampling_limits
+        self.sampling_limits = SamplingLimits(**limits) if limits else None
         # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
         self.share_prefix = config.policy.share_prefix and layer_spec == "reference"
         self.optimizer: str | None = None
@@ -107,6 +111,7 @@ class Roles:
             dtype=config.model.dtype,
             recompute=config.model.recompute,
             temperature=self.temperature,
+            sampling_limits=self.sampling_limits if role == POLICY else None,
             logit_chunk_tokens=(spec.trained or config.policy).logit_chunk_tokens,
             trainable=spec.trained is not None,
             token_multiple=token_multiple(config.model.fp8, config.model.fp8_recipe),

@@ -90,6 +90,6 @@ def open_roles(config: AnyConfig, groups: Mapping[str, RankGroup]) -> Roles:
         groups,
         choose_layer_spec(config.model.layer_spec, groups[POLICY].platform, config.model.fp8, config.model.dtype),
         FlopsModel.of(ModelShape.read(config.model.path)),
-        temperature=config.sampling.temperature if config.sampling is not None else 1.0,
+        sampling=config.sampling,
         updates=config.run.steps * config.optimizer_steps_per_step,
     )

@@ -201,3 +201,45 @@ def test_the_trained_policy_is_exported_for_hugging_face(tiny_config: Callable[.
     moved = [float((a - b).abs().max()) for a, b in zip(trained.parameters(), before.parameters(), strict=True)]
     assert 0 < max(moved) < 1e-2
     assert transformers.AutoTokenizer.from_pretrained(folder)("1+1=")["input_ids"]
+
+
+def test_a_step_on_kept_tokens_has_the_gradient_of_hugging_face(tiny_config: Callable[..., Config], tiny_model: Path) -> None:
+    """One on-policy update under top-p: the norm is that of log-probs over the kept tokens, in float64."""
+    algorithm = {"name": "grpo", "kl": {"coef": 0.0}}
+    limits = {"rollout.top_p": 0.7, "rollout.min_p": 0.02, "rollout.temperature": 0.9}
+    [metrics], samples = run(tiny_config(algorithm=algorithm, **limits, **NO_EVAL | {"run.steps": 1}))
+    assert metrics["mismatch/log_prob_max"] < 1e-4
+    assert 0.7 <= metrics["policy/kept_probability"] < 0.999
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64)
+    loss, entropies = torch.zeros((), dtype=torch.float64), []
+    for sample in samples:
+        prompt, response = sample["prompt_ids"], torch.tensor(sample["response_ids"])
+        logits = model(torch.tensor([prompt + sample["response_ids"]])).logits[0, len(prompt) - 1 : -1] / 0.9
+        p = logits.detach().softmax(-1)
+        ordered, order = p.sort(dim=-1, descending=True)
+        gone = torch.zeros_like(p, dtype=torch.bool).scatter_(1, order, ordered.cumsum(-1) - ordered >= 0.7)
+        gone |= p < 0.02 * p.amax(-1, keepdim=True)
+        assert not gone.gather(1, response[:, None]).any()
+        log_p = logits.masked_fill(gone, -torch.inf).log_softmax(-1)
+        entropies += (-(log_p.exp() * log_p.masked_fill(gone, 0.0)).sum(-1)).tolist()
+        advantages = torch.tensor(sample["training"]["advantages"], dtype=torch.float64)
+        loss = loss - (advantages * log_p.gather(1, response[:, None])[:, 0]).mean() / len(samples)
+        of_all = (logits.log_softmax(-1)).gather(1, response[:, None])[:, 0]
+        assert sample["training"]["log_probs"] == pytest.approx(of_all.tolist(), abs=1e-4)
+    loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+    assert metrics["policy/grad_norm"] == pytest.approx(float(norm), rel=1e-3)
+    assert metrics["policy/entropy"] == pytest.approx(statistics.fmean(entropies), rel=1e-4)
+
+
+def test_further_updates_and_corrections_are_over_kept_tokens_on_sglang(tiny_config: Callable[..., Config]) -> None:
+    correction = {"mode": "tis_token", "high": 2.0}
+    algorithm = {"name": "grpo", "mini_batches": 2, "kl": {"coef": 0.01}, "rollout_correction": correction}
+    limits = {"rollout.engine": "sglang", "rollout.top_p": 0.8, "rollout.top_k": 20, "rollout.min_p": 0.01}
+    metrics, samples = run(tiny_config(algorithm=algorithm, **limits, **NO_EVAL))
+    for row in metrics:
+        assert row["mismatch/log_prob_max"] < 1e-4
+        assert row["correction/weight_mean"] == pytest.approx(1, abs=1e-4)
+        assert 0 < row["policy/kept_probability"] < 0.999
+    for sample in samples:
+        assert sample["training"]["log_probs"] == pytest.approx(sample["rollout_log_probs"], abs=1e-4)

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.megatron.options import SamplingLimits
 from tests.families import FAMILIES, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.themes.parallel.comparison import compare
 from tests.themes.parallel.report import Report
-from tests.themes.parallel.worlds import LAYOUTS, TEMPERATURE, layout_for, run_family, units
+from tests.themes.parallel.worlds import LAYOUTS, MODES, TEMPERATURE, layout_for, run_family, units
 from tests.world import World
 
 CELLS = [
@@ -70,16 +71,25 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     return get
 
 
-def by_hugging_face(family: str) -> dict[str, Any]:
-    """Each response alone behind its prompt; log-softmax in float64, since float32's is itself off by 1e-5."""
+def by_hugging_face(family: str, top_p: float = 1.0) -> dict[str, Any]:
+    """Each response alone behind its prompt; log-softmax in float64, since float32's is itself off by 1e-5.
+
+    With `top_p` it is over the tokens that are kept, the sampled one among them, and the log of their probability is a value.
+    """
     model = hugging_face(family)
     values: dict[int, Tensor] = {}
     for unit in units():
         for response in unit.responses:
             ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
             logits = model(ids).logits[0, len(unit.prompt_ids) - 1 : -1].double() / TEMPERATURE
-            log_p = logits.log_softmax(-1)
-            both = torch.stack([log_p.gather(1, response.token_ids[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)], -1)
+            ordered, order = logits.detach().softmax(-1).sort(dim=-1, descending=True)
+            left_out = torch.zeros_like(ordered, dtype=torch.bool).scatter_(1, order, ordered.cumsum(-1) - ordered >= top_p)
+            left_out.scatter_(1, response.token_ids[:, None], False)
+            kept = logits.detach().softmax(-1).masked_fill(left_out, 0.0).sum(-1).log()
+            log_p = logits.masked_fill(left_out, -torch.inf).log_softmax(-1)
+            entropy = -(log_p.exp() * log_p.masked_fill(left_out, 0.0)).sum(-1)
+            columns = [log_p.gather(1, response.token_ids[:, None])[:, 0], entropy, *([kept] if top_p < 1 else [])]
+            both = torch.stack(columns, -1)
             loss = -(response.columns["weights"] * (both[:, 0] + 0.3 * both[:, 1]))[response.mask].sum()
             loss.backward()
             values[response.index] = both.detach() * response.mask[:, None]
@@ -94,3 +104,15 @@ def test_every_layout_computes_what_hugging_face_computes(
     of_ranks = layout_for(layout, experts=FAMILIES[family].num_experts is not None)
     answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, layout, family))
+
+
+@pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])
+def test_log_probs_over_the_tokens_that_top_p_keeps(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str
+) -> None:
+    expected = reference("llama") | by_hugging_face("llama", top_p=0.9)
+    assert min(float(values[:, 2].min()) for values in expected["values"].values()) < -0.05  # tokens are left out
+    limits = SamplingLimits(top_p=0.9)
+    arguments = (expected["folder"], layout_for(layout, experts=False), units(), None, tuple(MODES), "reference", limits)
+    answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
+    compare(expected, answers, partial(parity_report.add, f"{layout}, top-p", "llama"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
+from megarl.megatron.options import SamplingLimits
 from tests.families import VOCAB_SIZE
 
 LAYOUTS: dict[str, Layout] = {
@@ -113,6 +114,7 @@ def run_family(
     media_folder: Path | None = None,
     names: Sequence[str] = tuple(MODES),
     layer_spec: str = "reference",
+    limits: SamplingLimits | None = None,
 ) -> dict[str, Any]:
     """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response) and `gradients` by hub
     name.
@@ -130,6 +132,7 @@ def run_family(
             str(folder),
             layout,
             temperature=TEMPERATURE,
+            sampling_limits=limits,
             logit_chunk_tokens=5,
             recompute=recompute,
             layer_spec=layer_spec,

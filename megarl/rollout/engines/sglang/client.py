@@ -193,6 +193,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "temperature": 0.0 if params.greedy else params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k if params.top_k > 0 else -1,
+        "min_p": params.min_p,
         "stop_token_ids": [*params.stop_token_ids, *params.cut_token_ids],
         "ignore_eos": params.ignore_eos,
     }
