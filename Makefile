@@ -2,6 +2,7 @@
 #   make venv        .venv with megarl installed, able to run everything on a CPU
 #   make model       models/SmolLM2-135M-Instruct, a real model as a Hugging Face folder
 #   make tiny-model  models/tiny-arithmetic, where the examples in examples/tiny/ start from
+#   make tiny-teacher  models/tiny-teacher, which examples/tiny/opd.yaml learns from
 #   make tiny-calculator  models/tiny-calculator, where examples/tools/calculator.yaml starts from
 #   make tiny-vision  models/tiny-vision, where examples/vision/count.yaml starts from
 #   make tiny-digits  models/tiny-digits, where examples/vision/digits.yaml starts from
@@ -44,7 +45,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-calculator tiny-vision tiny-digits quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -88,6 +89,11 @@ tiny-model: models/tiny-arithmetic/config.json
 
 models/tiny-arithmetic/config.json: | $(VENV)/.installed
 	$(BIN)/python tools/model/tiny.py models/tiny-arithmetic
+
+tiny-teacher: models/tiny-teacher/config.json
+
+models/tiny-teacher/config.json: | $(VENV)/.installed
+	$(BIN)/python tools/model/tiny.py models/tiny-teacher --teacher
 
 tiny-calculator: models/tiny-calculator/config.json
 

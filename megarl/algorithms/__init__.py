@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         turn_numbers,
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
+    from megarl.algorithms.distillation import DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
     from megarl.algorithms.kl import (
         K3_LIMIT,
         KL_ESTIMATORS,
@@ -50,14 +51,15 @@ if TYPE_CHECKING:
     from megarl.algorithms.value_losses import value_loss
 
 _MODULES = (
-    "advantages", "token_advantages", "group_advantages", "aggregation", "kl", "off_policy", "policy_losses", "preference",
-    "registry", "reward_model", "shaping", "token_losses", "value_losses",
+    "advantages", "token_advantages", "group_advantages", "aggregation", "distillation", "kl", "off_policy", "policy_losses",
+    "preference", "registry", "reward_model", "shaping", "token_losses", "value_losses",
 )  # fmt: skip
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
     "CORRECTIONS",
+    "DIVERGENCES",
     "K3_LIMIT",
     "KL_ESTIMATORS",
     "LOG_RATIO_LIMIT",
@@ -68,6 +70,7 @@ __all__ = [
     "AdvantageInputs",
     "AdvantageOutputs",
     "Correction",
+    "DistillationTerm",
     "LossSettings",
     "PolicyLoss",
     "PreferenceLoss",
@@ -79,6 +82,7 @@ __all__ = [
     "clip_rewards",
     "correction",
     "dft_loss",
+    "distillation_advantages",
     "kl_per_token",
     "kto",
     "kto_kl_reference",
@@ -97,6 +101,7 @@ __all__ = [
     "token_weights",
     "turn_numbers",
     "value_loss",
+    "vocabulary_divergence",
 ]
 
 

@@ -92,7 +92,7 @@ def _check_correction(config: Config) -> None:
     for number, one in enumerate(corrections):
         if one.mode == "bypass":
             in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-            if not (algorithm.loss_needs.ratio or in_reward):
+            if not (algorithm.loss_needs.ratio or in_reward or algorithm.distillation.in_advantage):
                 reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
                 raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
             if algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy:
@@ -150,7 +150,7 @@ def _check_unread(config: Config) -> None:
 
 
 def _check_kl(config: Config) -> None:
-    algorithm, kl, advantage = config.algorithm, config.algorithm.kl, config.algorithm.advantage
+    kl, advantage = config.algorithm.kl, config.algorithm.advantage
     if kl.coef and kl.apply_to == "reward" and not config.algorithm.estimator_needs.token_penalty:
         raise ConfigError.of(
             "algorithm.kl.apply_to",
@@ -183,14 +183,6 @@ def _check_kl(config: Config) -> None:
             "algorithm.kl.unbiased",
             "the KL penalty in the loss",
             "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
-        )
-    if config.needs_teacher and config.teacher.path is None:
-        reader = algorithm.advantage if algorithm.estimator_needs.teacher_log_probs else algorithm.policy_loss
-        raise ConfigError.needs(f"'{reader}'", "the log-probs of a teacher", "set teacher.path")
-    if config.teacher.path is not None and not config.needs_teacher:
-        what = "an estimator or a loss that reads the teacher's log-probs"
-        raise ConfigError.needs(
-            "teacher.path", what, "set algorithm.advantage or algorithm.policy_loss, or remove teacher.path"
         )
     if config.reference.reset_every and not config.uses_reference:
         raise ConfigError.needs(

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.layout import divisors
+from megarl.config.questions import ConfiguredRole
 from megarl.config.rollout import RolloutConfig
-from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig, TeacherConfig
+from megarl.config.sections import CriticConfig, DataConfig, PolicyConfig, ReferenceConfig, RewardModelConfig
 from megarl.errors import ConfigError
 
 
@@ -81,15 +82,13 @@ class SampledRun(Protocol):
     @property
     def reference(self) -> ReferenceConfig: ...
     @property
-    def teacher(self) -> TeacherConfig: ...
+    def teachers(self) -> tuple[ConfiguredRole, ...]: ...
     @property
     def reward_model(self) -> RewardModelConfig: ...
     @property
     def uses_critic(self) -> bool: ...
     @property
     def uses_reference(self) -> bool: ...
-    @property
-    def needs_teacher(self) -> bool: ...
     @property
     def uses_reward_model(self) -> bool: ...
 
@@ -144,10 +143,10 @@ def _trained_roles(config: SampledRun) -> list[tuple[str, int]]:
 
 
 def _scoring_roles(config: SampledRun) -> list[tuple[str, int]]:
-    reference, teacher, reward_model = config.reference.layout, config.teacher.layout, config.reward_model.layout
+    reference, reward_model = config.reference.layout, config.reward_model.layout
     return [
         *([("reference", reference.dp)] if config.uses_reference and reference is not None else []),
-        *([("teacher", teacher.dp)] if config.needs_teacher and teacher is not None else []),
+        *((one.section or one.name, one.layout.dp) for one in config.teachers if one.layout is not None),
         *([("reward_model", reward_model.dp)] if config.uses_reward_model and reward_model is not None else []),
     ]
 

@@ -10,6 +10,7 @@ from pathlib import PurePosixPath
 
 from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
+from megarl.config.distillation_checks import check_distillation
 from megarl.config.evaluations import check_evaluations
 from megarl.config.fp8 import check_fp8
 from megarl.config.guard_rules import parse_guards
@@ -29,6 +30,7 @@ PROCEDURAL_ROWS = 1000
 def check_fields_agree(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     check_algorithm(config)
+    check_distillation(config)
     _check_ptx(config)
     check_megatron_sections(config)
     check_rollout(config)
@@ -48,10 +50,11 @@ def check_fields_agree(config: Config) -> None:
         config.critic.layout,
         config.reference.layout,
         config.teacher.layout,
+        *(one.layout for one in config.teacher.named),
         config.reward_model.layout,
     )
     check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
-    if not config.rewards and not config.uses_reward_model:
+    if not config.rewards and not config.uses_reward_model and config.algorithm.distillation.reward_coef:
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
     trained = {"policy": config.policy, "critic": config.critic}
     for name, role in trained.items():

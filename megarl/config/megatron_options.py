@@ -119,6 +119,9 @@ def check_megatron_sections(config: Config | SupervisedConfig) -> None:
         section = getattr(config, role, None)  # a run on given responses has two of them
         if section is not None:
             check_megatron(f"{role}.megatron", section.megatron or {}, is_trained=is_trained)
+    for one in config.roles:
+        if one.section:
+            check_megatron(f"{one.section}.megatron", _section_of(config, one.name).megatron or {}, is_trained=False)
     _check_shared_attention(config)
 
 
@@ -129,17 +132,23 @@ def _check_shared_attention(config: Config | SupervisedConfig) -> None:
         chosen = megatron_of(config, role.name).get("attention_backend", "auto")
         if role.layout is None and chosen != of_policy:
             raise ConfigError.of(
-                f"{role.name}.megatron.attention_backend",
+                f"{role.section or role.name}.megatron.attention_backend",
                 chosen,
                 f"the policy's '{of_policy}' rules out: both models are computed by the same processes, which choose once",
-                allowed=f"'{of_policy}' unless {role.name}.layout is set",
+                allowed=f"'{of_policy}' unless {role.section or role.name}.layout is set",
             )
 
 
 def megatron_of(config: Config | SupervisedConfig, role: str) -> dict[str, Any]:
     """What a role's section `megatron` sets; a reference or teacher without one is computed as the policy is."""
-    given: dict[str, Any] | None = getattr(config, role).megatron
+    given: dict[str, Any] | None = _section_of(config, role).megatron
     return given_to("model", config.policy.megatron) if given is None else given
+
+
+def _section_of(config: Config | SupervisedConfig, role: str) -> Any:
+    teacher = getattr(config, "teacher", None)
+    named = {one.role: one for one in teacher.named} if teacher is not None else {}
+    return named.get(role) or getattr(config, role)
 
 
 def check_megatron(section: str, given: Mapping[str, Any], *, is_trained: bool) -> None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, LossNeeds
 
 PresetName = Literal[
-    "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "opo", "gpg"
+    "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "opo", "gpg",
+    "opd",
 ]  # fmt: skip
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 NormalisationName = Literal["none", "batch", "group", "batch_rms", "group_rms"]
@@ -40,6 +41,7 @@ def _preset(
     gae_lambda: float = 1.0,
     reward_clip: float | None = None,
     clip: tuple[float, float] | None = None,
+    distillation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     low, high = clip or POLICY_LOSSES[policy_loss].clip
     return {
@@ -51,6 +53,7 @@ def _preset(
         "gae_lambda": gae_lambda,
         "shaping": {"clip": reward_clip},
         "kl": kl,
+        **({"distillation": distillation} if distillation else {}),
     }
 
 
@@ -81,6 +84,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "opo": _preset("opo", "reinforce", "seq_mean_token_sum", _LOSS_KL | {"coef": 0.0}),
     # GPG, arXiv 2504.02546: the plain policy gradient with a token mean, no KL
     "gpg": _preset("gpg", "reinforce", "token_mean", _LOSS_KL | {"coef": 0.0}),
+    # On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation: the teacher alone, each token for itself
+    "opd": _preset("reinforce", "clip", "token_mean", _LOSS_KL | {"coef": 0.0}, distillation={"coef": 1.0, "reward_coef": 0.0}),
 }
 
 
@@ -92,9 +97,9 @@ def fill_preset(tree: Any) -> Any:
     if preset is None:
         return tree
     filled = {**preset, **tree}
-    for section in ("kl", "shaping"):
+    for section in ("kl", "shaping", "distillation"):
         if isinstance(tree.get(section), dict):
-            filled[section] = {**preset[section], **tree[section]}
+            filled[section] = {**preset.get(section, {}), **tree[section]}
     if isinstance(tree.get("kl"), dict) and "estimator" not in tree["kl"]:
         filled["kl"]["estimator"] = "k1" if filled["kl"]["apply_to"] == "reward" else "k3"
     advantage, loss = filled["advantage"], filled["policy_loss"]

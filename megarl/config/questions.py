@@ -29,6 +29,8 @@ class ConfiguredRole:
     """How it is trained; None: it only answers."""
     value_head: bool = False
     """It has a scalar head instead of predicting tokens."""
+    section: str = ""
+    """Its section of the config; empty: the section has the role's name."""
 
 
 class Questions(Section):

@@ -48,7 +48,7 @@ class Config(Questions):
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen model of the KL penalty."""
     teacher: TeacherConfig = TeacherConfig()
-    """A frozen model whose log-probs an estimator or loss of your own reads."""
+    """Frozen models for distillation, or for an estimator or loss of your own."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """A model with a scalar head that scores responses."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -84,8 +84,10 @@ class Config(Questions):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether estimator or loss read a teacher's log-probs."""
-        return self.algorithm.loss_needs.teacher_log_probs or self.algorithm.estimator_needs.teacher_log_probs
+        """Whether the policy is distilled, or estimator or loss read a teacher's log-probs."""
+        algorithm = self.algorithm
+        is_read = algorithm.loss_needs.teacher_log_probs or algorithm.estimator_needs.teacher_log_probs
+        return algorithm.distillation.coef > 0 or is_read
 
     @property
     def uses_reward_model(self) -> bool:
@@ -105,13 +107,26 @@ class Config(Questions):
         if self.uses_reference:
             reference = self.reference
             roles.append(ConfiguredRole("reference", reference.path or folder, "reference.path", reference.layout, None))
-        if self.needs_teacher:
-            teacher = self.teacher
-            roles.append(ConfiguredRole("teacher", teacher.path or folder, "teacher.path", teacher.layout, None))
+        roles += self.teachers
         if self.uses_reward_model:
             scorer, path = self.reward_model, self.reward_model.path or folder
             roles.append(ConfiguredRole("reward_model", path, "reward_model.path", scorer.layout, None, value_head=True))
         return tuple(roles)
+
+    @property
+    def teachers(self) -> tuple[ConfiguredRole, ...]:
+        """The teachers, the one of rows that name none first."""
+        teacher = self.teacher
+        if not self.needs_teacher:
+            return ()
+        named = (
+            ConfiguredRole(one.role, one.path, f"{section}.path", one.layout, None, section=section)
+            for section, one in ((f"teacher.named[{place}]", one) for place, one in enumerate(teacher.named))
+        )
+        unnamed = (
+            [] if teacher.path is None else [ConfiguredRole("teacher", teacher.path, "teacher.path", teacher.layout, None)]
+        )
+        return (*unnamed, *named)
 
     @property
     def model_folders(self) -> dict[str, str]:
@@ -120,7 +135,7 @@ class Config(Questions):
         given = {
             "reference.path": self.reference.path,
             "critic.init_from": critic,
-            "teacher.path": self.teacher.path,
+            **self.teacher.folders,
             "reward_model.path": self.reward_model.path,
         }
         return {"model.path": self.model.path} | {field: path for field, path in given.items() if path is not None}
@@ -168,7 +183,9 @@ class Config(Questions):
             return False
         is_read = algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
-        return self.optimizer_steps_per_step > 1 or in_reward or is_read or bool(algorithm.rollout_correction)
+        distilled = algorithm.distillation.in_advantage or algorithm.distillation.asks_policy
+        is_read = is_read or in_reward or distilled
+        return self.optimizer_steps_per_step > 1 or is_read or bool(algorithm.rollout_correction)
 
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""

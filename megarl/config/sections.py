@@ -155,15 +155,43 @@ class ReferenceConfig(Section):
     """Copy the policy into the reference every this many steps (iterative GRPO). 0: never."""
 
 
-class TeacherConfig(Section):
-    """A frozen model whose log-probs of sampled tokens an estimator or loss of your own reads (docs/add_an_estimator.md)."""
+class NamedTeacherConfig(Section):
+    """A teacher of the rows that name it."""
 
-    path: str | None = None
-    """Hugging Face folder of the teacher, which must have the policy's tokenizer. null: no teacher."""
+    name: Annotated[str, Field(pattern=r"^\w+$")]
+    """What rows call it under `teacher.data_key`."""
+    path: str
+    """Hugging Face folder of the teacher, which must have the policy's tokenizer."""
     layout: LayoutConfig | None = None
     """Parallel layout of this model. null: it shares the policy's processes and layout."""
     megatron: dict[str, Any] | None = None
     """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
+
+    @property
+    def role(self) -> str:
+        """The name of its role."""
+        return f"teacher_{self.name}"
+
+
+class TeacherConfig(Section):
+    """Frozen models for distillation (docs/distillation.md), or for an estimator or loss of your own."""
+
+    path: str | None = None
+    """Hugging Face folder of the teacher of rows that name none; it must have the policy's tokenizer. null: there is none."""
+    layout: LayoutConfig | None = None
+    """Parallel layout of this model. null: it shares the policy's processes and layout."""
+    megatron: dict[str, Any] | None = None
+    """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
+    data_key: str = "teacher"
+    """Key of a row that names its teacher, one of `named`."""
+    named: Annotated[tuple[NamedTeacherConfig, ...], Field(strict=False)] = ()
+    """Teachers of the rows that name them."""
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Every teacher's folder, by the config field that names it."""
+        named = {f"teacher.named[{place}].path": one.path for place, one in enumerate(self.named)}
+        return ({"teacher.path": self.path} if self.path is not None else {}) | named
 
 
 class RewardModelConfig(Section):

@@ -32,6 +32,11 @@ class Answers(Mapping[int, Tensor]):
             np.concatenate([part.columns for part in parts], axis=1),
         )
 
+    def of_rows(self, rows: Sequence[int]) -> Answers:
+        """Those under `rows` alone."""
+        kept = np.isin(self.rows, rows)
+        return Answers(self.rows[kept], self.lengths[kept], self.columns[:, np.repeat(kept, self.lengths)])
+
     def __getitem__(self, row: int) -> Tensor:
         return torch.tensor(self.columns[:, self.places[row]]).T
 

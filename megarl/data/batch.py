@@ -6,9 +6,10 @@ without padding, one sequence after another. Results return under their row inde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -53,8 +54,9 @@ class Batch:
     """B samples with up to T response tokens.
 
     `lengths` int64 `[B]`: tokens of each response. `mask` bool `[B, T]`: tokens the policy sampled. `groups` int64 `[B]`: equal
-    where group ids are equal. `columns`: float32 `[B, T]` by name. From the start there are `rollout_log_probs`, unless a
-    response was made by no engine, and `labels` (0 outside the mask), if every sample with tokens in the mask has them.
+    where group ids are equal. `columns`: float32 `[B, T]` by name, or `[B, T, k]` of numbers of k tokens each. From the
+    start there are `rollout_log_probs`, unless a response was made by no engine, and `labels` (0 outside the mask), if every
+    sample with tokens in the mask has them.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
@@ -104,11 +106,14 @@ class Batch:
         """bool `[B, T]`, True at the last token of every response."""
         return torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
 
-    def gather(self, names: Sequence[str], answers: Iterable[Answers | None]) -> None:
-        """Add columns `names` from the ranks' answers `{row: [L, C]}`; every row must be answered exactly once.
+    def gather(
+        self, names: Sequence[str], answers: Iterable[Answers | None], wide: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """Add columns `names` `[B, T]` and, after them, `wide` `[B, T, k]` by name and k from the ranks' answers
+        `{row: [L, C]}`; every row must be answered exactly once.
 
         Raises:
-            ValueError: a row was answered twice or not at all, or with another number of tokens than it has.
+            ValueError: a row was answered twice or not at all, or with another number of tokens or columns.
         """
         given = [answer for answer in answers if answer is not None]
         rows = np.concatenate([np.zeros(0, np.int64), *(answer.rows for answer in given)])
@@ -118,13 +123,20 @@ class Batch:
         if not times.all():
             raise ValueError(f"{(times == 0).sum()} of {len(self)} rows were not answered by any rank")
         columns, lengths = [np.zeros(self.mask.shape, np.float32) for _ in names], self.lengths.tolist()
+        blocks = {name: np.zeros((*self.mask.shape, width), np.float32) for name, width in wide.items()}
+        ends = list(accumulate([len(columns), *wide.values()]))
         for answer in given:
             for row, place in answer.places.items():
                 if place.stop - place.start != lengths[row]:
                     raise ValueError(f"row {row} has {lengths[row]} tokens, but was answered with {place.stop - place.start}")
-                for column, values in zip(columns, answer.columns, strict=True):
+                if len(answer.columns) != ends[-1]:
+                    raise ValueError(f"row {row} was answered with {len(answer.columns)} columns; there must be {ends[-1]}")
+                for column, values in zip(columns, answer.columns, strict=False):
                     column[row, : lengths[row]] = values[place]
+                for block, (start, end) in zip(blocks.values(), pairwise(ends), strict=True):
+                    block[row, : lengths[row]] = answer.columns[start:end, place].T
         self.columns.update(zip(names, map(torch.from_numpy, columns), strict=True))
+        self.columns.update({name: torch.from_numpy(block) for name, block in blocks.items()})
 
     def unit_rows(self, rows: Sequence[int], *, share_prefix: bool) -> UnitRows:
         """`rows` as prompt units, in the order in which they come; rows of one group and prompt are one if `share_prefix`."""

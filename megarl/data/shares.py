@@ -24,8 +24,8 @@ class Share:
     `micro_batches` int64 `[M]`: units of each. `units` int64 `[U]`: responses of each. `prompt_lengths` int64 `[U]` and
     `lengths` int64 `[R]`: tokens of each prompt and response. `rows` int64 `[R]`: each response's row in the batch.
     `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
-    and `columns` float `[L]`: as in `Response`. `media`: the pictures of each of the U prompts, `told_media`: of each of the R
-    responses; empty where none has any.
+    and `columns` float `[L]` or `[L, k]`: as in `Response`. `media`: the pictures of each of the U prompts,
+    `told_media`: of each of the R responses; empty where none has any.
     """
 
     micro_batches: Integers

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,16 @@ from torch import Tensor
 from megarl.data.answers import Answers
 from megarl.data.media import Media
 from megarl.data.stream_media import StreamMedia, laid_media
+
+SCORED_IDS = "scored_ids"
+"""The column `[N, k]` of ids, as floats, whose log-probs a log-prob head gives beside that of the sampled token."""
+
+
+class TopK(NamedTuple):
+    """The `k` likeliest tokens of each row among the ids below `vocabulary`."""
+
+    k: int
+    vocabulary: int
 
 
 class ScorePosition(Enum):
@@ -39,9 +50,10 @@ class Response:
     """One response of a unit.
 
     `index` is its row in the global batch: results come back under it. `token_ids` is int64 `[L]`, `mask` bool `[L]`
-    (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` tensors
-    by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their places
-    counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one by one.
+    (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` or
+    `[L, k]` tensors by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their
+    places counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one
+    by one.
     """
 
     index: int
@@ -92,7 +104,7 @@ class PackedStream:
     segments, that of the padding after the last one if there is any, and S. `rows`, `targets`: int64 `[N]`, the
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
-    `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]`, aligned with `rows`.
+    `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]` or `[N, k]`, aligned with `rows`.
     `media` are the pictures and which of the tokens show them; None: there are none.
     """
 

@@ -74,6 +74,8 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
     }
     if config.needs_teacher:
         layout = config.teacher.layout
+        if config.algorithm.distillation.in_loss:
+            tree["algorithm"]["distillation"]["top_k"] = min(config.algorithm.distillation.top_k, len(WORDS))
         tree["teacher"] = {"path": str(folder / "model"), "layout": None if layout is None else shrunk_layout(layout)}
     if config.uses_critic:
         tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout, _chunk_layers(config))}

@@ -6,14 +6,17 @@ backward, and each tensor-parallel rank sees only its slice of the vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.nn.functional import pad
 
+from megarl.data.stream import TopK
 from megarl.megatron.kept_tokens import least_kept, left_out
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 
@@ -22,7 +25,7 @@ LIMITED_BUFFERS = 4
 
 
 class VocabParallelLogProbs(torch.autograd.Function):
-    """Log-prob of a target and entropy of its distribution, over a vocabulary split across a group.
+    """Log-probs of targets and entropy of their distribution, over a vocabulary split across a group.
 
     Logits are recomputed chunk by chunk in the backward pass; float32 throughout the softmax and in the sum over chunks.
     """
@@ -40,21 +43,20 @@ class VocabParallelLogProbs(torch.autograd.Function):
         group: torch.distributed.ProcessGroup,
         limits: SamplingLimits | None = None,
     ) -> tuple[Tensor, ...]:
-        """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` → float32 log-probs `[N]`, entropy `[N]`, in nats.
+        """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` or `[N, M]` → float32 log-probs in the shape of
+        `targets`, entropy `[N]`, in nats.
 
         `vocab_start` is the first vocabulary id of this rank's slice; ids from `vocab_size` on are padding and have
         probability zero. The distribution is softmax(logits / temperature); with `limits`, over the tokens that they keep,
-        the target among them, and the third result `[N]` is the log of these tokens' probability, without a gradient.
+        the only target among them, and the third result `[N]` is the log of these tokens' probability, without a gradient.
         """
-        real = max(0, min(weight.shape[0], vocab_size - vocab_start))
-        # Log-prob, log of the sum of exponentials, entropy; then log-prob of all that is kept, and the least logit of it.
-        results = torch.empty(3 if limits is None else 5, len(hidden), dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(len(hidden), chunk_tokens):
-            local = _local(targets[rows], vocab_start, weight.shape[0])
-            results[:, rows] = _chunk_forward(hidden[rows], weight, local, real, temperature, group, limits)
-        log_probs, log_z, entropy, *of_kept = results.unbind()
+        vocabulary = _Slice(weight, vocab_start, vocab_size, temperature, group)
+        asked = Asked(limits=limits)
+        results = _forward(hidden, vocabulary, targets, chunk_tokens, asked)
+        log_z, entropy, log_probs = results[0], results[1], results[2 + asked.further :].t().view_as(targets)
+        of_kept = results[2 : 2 + asked.further].unbind()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
-        ctx.settings = (vocab_start, real, temperature, chunk_tokens)
+        ctx.settings = (vocabulary, chunk_tokens)
         ctx.mark_non_differentiable(*of_kept[:1])
         return log_probs, entropy, *of_kept[:1]
 
@@ -62,83 +64,153 @@ class VocabParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
         hidden, weight, targets, log_z, entropy, *least = ctx.saved_tensors
-        vocab_start, real, temperature, chunk_tokens = ctx.settings
+        vocabulary, chunk_tokens = ctx.settings
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
         for rows in _chunks(len(hidden), chunk_tokens):
-            local = _local(targets[rows], vocab_start, weight.shape[0])
-            per_row = torch.stack([log_z[rows], entropy[rows], grads[0][rows], grads[1][rows]])[..., None]
-            least_kept = least[0][rows, None] if least else None
-            grad_logits = _chunk_backward(hidden[rows], weight, local, real, temperature, per_row, least_kept)
+            per_row = torch.stack([log_z[rows], entropy[rows], grads[1][rows]])[..., None]
+            of_kept = least[0][rows, None] if least else None
+            grad_logits = _chunk_backward(hidden[rows], vocabulary, targets[rows], per_row, grad_log_probs[rows], of_kept)
             grad_hidden[rows] = grad_logits @ weight
             _add_product(grad_weight, grad_logits.t(), hidden[rows])
             del grad_logits  # before the next chunk's is made
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
 
 
-def _chunk_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    local: tuple[Tensor, Tensor],
-    real: int,
-    temperature: float,
-    group: torch.distributed.ProcessGroup,
-    limits: SamplingLimits | None,
-) -> Tensor:
-    """float32 `[3, n]`: log-prob, log of the sum of exponentials, and entropy of n rows. Two buffers of `[n, V/tp]` at once.
+@dataclass(frozen=True, eq=False)
+class _Slice:
+    """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by."""
 
-    With `limits` `[5, n]`, as `VocabParallelLogProbs.forward` has them, and up to seven buffers, by what a sort takes.
+    weight: Tensor
+    start: int
+    vocab_size: int
+    temperature: float
+    group: torch.distributed.ProcessGroup
+
+    @property
+    def real(self) -> int:
+        """How many of its ids are not padding."""
+        return max(0, min(self.weight.shape[0], self.vocab_size - self.start))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 `[n, V/tp]`; those of padding are −∞."""
+        logits = (hidden @ self.weight.t()).float().div_(self.temperature)
+        logits[:, self.real :] = -torch.inf
+        return logits
+
+    def local(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Where in the slice `targets` are, and which of them are."""
+        local = targets - self.start
+        here = (local >= 0) & (local < self.weight.shape[0])
+        return local.clamp(0, self.weight.shape[0] - 1), here
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a row's distribution besides its entropy and the log-probs of targets."""
+
+    limits: SamplingLimits | None = None
+    top_k: TopK | None = None
+    collision: bool = False
+
+    @property
+    def further(self) -> int:
+        """Results between the entropy and the log-probs."""
+        return 2 * (self.limits is not None) + self.collision
+
+
+def _forward(hidden: Tensor, vocabulary: _Slice, targets: Tensor, chunk_tokens: int, asked: Asked) -> Tensor:
+    """float32 `[2 + further + M + 2k, N]`: log of the sum of exponentials and entropy; with `limits` the log of the kept
+    tokens' probability and the least logit of them; with `collision` Σ p²; log-probs of the M targets of each row; then the
+    ids of the k likeliest tokens, from the likeliest on, and their log-probs. Ids below 2²⁴ are exact in float32.
     """
-    logits = _logits(hidden, weight, real, temperature)
-    target, here = local
-    picked = logits.gather(1, target[:, None])[:, 0]
+    targets = _as_columns(targets)
+    width = 2 + asked.further + targets.shape[1] + (2 * asked.top_k.k if asked.top_k else 0)
+    results = torch.empty(width, len(hidden), dtype=torch.float32, device=hidden.device)
+    for rows in _chunks(len(hidden), chunk_tokens):
+        results[:, rows] = _chunk_forward(hidden[rows], vocabulary, targets[rows], asked)
+    return results
+
+
+def _chunk_forward(hidden: Tensor, vocabulary: _Slice, targets: Tensor, asked: Asked) -> Tensor:
+    """The rows of `_forward` for n rows of `hidden`. Two buffers of `[n, V/tp]` at once; with `limits` up to seven, by what
+    a sort takes."""
+    group, logits = vocabulary.group, vocabulary.logits(hidden)
+    target, here = vocabulary.local(targets)
+    picked = logits.gather(1, target)
+    top = _likeliest(logits, vocabulary, asked.top_k) if asked.top_k else None
     peak = logits.amax(dim=1)
     if group.size() > 1:
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
-    least = least_kept(logits, peak[:, None], limits, group) if limits is not None else None
-    absent = left_out(logits, least, local) if least is not None else None
+    least = least_kept(logits, peak[:, None], asked.limits, group) if asked.limits is not None else None
+    absent = left_out(logits, least, (target[:, 0], here[:, 0])) if least is not None else None
     logits -= peak[:, None]
     exponentials = logits.exp()
-    logits[:, real:] = 0.0
-    of_all = []
+    logits[:, vocabulary.real :] = 0.0
+    further = []
     if absent is not None:
-        of_all = [exponentials.sum(1)]
+        further.append(exponentials.sum(1))
         logits.masked_fill_(absent, 0.0)
         exponentials.masked_fill_(absent, 0.0)
+    if asked.collision:
+        further.append(torch.linalg.vector_norm(exponentials, dim=1).square())
     total = exponentials.sum(1)
-    sums = torch.stack([total, exponentials.mul_(logits).sum(1), torch.where(here, picked - peak, 0.0), *of_all])
+    of_targets = torch.where(here, picked - peak[:, None], 0.0).t()
+    sums = torch.cat([torch.stack([total, exponentials.mul_(logits).sum(1), *further]), of_targets])
     if group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
     # Everything relative to the peak: subtracting two large numbers last would cost digits.
     log_total = sums[0].log()
-    results = [sums[2] - log_total, log_total + peak, log_total - sums[1] / sums[0]]
-    return torch.stack(results if least is None else [*results, log_total - sums[3].log(), least[:, 0]])
+    of_row = [log_total + peak, log_total - sums[1] / sums[0]]
+    if least is not None:
+        of_row += [log_total - sums[2].log(), least[:, 0]]
+    if asked.collision:
+        of_row.append(sums[1 + len(further)] / sums[0].square())
+    found = [torch.stack(of_row), sums[2 + len(further) :] - log_total]
+    if top is not None:
+        ids, values = top
+        found += [ids.t().float(), (values - peak[:, None]).t() - log_total]
+    return torch.cat(found)
+
+
+def _likeliest(logits: Tensor, vocabulary: _Slice, top_k: TopK) -> tuple[Tensor, Tensor]:
+    """Ids and logits, `[n, k]` each, of the largest of `logits` `[n, V/tp]` over all slices, of which each sends k."""
+    group, known = vocabulary.group, logits[:, : max(0, top_k.vocabulary - vocabulary.start)]
+    values, ids = known.topk(min(top_k.k, known.shape[1]), dim=1)
+    missing = (0, top_k.k - values.shape[1])
+    values, ids = pad(values, missing, value=-torch.inf), pad(ids + vocabulary.start, missing)
+    if group.size() > 1:
+        of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (values, ids)]
+        for gathered, part in zip(of_ranks, (values, ids), strict=True):
+            torch.distributed.all_gather(gathered, part, group=group)
+        values, ids = (torch.cat(parts, dim=1) for parts in of_ranks)
+        values, order = values.topk(top_k.k, dim=1)
+        ids = ids.gather(1, order)
+    return ids, values
 
 
 def _chunk_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    local: tuple[Tensor, Tensor],
-    real: int,
-    temperature: float,
-    per_row: Tensor,
-    least: Tensor | None,
+    hidden: Tensor, vocabulary: _Slice, targets: Tensor, per_row: Tensor, grad_log_probs: Tensor, least: Tensor | None
 ) -> Tensor:
-    """Gradient of n rows' logits, `[n, V/tp]`; `per_row` `[4, n, 1]`: log Z, entropy, the gradients of log-prob and entropy."""
-    log_z, entropy, grad_log_prob, grad_entropy = per_row
-    log_p = _logits(hidden, weight, real, temperature)
-    absent = left_out(log_p, least, local) if least is not None else None
+    """Gradient of n rows' logits, `[n, V/tp]`; `per_row` `[3, n, 1]`: log Z, entropy, the gradient of entropy.
+
+    `targets` and `grad_log_probs` are `[n, M]`, `least` `[n, 1]` as `least_kept` gave it.
+    """
+    log_z, entropy, grad_entropy = per_row
+    target, here = vocabulary.local(targets)
+    log_p = vocabulary.logits(hidden)
+    absent = left_out(log_p, least, (target[:, 0], here[:, 0])) if least is not None else None
     p = log_p.sub_(log_z).exp()
-    log_p[:, real:] = 0.0
+    log_p[:, vocabulary.real :] = 0.0
     if absent is not None:
         p.masked_fill_(absent, 0.0)
         log_p.masked_fill_(absent, 0.0)
     # d log_prob / d logit_j = 1[j = target] - p_j ; d entropy / d logit_j = -p_j (log p_j + entropy)
-    p.mul_(log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_prob)).neg_()
+    p.mul_(log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_probs.sum(1, keepdim=True))).neg_()
     del log_p
-    target, here = local
-    p.scatter_add_(1, target[:, None], grad_log_prob * here[:, None])
-    return p.div_(temperature).to(weight.dtype)
+    p.scatter_add_(1, target, grad_log_probs * here)
+    return p.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -154,27 +226,30 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
 
 
+def _as_columns(values: Tensor) -> Tensor:
+    """`[N]` or `[N, M]` as `[N, M]`."""
+    return values[:, None] if values.dim() == 1 else values
+
+
 def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, real: int, temperature: float) -> Tensor:
-    logits = (hidden @ weight.t()).float().div_(temperature)
-    logits[:, real:] = -torch.inf
-    return logits
+class HeadRequest(NamedTuple):
+    """What a head is asked before a forward pass: the stream's `rows`, int64 `[N]`, and of a `LogProbHead` the log-probs of
+    `targets`, int64 `[N]` or `[N, M]`, and the likeliest tokens of each row (without gradients alone)."""
 
-
-def _local(targets: Tensor, vocab_start: int, slice_size: int) -> tuple[Tensor, Tensor]:
-    local = targets - vocab_start
-    here = (local >= 0) & (local < slice_size)
-    return local.clamp(0, slice_size - 1), here
+    rows: Tensor
+    targets: Tensor
+    top_k: TopK | None = None
 
 
 class LogProbHead(torch.nn.Module):
     """Takes the place of a model's output layer: same weight, same checkpoint, log-probs instead of logits.
 
-    Set `request` = (rows, targets), both int64 `[N]`, before the forward pass. The output is float32 `[N, 1, 2]`:
-    log-prob and entropy of each scored row; with `limits` `[N, 1, 3]`, the log of the kept tokens' probability besides.
+    Set `request` before the forward pass. The output is float32 `[N, 1, C]`: of each scored row the log-prob of its first
+    target and the entropy; with `limits` the log of the kept tokens' probability; with `collision`, in passes without
+    gradients, Σ p²; the log-probs of its further targets, the ids of the k likeliest tokens and their log-probs.
     """
 
     def __init__(
@@ -185,37 +260,43 @@ class LogProbHead(torch.nn.Module):
         temperature: float,
         chunk_tokens: int | None,
         limits: SamplingLimits | None = None,
+        collision: bool = False,
     ) -> None:
         """`vocab_size` without padding; `temperature` and `limits` of sampling; `chunk_tokens` rows of logits held at a time
         (None: as many as fit in `options.LOGIT_CHUNK_BYTES`)."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
-        self.vocab_size, self.temperature, self.chunk_tokens, self.limits = vocab_size, temperature, chunk_tokens, limits
-        self.request: tuple[Tensor, Tensor] | None = None
+        self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
+        self.limits, self.collision = limits, collision
+        self.request: HeadRequest | None = None
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """`hidden` `[S(/tp), 1, H]`, `weight` the tied embedding's slice if there is one → (`[N, 1, 2]`, None)."""
-        assert self.request is not None, "set request = (rows, targets) before the forward pass"
-        rows, targets = self.request
+        """`hidden` `[S(/tp), 1, H]`, `weight` the tied embedding's slice if there is one → (`[N, 1, C]`, None)."""
+        assert self.request is not None, "set request before the forward pass"
+        rows, targets, top_k = self.request
         weight = self.weight if weight is None else weight
         buffers = 1 if self.limits is None else LIMITED_BUFFERS
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
         scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
-        results = VocabParallelLogProbs.apply(
-            scored,
-            weight,
-            targets,
-            self.tp_group.rank() * weight.shape[0],
-            self.vocab_size,
-            self.temperature,
-            chunk_tokens,
-            self.tp_group,
-            self.limits,
+        start = self.tp_group.rank() * weight.shape[0]
+        if not torch.is_grad_enabled():
+            vocabulary = _Slice(weight, start, self.vocab_size, self.temperature, self.tp_group)
+            asked = Asked(self.limits, top_k, self.collision)
+            _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, asked)
+            if self.limits is not None:
+                del others[1]
+            first = others.pop(asked.further - (self.limits is not None))
+            return torch.stack([first, entropy, *others], dim=-1)[:, None], None
+        assert top_k is None, "the likeliest tokens are asked for without gradients"
+        log_probs, entropy, *kept = VocabParallelLogProbs.apply(
+            scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits
         )
-        return torch.stack(results, dim=-1)[:, None], None
+        log_probs = _as_columns(log_probs)
+        of_row = [log_probs[:, :1], entropy[:, None], *(one[:, None] for one in kept), log_probs[:, 1:]]
+        return torch.cat(of_row, dim=-1)[:, None], None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The weight for megatron-core's dist_checkpointing, split over the vocabulary."""
@@ -233,26 +314,26 @@ def _enter_tensor_parallel_region(hidden: Tensor, config: TransformerConfig, gro
 class ValueHead(torch.nn.Linear):
     """hidden → 1 in place of the output layer, zero-initialised, replicated over tensor parallelism.
 
-    Set `request` = (rows, targets) before the forward pass; the output is float32 `[N, 1, 1]`.
+    Set `request` before the forward pass; the output is float32 `[N, 1, 1]`.
     """
 
     def __init__(self, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> None:
         super().__init__(config.hidden_size, 1, bias=False, dtype=torch.float32)
         torch.nn.init.zeros_(self.weight)
         self.config, self.tp_group = config, group
-        self.request: tuple[Tensor, Tensor] | None = None
+        self.request: HeadRequest | None = None
 
     def forward(  # type: ignore[override]
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
         """`hidden` `[S(/tp), 1, H]` → (`[N, 1, 1]`, None)."""
-        assert self.request is not None, "set request = (rows, targets) before the forward pass"
+        assert self.request is not None, "set request before the forward pass"
         if self.config.sequence_parallel:
             # Every rank computes the same values from the gathered stream, so its slice of the gradient is its own.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        scored = hidden[:, 0].index_select(0, self.request[0]).float()
+        scored = hidden[:, 0].index_select(0, self.request.rows).float()
         return torch.nn.functional.linear(scored, self.weight)[:, None], None
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
-from megarl.data.stream import MicroBatch, ScorePosition
+from megarl.data.stream import MicroBatch, ScorePosition, TopK
 from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
@@ -64,12 +64,14 @@ class RankModel:
             and parallel_state.get_context_parallel_rank() == 0
         )
 
-    def forward(self, micro_batches: Sequence[MicroBatch], *, position: ScorePosition = ScorePosition.NEXT) -> Answers:
+    def forward(
+        self, micro_batches: Sequence[MicroBatch], *, position: ScorePosition = ScorePosition.NEXT, top_k: TopK | None = None
+    ) -> Answers:
         """`{response index: float32 [L, C]}` on reporting ranks (see `step.forward`), else empty."""
         for chunk in self.chunks:
             chunk.eval()
         laid = self._placed(micro_batches)
-        results = forward(self.chunks, self.options, laid, position=position, progress=self.progress)
+        results = forward(self.chunks, self.options, laid, position=position, progress=self.progress, top_k=top_k)
         return results if self.reports else Answers.joined([])
 
     def update(

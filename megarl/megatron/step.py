@@ -18,12 +18,14 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.stream import (
+    SCORED_IDS,
     MicroBatch,
     PackedStream,
     Response,
     ScoredValues,
     ScorePosition,
     StreamShard,
+    TopK,
     Unit,
     context_parallel_shard,
     pack,
@@ -32,6 +34,7 @@ from megarl.data.stream import (
 from megarl.data.stream_media import StreamMedia
 from megarl.megatron.attention import stream_attention
 from megarl.megatron.context_parallel import gather_scored
+from megarl.megatron.heads import HeadRequest
 from megarl.megatron.layer_specs import PackedRotaryEmbedding
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
@@ -60,13 +63,16 @@ def forward(
     *,
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
+    top_k: TopK | None = None,
 ) -> Answers:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
     `progress` is kept up to date, for another thread to look at.
 
-    C is 2 (log-prob, entropy) for a log-prob head and 1 for a value head. Only ranks of the last pipeline stage
-    get a result; others get none.
+    C is 1 for a value head. A log-prob head gives log-prob and entropy, then the log-probs of the tokens in the column
+    `SCORED_IDS`, if there is one, then the ids of the `top_k` likeliest tokens and their log-probs.
+
+    Only ranks of the last pipeline stage get a result; others get none.
     """
     streams: list[PackedStream] = []
     outputs: list[Tensor] = []
@@ -77,7 +83,7 @@ def forward(
         return output.sum(), {}
 
     with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True)
+        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k)
     return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
@@ -140,6 +146,7 @@ def _run(
     progress: PassProgress | None,
     *,
     forward_only: bool,
+    top_k: TopK | None = None,
 ) -> list[dict[str, Any]]:
     device = torch.device(torch.cuda.current_device())
     filled = [(units, loss_function) for units in micro_batches]
@@ -153,7 +160,7 @@ def _run(
     progress = progress or PassProgress()
     progress.begun, progress.wanted = 0, len(inputs) * len(chunks)
     outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options=options, progress=progress),
+        forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
@@ -217,6 +224,7 @@ def _forward_step(
     *,
     options: ModelOptions,
     progress: PassProgress,
+    top_k: TopK | None,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
     stream, share, sequences, positions, seen, loss_function = next(inputs)
     progress.begun += 1
@@ -230,7 +238,7 @@ def _forward_step(
     if isinstance(core, SeeingModel):
         core.seen = seen
     if core.post_process:
-        core.output_layer.request = (share.rows, stream.targets[share.scored])
+        core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
     mask, packed = _attention_inputs(stream, share, sequences, options)
     output = model(
         input_ids=token_ids[None],
@@ -247,6 +255,12 @@ def _forward_step(
         return value, torch.ones((), dtype=torch.int), kept
 
     return output, loss
+
+
+def _targets(stream: PackedStream) -> Tensor:
+    """The tokens whose log-probs are asked for, int64 `[N]`, or `[N, 1 + k]` with the k of the column `SCORED_IDS`."""
+    further = stream.columns.get(SCORED_IDS)
+    return stream.targets if further is None else torch.cat([stream.targets[:, None], further.long()], dim=1)
 
 
 def _attention_inputs(

@@ -83,7 +83,9 @@ def plan_times(
     if sampling is not None:
         of_functions = {"rewards": sequences * calibration.reward_s_per_sample}
         phases.append(PhaseTime("reward", _added(of_functions, passes.get("reward_model", {}))))
-    answering = [name for name in ("policy", "reference", "teacher", "critic") if name in roles]
+    # each teacher is counted for all rows: how many name it, only the data say
+    teachers = (name for name in roles if name.startswith("teacher"))
+    answering = [name for name in ("policy", "reference", *teachers, "critic") if name in roles]
     if not config.needs_old_log_probs:
         answering.remove("policy")
     if answering or sampling is not None:

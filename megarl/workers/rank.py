@@ -23,7 +23,7 @@ from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
 from megarl.data.answers import Answers
 from megarl.data.shares import Share
-from megarl.data.stream import ScorePosition
+from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.build import initialize_layout
 from megarl.megatron.hf_export import write_role
 from megarl.megatron.offload import Offload
@@ -104,9 +104,9 @@ class Rank(RankCalls):
         del self.roles[role]
         self.offloads.pop(role, None)
 
-    def forward(self, role: str, shares: Sequence[Share], position: ScorePosition) -> Answers | None:
+    def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None) -> Answers | None:
         with record_function(f"forward {role}"):  # a profile shows it under this name
-            return self.roles[role].forward([*chain(*shares)], position=position) or None
+            return self.roles[role].forward([*chain(*shares)], position=position, top_k=top_k) or None
 
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
         with record_function(f"update {role}"):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megarl.checkpoint.dist_writer import Written
 from megarl.data.answers import Answers
 from megarl.data.shares import Share
-from megarl.data.stream import ScorePosition
+from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.observe.trace import Span
 from megarl.reshard.relays import Machines
@@ -47,8 +47,9 @@ class RankCalls(ABC):
         """Free a role that is no longer needed."""
 
     @abstractmethod
-    def forward(self, role: str, shares: Sequence[Share], position: ScorePosition) -> Answers | None:
-        """`{response index: float32 [L, C]}` for the micro-batches of all `shares`; None where this rank does not report."""
+    def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None) -> Answers | None:
+        """`{response index: float32 [L, C]}` for the micro-batches of all `shares` (see `step.forward`); None where this rank
+        does not report."""
 
     @abstractmethod
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:

@@ -281,7 +281,8 @@ def test_clipping_follows_the_loss(overrides: list[str], clip: tuple[float, floa
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_a_config_without_doubts(name: str) -> None:
-    resolved = config(f"algorithm.name={name}")
+    teacher = ["teacher.path=wise"] if "distillation" in PRESETS[name] else []
+    resolved = config(f"algorithm.name={name}", *teacher)
     assert doubtful_choices(resolved) == []
     assert parse_config(yaml.safe_load(to_yaml(resolved))) == resolved
 

@@ -41,6 +41,8 @@ def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> No
             "reference.layout={dp: 2}",
             "run.guards=[{metric: kl/reference, above: 1, action: stop}]",
             "evaluations=[{name: sums, rows: {name: basic_arithmetic}, source_key: task}]",
+            "algorithm.distillation.coef=0.5",
+            "teacher.named=[{name: math, path: elsewhere, layout: {tp: 2}}]",
         ],
     )
     config = parse_config(tree)
@@ -72,14 +74,15 @@ def test_a_section_layout_is_a_layout() -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_fills_only_what_the_user_left_out(name: str) -> None:
-    plain = parse_config(apply_overrides(BASE, [f"algorithm.name={name}"])).algorithm
     preset = PRESETS[name]
+    named = [f"algorithm.name={name}", *(["teacher.path=wise"] if "distillation" in preset else [])]
+    plain = parse_config(apply_overrides(BASE, named)).algorithm
     assert plain.advantage == preset["advantage"]
     assert plain.aggregation == preset["aggregation"]
     assert plain.gae_lambda == preset["gae_lambda"]
     assert plain.kl.model_dump().items() >= preset["kl"].items()
     mended = parse_config(
-        apply_overrides(BASE, [f"algorithm.name={name}", "algorithm.kl.coef=0.5", "algorithm.aggregation=seq_mean_token_sum"])
+        apply_overrides(BASE, [*named, "algorithm.kl.coef=0.5", "algorithm.aggregation=seq_mean_token_sum"])
     ).algorithm
     assert mended.kl.model_dump().items() >= {**preset["kl"], "coef": 0.5}.items()
     assert mended.aggregation == "seq_mean_token_sum"

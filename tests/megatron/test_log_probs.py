@@ -65,7 +65,7 @@ def test_a_small_vocabulary_slice_has_larger_chunks(monkeypatch: pytest.MonkeyPa
         weight = torch.empty(slice_size, 0)
         output_layer = types.SimpleNamespace(weight=torch.nn.Parameter(weight), config=None, tp_group=OneRank())
         head = heads.LogProbHead(output_layer, vocab_size=slice_size, temperature=1.0, chunk_tokens=told)
-        head.request = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+        head.request = heads.HeadRequest(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
         monkeypatch.setattr(heads, "_chunk_forward", lambda *unused: torch.zeros(3, 0))
         head(torch.zeros(1, 1, 0))
         assert seen.pop() == expected

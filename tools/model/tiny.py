@@ -1,8 +1,9 @@
 """Make a tiny Llama that half knows how to add: where the examples in examples/tiny/ start from.
 
-Usage: python tools/model/tiny.py OUT_FOLDER [--untrained]. Random weights, then supervised training on every sum of two
-numbers up to 10, once with its answer and once with one too many; --untrained leaves that out. The folder appears whole
-or not at all; it takes under a minute.
+Usage: python tools/model/tiny.py OUT_FOLDER [--untrained | --teacher]. Random weights, then supervised training on every sum of
+two numbers up to 10, once with its answer and once with one too many. --untrained leaves that out; --teacher leaves out the
+wrong answers and makes the model that examples/tiny/opd.yaml learns from. The folder appears whole or not at all; it takes
+under a minute.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ def answer_log_probs(model: torch.nn.Module, tokens: Tensor, mask: Tensor) -> Te
     return (log_probs.gather(2, tokens[:, 1:, None])[..., 0] * mask[:, 1:]).sum(1)
 
 
-def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
+def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, *, right_alone: bool = False) -> float:
     """Teach every sum with two answers, so that sampling gives the right one about half the time; returns how often.
 
     The choice between the two is the same in every sum, which is what lets reinforcement learning on a few sums carry over
-    to the others.
+    to the others. `right_alone`: teach the right answer alone.
     """
-    tokens, mask = encode(tokenizer, SUMS + [(question, answer + 1) for question, answer in SUMS])
+    tokens, mask = encode(tokenizer, SUMS + [(question, answer + 1) for question, answer in SUMS if not right_alone])
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK_LR, total_steps=WARM_UP_STEPS, pct_start=0.1)
     for _ in range(WARM_UP_STEPS):
@@ -103,12 +104,12 @@ def accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> floa
         return float(answer_log_probs(model, *encode(tokenizer, SUMS)).exp().mean())
 
 
-def make(out: Path, *, untrained: bool) -> float:
+def make(out: Path, *, untrained: bool = False, teacher: bool = False) -> float:
     """Write the model and its tokenizer to `out`; returns its accuracy."""
     torch.set_num_threads(1)  # so that the sums of floats, and with them the model, do not depend on the machine's cores
     torch.manual_seed(0)
     model, tokenizer = make_model(), make_tokenizer()
-    reached = accuracy(model, tokenizer) if untrained else warm_up(model, tokenizer)
+    reached = accuracy(model, tokenizer) if untrained else warm_up(model, tokenizer, right_alone=teacher)
     with whole_folder(out) as part:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
@@ -117,15 +118,15 @@ def make(out: Path, *, untrained: bool) -> float:
 
 def main() -> None:
     """Make the model unless the folder is there already."""
-    untrained = sys.argv[2:] == ["--untrained"]
-    if len(sys.argv) != 2 + untrained:
-        sys.exit("usage: python tools/model/tiny.py OUT_FOLDER [--untrained]")
+    untrained, teacher = (sys.argv[2:] == [flag] for flag in ("--untrained", "--teacher"))
+    if len(sys.argv) != 2 + untrained + teacher:
+        sys.exit("usage: python tools/model/tiny.py OUT_FOLDER [--untrained | --teacher]")
     out = Path(sys.argv[1])
     if (out / "config.json").exists():
         print(f"{out} is already there")
         return
     started = time.monotonic()
-    reached = make(out, untrained=untrained)
+    reached = make(out, untrained=untrained, teacher=teacher)
     print(f"wrote {out}: {reached:.0%} of its sampled answers are right, made in {time.monotonic() - started:.0f} s")
 
 

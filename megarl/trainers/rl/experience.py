@@ -20,6 +20,7 @@ from megarl.algorithms import (
     RunningMean,
     clip_rewards,
     correction,
+    distillation_advantages,
     kl_per_token,
     last_of_each_row,
     length_penalty,
@@ -114,8 +115,7 @@ class Experience:
         if algorithm.rollout_correction and not algorithm.bypasses_old_log_probs:
             metrics |= self._correct(batch)
         read = {name: batch.columns[column] for name, column in COLUMNS_READ.items() if getattr(needed, name)}
-        outputs = estimated(
-            algorithm.advantage,
+        outputs = self._estimated(
             needed,
             AdvantageInputs(
                 scores=scores,
@@ -140,9 +140,8 @@ class Experience:
                 rollout_log_probs=batch.columns["rollout_log_probs"],
                 **read,
             ),
-            algorithm.advantage_args,
         )
-        batch.columns["advantages"] = outputs.advantages
+        batch.columns["advantages"] = self._with_distillation(outputs.advantages, batch)
         if outputs.returns is not None:
             batch.columns["returns"] = outputs.returns
         self.baseline = outputs.baseline or self.baseline
@@ -152,6 +151,26 @@ class Experience:
         if algorithm.truncated_responses == "mask":
             batch.mask[batch.truncated] = False
         return metrics | {"reward/shaped_mean": float(scores.mean())}
+
+    def _estimated(self, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """What the estimator answers; zeros where rewards are only logged."""
+        algorithm = self.config.algorithm
+        if not algorithm.distillation.reward_coef:
+            return AdvantageOutputs(advantages=torch.zeros(inputs.mask.shape))
+        return estimated(algorithm.advantage, needed, inputs, algorithm.advantage_args)
+
+    def _with_distillation(self, advantages: Tensor, batch: Batch) -> Tensor:
+        """The advantages of the rewards and those of the teacher, weighted; nothing is normalised after this."""
+        distillation = self.config.algorithm.distillation
+        weighted = distillation.reward_coef * advantages
+        if not distillation.in_advantage:
+            return weighted
+        own, of_teacher = self._sampled_log_probs(batch), batch.columns["teacher_log_probs"]
+        return weighted + distillation.coef * distillation_advantages(own, of_teacher, batch.mask, distillation.gamma)
+
+    def _sampled_log_probs(self, batch: Batch) -> Tensor:
+        """The policy's at the start of the step; the engine's where no pass computes them (`bypass`)."""
+        return batch.columns["rollout_log_probs" if self.config.algorithm.bypasses_old_log_probs else "old_log_probs"]
 
     def steer_old_policy_kl(self, kl: float | None) -> dict[str, float]:
         """Move β of the penalty to the old policy by the KL of a step's last update; returns what that step used, as a metric.
@@ -219,8 +238,7 @@ class Experience:
         settings = self.config.algorithm.kl
         if not settings.coef or settings.apply_to != "reward":
             return torch.zeros(batch.mask.shape)
-        sampled = batch.columns["rollout_log_probs" if self.config.algorithm.bypasses_old_log_probs else "old_log_probs"]
-        kl = kl_per_token(sampled, batch.columns["reference_log_probs"], settings.estimator) * batch.mask
+        kl = kl_per_token(self._sampled_log_probs(batch), batch.columns["reference_log_probs"], settings.estimator) * batch.mask
         coef = settings.coef if self.kl is None else self.kl.coef
         if self.kl is not None:
             kept = batch.mask.any(1)

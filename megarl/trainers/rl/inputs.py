@@ -19,12 +19,12 @@ from megarl.data.rows import Origin
 from megarl.data.sample import Prompt, Sample
 from megarl.data.sampler import drop_eval_overlap
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
-from megarl.errors import ConfigError
 from megarl.rewards import build_rewards
 from megarl.rewards.sources import RewardSources
 from megarl.rollout.engines.registry import check_engine
 from megarl.rollout.episodes import Episodes, open_episodes
 from megarl.trainers.rl.eval_figures import set_figures
+from megarl.trainers.rl.teachers import Teachers
 from megarl.trainers.run.start import check_architectures
 
 
@@ -92,9 +92,6 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
     POLICY_LOSSES.resolve(config.algorithm.policy_loss, config.algorithm.policy_loss_args)
     check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
-    if config.needs_teacher and load_tokenizer(config.teacher.path or config.model.path).get_vocab() != tokenizer.get_vocab():
-        reason = "has another vocabulary than model.path, so that its log-probs are of other tokens"
-        raise ConfigError.of("teacher.path", config.teacher.path, reason, allowed="a model with the policy's tokenizer")
     with ExitStack() as opened:
         pictures = open_pictures(data, config.model.path, tokenizer, config.run_folder)
         episodes = None
@@ -110,6 +107,7 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         kept = [drop_eval_overlap(prompts, all_held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
+        Teachers(config).check(tokenizer, (prompt for part in kept for prompt in part))
         opened.pop_all()
     return RlInputs(tokenizer, episodes, kept, held_out, evaluations, sum(map(len, parts)), builder.dropped, rewards)
 

@@ -12,18 +12,28 @@ from typing import Any
 
 from torch import Tensor
 
-from megarl.algorithms import K3_LIMIT, POLICY_LOSSES, LossSettings, kl_per_token, mismatch_sums, value_loss
+from megarl.algorithms import (
+    K3_LIMIT,
+    POLICY_LOSSES,
+    DistillationTerm,
+    LossSettings,
+    kl_per_token,
+    mismatch_sums,
+    value_loss,
+    vocabulary_divergence,
+)
 from megarl.data.stream import PackedStream, ScoredValues
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """Policy loss, KL penalty in the loss and entropy bonus.
+    """Policy loss, KL penalty and distillation in the loss, and entropy bonus.
 
     Columns it reads: `weights`, `advantages`; `old_log_probs` (absent: the step is on-policy and the ratio is 1);
     `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` (absent: 1), which multiplies the
-    policy loss alone. A stream with the column `ptx_weights` has supervised examples instead, mixed in with `ptx_coef`.
+    policy loss alone; `teacher_log_probs` (absent: none is measured); with `distillation` also `teacher_scored_log_probs`. A
+    stream with the column `ptx_weights` has supervised examples instead, mixed in with `ptx_coef`.
     """
 
     name: str
@@ -32,6 +42,10 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
+    distillation: DistillationTerm | None = None
+    """A divergence to the teacher over the tokens whose log-probs stand behind the first two columns of the output."""
+    limited: bool = False
+    """The third column of the output is the log of the kept tokens' probability (docs/methods.md, sampling limits)."""
     ptx_coef: float = 0.0
     shown_rows: int = 0
     """Of the batch: the log-probs of rows before this one come with the metrics, as `LOG_PROBS`."""
@@ -43,13 +57,13 @@ class PolicyObjective:
     """What the config gives to a loss of the user's own, by name."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
-        """`output` float32 `[N, 2]` (log-prob, entropy), or `[N, 3]` (log of the kept tokens' probability) → (loss, sums).
+        """`output` float32 `[N, C]`: log-prob, entropy, and what `limited` or `distillation` ask for → (loss, sums).
 
         With sampling limits the first two are of the kept tokens, and so are `old_log_probs` and, if there are these,
         `rollout_log_probs`; the KL to the reference is measured over all tokens, and the penalty is on the kept ones.
         """
         log_probs, entropy, columns = output[:, 0], output[:, 1], stream.columns
-        kept = output[:, 2].detach() if output.shape[1] == 3 else output.new_zeros(())
+        kept = output[:, 2].detach() if self.limited else output.new_zeros(())
         if "ptx_weights" in columns:
             cross_entropy = -(columns["ptx_weights"] * log_probs).sum()
             return self.ptx_coef * cross_entropy, {"ptx/loss": cross_entropy.detach()}
@@ -78,10 +92,16 @@ class PolicyObjective:
                 loss = loss + self.kl_coef * estimate
                 if limit is not None:
                     metrics["kl/clamped"] = (measured > limit).float().sum()
+        if "teacher_log_probs" in columns:
+            metrics["distillation/reverse_kl"] = (log_probs.detach() - columns["teacher_log_probs"]).sum()
+        if self.distillation is not None:
+            divergence, found = vocabulary_divergence(output[:, 2:], columns["teacher_scored_log_probs"], self.distillation)
+            loss = loss + self.distillation.coef * divergence
+            metrics |= {f"distillation/{name}": value for name, value in found.items()}
         mismatch = mismatch_sums(trainers, columns["rollout_log_probs"])
         metrics |= {f"mismatch/{name}": value for name, value in mismatch.items()}
         metrics |= {"policy/entropy": entropy.detach().sum(), "tokens": float(len(log_probs))}
-        if output.shape[1] == 3:
+        if self.limited:
             metrics["policy/kept_probability"] = kept.exp().sum()
         if self.shown_rows:
             metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach() + kept, self.shown_rows)

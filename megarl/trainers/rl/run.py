@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import LossSettings
+from megarl.algorithms import DistillationTerm, LossSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
@@ -34,8 +34,9 @@ from megarl.trainers.rl.parity_checks import ParityChecks
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
+from megarl.trainers.rl.teachers import COLUMNS, Teachers
 from megarl.trainers.run.base import Run
-from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER, group_requests
+from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
 from megarl.trainers.run.start import open_cluster, open_roles
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
@@ -62,6 +63,7 @@ class RlRun(Run):
         self.ptx = PtxExamples(config, self.inputs.tokenizer) if config.ptx.coef else None
         self.model_rewards = ModelRewards(config.reward_model, self.inputs.tokenizer)
         self.experience = Experience(config)
+        self.teachers = Teachers(config)
         self.parity = ParityChecks()
         self._updates: list[dict[str, float]] = []
         self._scores: list[float] = []
@@ -95,8 +97,8 @@ class RlRun(Run):
             self.rollouts.finish_start(starting, self.roles)
         self.roles.load(POLICY)
         for role, is_used in (
-            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference), (TEACHER, config.needs_teacher),
-            (REWARD_MODEL, config.uses_reward_model),
+            (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference),
+            *((one.name, True) for one in config.teachers), (REWARD_MODEL, config.uses_reward_model),
         ):  # fmt: skip
             if is_used:
                 self.roles.load(role)
@@ -187,7 +189,8 @@ class RlRun(Run):
         with self.phases("log_probs"):
             if config.needs_old_log_probs:
                 limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
-                self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy", *limited])
+                names = ["old_log_probs", "old_entropy", *limited]
+                self.roles.forward(POLICY, batch, names, **self.teachers.asked_of_policy())
                 for name in limited:  # the engine's are over all tokens
                     batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
             if config.uses_reference:
@@ -199,7 +202,7 @@ class RlRun(Run):
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
                 self.roles.drop(REFERENCE)
             if config.needs_teacher:
-                self.roles.forward(TEACHER, batch, ["teacher_log_probs", "teacher_entropy"])
+                self.teachers.ask(self.roles, batch)
             if config.uses_critic:
                 self.roles.forward(CRITIC, batch, ["values"])
                 if config.algorithm.truncated_responses == "bootstrap":
@@ -243,6 +246,7 @@ class RlRun(Run):
                 running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
                 wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
+                wanted += COLUMNS if config.algorithm.distillation.coef else ()
                 wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 columns = [name for name in wanted if name in batch.columns]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
@@ -330,7 +334,7 @@ class RlRun(Run):
             self.roles.copy_weights(POLICY, REFERENCE)
 
     def _policy_objective(self, batch: Batch) -> PolicyObjective:
-        algorithm = self.config.algorithm
+        algorithm, distilled = self.config.algorithm, self.config.algorithm.distillation
         return PolicyObjective(
             absolute_name(algorithm.policy_loss),
             LossSettings(
@@ -343,6 +347,8 @@ class RlRun(Run):
             kl_estimator=algorithm.kl.estimator,
             kl_unbiased=algorithm.kl.unbiased,
             entropy_coef=algorithm.entropy_coef,
+            distillation=DistillationTerm(distilled.coef, distilled.divergence, distilled.beta) if distilled.in_loss else None,
+            limited=bool(self.config.rollout.sampling_limits),
             ptx_coef=self.config.ptx.coef,
             shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
             bypass=algorithm.bypasses_old_log_probs,

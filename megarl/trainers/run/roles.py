@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,10 +23,11 @@ from megarl.config.guard_rules import skip_rules
 from megarl.config.megatron_options import megatron_of
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sections import TrainedRole
+from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.shares import Share
-from megarl.data.stream import ScorePosition
+from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions, SamplingLimits, untested_pair
 from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
 from megarl.planning.gpus import gpu_called
@@ -36,7 +38,7 @@ from megarl.workers.cluster import GroupRequest
 from megarl.workers.group import RankGroup
 from megarl.workers.rank_calls import RankCalls, RankRecord
 
-POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL = "policy", "reference", "critic", "teacher", "reward_model"
+POLICY, REFERENCE, CRITIC, REWARD_MODEL = "policy", "reference", "critic", "reward_model"
 
 
 def group_requests(config: AnyConfig) -> list[GroupRequest]:
@@ -55,12 +57,15 @@ class RoleSpec:
     path: str
     head: Literal["log_probs", "value"]
     trained: TrainedRole | None = None
+    section: str = ""
+    """Of the config, where it is not the role's name."""
 
 
 def role_specs(config: AnyConfig) -> dict[str, RoleSpec]:
     """The roles that a run may load: those of its config, and the reference, which a first step compares with."""
     specs = {
-        role.name: RoleSpec(role.folder, "value" if role.value_head else "log_probs", role.trained) for role in config.roles
+        role.name: RoleSpec(role.folder, "value" if role.value_head else "log_probs", role.trained, role.section)
+        for role in config.roles
     }
     return {REFERENCE: RoleSpec(config.reference.path or config.model.path, "log_probs")} | specs
 
@@ -123,7 +128,7 @@ class Roles:
             freeze=spec.trained.freeze if spec.trained is not None else (),
             media_folder=str(config.data.kept_in(config.run_folder)),
             megatron=megatron_of(config, role),
-            section=f"{role}.megatron",
+            section=f"{spec.section or role}.megatron",
         )
         optimizer = None
         if spec.trained is not None:
@@ -153,17 +158,45 @@ class Roles:
         group.call(RankCalls.drop_role, role, phase=phase, deadline_s=self._deadlines.step_s)
         self._loaded.remove(role)
 
-    def forward(self, role: str, batch: Batch, names: Sequence[str], *, at: Tensor | None = None) -> None:
+    def forward(self, role: str, batch: Batch, names: Sequence[str], *, at: Tensor | None = None, **more: Any) -> None:
         """Add the role's outputs to `batch` as columns `names`, computed without gradients.
 
-        `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one.
+        `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one. `more` is as in
+        `forward_each`.
+        """
+        self.forward_each({role: range(len(batch))}, batch, names, at=at, **more)
+
+    def forward_each(
+        self,
+        rows_of: Mapping[str, Sequence[int]],
+        batch: Batch,
+        names: Sequence[str],
+        *,
+        at: Tensor | None = None,
+        columns: Sequence[str] = (),
+        top_k: TopK | None = None,
+        wide: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """`forward` of several roles, each on its own rows of `batch`, at the same time where their processes are others.
+
+        `columns` are sent along (`SCORED_IDS`); `top_k` asks for the likeliest tokens. What is then answered besides `names`
+        becomes the columns `wide`, by name and width (see `megatron.step.forward`).
         """
         self.before_use()
-        group = self.group_of(role)
-        replicas = [[share] for share in self._shares(role, batch, range(len(batch)), [], at=at)]
-        position = ScorePosition.of(at)
-        submitted = group.submit(RankCalls.forward, [(role, shares, position) for shares in group.per_rank(replicas)])
-        batch.gather(names, group.wait(submitted, phase=f"{role} forward", deadline_s=self._deadlines.step_s))
+        position, running = ScorePosition.of(at), []
+        for role, rows in rows_of.items():
+            group, others = self.group_of(role), sorted({*range(len(batch))} - {*rows})
+            # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
+            asked = [*rows, *others[: max(0, group.layout.dp - len(rows))]]
+            replicas = [[share] for share in self._shares(role, batch, asked, columns, at=at)]
+            arguments = [(role, shares, position, top_k) for shares in group.per_rank(replicas)]
+            running.append((role, rows, group.submit(RankCalls.forward, arguments)))
+        answers: list[Answers | None] = []
+        for role, rows, submitted in running:
+            phase, deadline_s = f"{role} forward", self._deadlines.step_s
+            given = self.group_of(role).wait(submitted, phase=phase, deadline_s=deadline_s)
+            answers += [answer and answer.of_rows(rows) for answer in given]
+        batch.gather(names, answers, wide)
 
     def start_update(
         self,
