@@ -1,4 +1,4 @@
-"""Does it learn: every advantage estimator and every policy loss on the tiny model, three seeds each.
+"""Does it learn: advantage estimators, policy losses and variants of them on the tiny model, three seeds each.
 
     make tiny-model && python benchmarks/learning.py --out benchmarks/results/learning.json
 
@@ -35,6 +35,15 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},
     "grpo": {},
+    "vapo": {
+        "algorithm": {"name": "vapo", "advantage": "gae", "advantage_normalisation": "none"},
+        "critic": {
+            "max_tokens_per_micro_batch": 4096,
+            "threads_per_rank": 1,
+            "optimizer": {"lr": 1e-3},
+            "warmup_steps": 5,
+        },
+    },
     "grpo_process": {"reward_model": {"path": MODEL, "per_step": True, "weight": 0.0}},
     "dr_grpo": {},
     "rloo": {},
@@ -49,7 +58,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "cispo": {"clip_low": 0.2, "clip_high": 0.2},
     "reinforce": {},
     "kl_penalty": {"old_policy_kl": {"coef": 0.1}},
+    "clip_cov": {"policy_loss_args": {"share": 0.02, "low": 0.1}},
+    "kl_cov": {"policy_loss_args": {"share": 0.02, "coef": 0.1}},
+    "top share of entropies": {"policy_loss": "clip", "entropy": {"top_share": 0.2}},
+    "entropy target": {"policy_loss": "clip", "entropy": {"target": 0.5}},
 }
+"""By name of a policy loss, or of a variant of one that it names, what is set in `algorithm`."""
 
 
 def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[str, Any]:

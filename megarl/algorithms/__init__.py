@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from megarl.algorithms.aggregation import AGGREGATIONS, token_weights
     from megarl.algorithms.distillation import DIVERGENCES, DistillationTerm, distillation_advantages, vocabulary_divergence
+    from megarl.algorithms.entropy import AdaptiveEntropy
     from megarl.algorithms.kl import (
         K3_LIMIT,
         KL_ESTIMATORS,
@@ -47,17 +48,19 @@ if TYPE_CHECKING:
     from megarl.algorithms.registry import Registry
     from megarl.algorithms.reward_model import pairwise_reward_loss, process_reward_loss
     from megarl.algorithms.shaping import RewardNormaliser, aggregate_steps, clip_rewards, length_penalty, overlong_penalty
+    from megarl.algorithms.token_choice import CHOICES, covariance, top_entropies
     from megarl.algorithms.token_losses import dft_loss
     from megarl.algorithms.value_losses import value_loss
 
 _MODULES = (
-    "advantages", "token_advantages", "group_advantages", "aggregation", "distillation", "kl", "off_policy", "policy_losses",
-    "preference", "registry", "reward_model", "shaping", "token_losses", "value_losses",
+    "advantages", "token_advantages", "group_advantages", "aggregation", "distillation", "entropy", "kl", "off_policy",
+    "policy_losses", "preference", "registry", "reward_model", "shaping", "token_choice", "token_losses", "value_losses",
 )  # fmt: skip
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATIONS",
+    "CHOICES",
     "CORRECTIONS",
     "DIVERGENCES",
     "K3_LIMIT",
@@ -65,6 +68,7 @@ __all__ = [
     "LOG_RATIO_LIMIT",
     "POLICY_LOSSES",
     "PREFERENCE_LOSSES",
+    "AdaptiveEntropy",
     "AdaptiveKl",
     "AdaptivePenalty",
     "AdvantageInputs",
@@ -81,6 +85,7 @@ __all__ = [
     "aggregate_steps",
     "clip_rewards",
     "correction",
+    "covariance",
     "dft_loss",
     "distillation_advantages",
     "kl_per_token",
@@ -99,6 +104,7 @@ __all__ = [
     "process_reward_loss",
     "token_rewards",
     "token_weights",
+    "top_entropies",
     "turn_numbers",
     "value_loss",
     "vocabulary_divergence",

@@ -60,7 +60,7 @@ class AdvantageInputs:
     gamma: float = 1.0
     """Discount per token (`gae`, `reinforce`, `reinforce_plus_plus`)."""
     lam: float = 1.0
-    """λ of `gae`."""
+    """λ of `gae`, unless it is told another."""
     eps: float = 1e-6
     """Added to every standard deviation that is divided by."""
     unbiased: bool = True
@@ -109,7 +109,8 @@ class AdvantageOutputs:
     """The next state of `reinforce_moving_baseline`."""
 
 
-Estimator = Callable[[AdvantageInputs], AdvantageOutputs]
+Estimator = Callable[..., AdvantageOutputs]
+"""`AdvantageInputs`, and by name what the config gives it in `algorithm.advantage_args`, → `AdvantageOutputs`."""
 ADVANTAGES: Registry[Estimator] = Registry("advantage", load_estimator)
 
 
@@ -237,8 +238,8 @@ def estimator(name: str) -> Callable[[Estimator], Estimator]:
 
     def file(function: Estimator) -> Estimator:
         @wraps(function)
-        def estimate(inputs: AdvantageInputs) -> AdvantageOutputs:
-            return normalised(function(inputs), inputs, ESTIMATORS[name])
+        def estimate(inputs: AdvantageInputs, **arguments: float) -> AdvantageOutputs:
+            return normalised(function(inputs, **arguments), inputs, ESTIMATORS[name])
 
         return ADVANTAGES.register(name)(estimate)
 

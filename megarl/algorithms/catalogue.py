@@ -6,6 +6,7 @@ holds the tables against the registered functions. A user's own function says wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +16,30 @@ ESTIMATOR_SETTINGS = ("gamma", "lam", "eps", "unbiased")
 """The constants of the estimators without their normalisation, as `AdvantageInputs` names them."""
 NORMALISATIONS = ("none", "batch", "group", "batch_rms", "group_rms")
 """What is done with advantages (`advantages.normalised`)."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A number that a built-in function takes by name from the config, and where it must lie."""
+
+    name: str
+    least: float = 0.0
+    """Its lower bound, which it may equal if `least_allowed`."""
+    most: float = math.inf
+    """Its upper bound, which it may equal unless it is infinite."""
+    least_allowed: bool = False
+
+    def allows(self, value: object) -> bool:
+        """Whether `value` is a finite number within the bounds."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return False
+        return self.least < value <= self.most or (self.least_allowed and value == self.least)
+
+    @property
+    def allowed(self) -> str:
+        """What it must be, in words."""
+        upper = "" if self.most == math.inf else f" and at most {self.most:g}"
+        return f"a number {'of at least' if self.least_allowed else 'above'} {self.least:g}{upper}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +72,8 @@ class EstimatorNeeds:
     """It gives one number to all tokens of a response, so its advantages are normalised over responses, not over tokens."""
     settings: tuple[str, ...] = ESTIMATOR_SETTINGS
     """The constants that it reads; of a user's own estimator nobody knows, so all."""
+    arguments: tuple[Argument, ...] = ()
+    """Of a built-in estimator: the numbers that it takes by name from `algorithm.advantage_args`."""
 
 
 SETTINGS = ("clip_low", "clip_high", "dual_clip", "kl_coef")
@@ -61,8 +88,13 @@ class LossNeeds:
     """The constants that it reads; of a user's own loss nobody knows, so all."""
     lower_bound: bool = False
     """It clips ratios at 1 − ε_low from below, so ε_low must be below 1."""
-    arguments: tuple[str, ...] = ()
-    """Of a built-in loss: the numbers above 0 that it takes by name from `algorithm.policy_loss_args`."""
+    arguments: tuple[Argument, ...] = ()
+    """Of a built-in loss: the numbers that it takes by name from `algorithm.policy_loss_args`."""
+    choice: tuple[Argument, ...] = ()
+    """Of a built-in loss: it takes `chosen` float `[N]`, 1 at the tokens that `token_choice.CHOICES` picks for it from the
+    whole optimizer step, else 0; these are the numbers that the choice takes from `algorithm.policy_loss_args`."""
+    needs_updates: bool = False
+    """What it adds to −ρA has no gradient in the first of a step's updates, where ρ = 1."""
     sequence_ratio: bool = False
     """Its ratio is a mean over a response, which hardly leaves 1: ε is of the order of 1e-4."""
     clip: tuple[float, float] = (0.2, 0.2)
@@ -82,7 +114,7 @@ class LossNeeds:
     def columns(self) -> tuple[str, ...]:
         """The further arguments that it takes, which are columns of the batch."""
         names = ("rollout_log_probs", "reference_log_probs", "teacher_log_probs")
-        return tuple(name for name in names if getattr(self, name))
+        return (*(name for name in names if getattr(self, name)), *(("chosen",) if self.choice else ()))
 
     @property
     def further(self) -> tuple[str, ...]:
@@ -91,7 +123,12 @@ class LossNeeds:
 
 
 ESTIMATORS: dict[str, EstimatorNeeds] = {
-    "gae": EstimatorNeeds(values=True, normalisation="batch", settings=("gamma", "lam")),
+    "gae": EstimatorNeeds(
+        values=True,
+        normalisation="batch",
+        settings=("gamma", "lam"),
+        arguments=(Argument("critic_lambda", most=1, least_allowed=True), Argument("length_alpha")),
+    ),
     "reinforce": EstimatorNeeds(settings=("gamma",)),
     "reinforce_moving_baseline": EstimatorNeeds(per_response=True, settings=()),
     "reinforce_plus_plus": EstimatorNeeds(normalisation="batch", settings=("gamma",)),
@@ -111,12 +148,21 @@ POLICY_LOSSES: dict[str, LossNeeds] = {
     "dual_clip": LossNeeds(settings=("clip_low", "clip_high", "dual_clip"), lower_bound=True),
     "gspo": LossNeeds(settings=("clip_low", "clip_high"), lower_bound=True, sequence_ratio=True, clip=(3e-4, 4e-4)),
     "gmpo": LossNeeds(settings=("clip_low", "clip_high"), clip=(0.4, 0.4)),
-    "sapo": LossNeeds(settings=(), arguments=("tau_positive", "tau_negative")),
+    "sapo": LossNeeds(settings=(), arguments=(Argument("tau_positive"), Argument("tau_negative"))),
     "cispo": LossNeeds(settings=("clip_low", "clip_high"), clip=(1.0, 4.0)),
     "reinforce": LossNeeds(settings=(), ratio=False),
     "kl_penalty": LossNeeds(settings=("kl_coef",)),
+    "clip_cov": LossNeeds(
+        settings=("clip_low", "clip_high"),
+        lower_bound=True,
+        choice=(Argument("share", most=1), Argument("low"), Argument("high")),
+    ),
+    "kl_cov": LossNeeds(settings=(), needs_updates=True, arguments=(Argument("coef"),), choice=(Argument("share", most=1),)),
 }
 """Policy losses by name."""
+
+COVARIANCE_BOUNDS = (1.0, 5.0)
+"""`low` and `high` of `clip_cov` if the config does not say."""
 
 CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "tis_token": (0.0, 2.0),

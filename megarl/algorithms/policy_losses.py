@@ -8,6 +8,7 @@ All share one signature, so that a loss is a name in the config. They assume tha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,13 +45,14 @@ class PolicyLoss(Protocol):
             response must be in the same call (micro-batches never split one): `gspo` and `gmpo` take their mean.
         settings: the constants.
 
-    A loss may take numbers of `algorithm.policy_loss_args` by name, as `sapo` does (`LossNeeds.arguments`).
+    A loss may take numbers of `algorithm.policy_loss_args` by name, as `sapo` does (`LossNeeds.arguments`), and `chosen` float
+    `[N]`, 1 at tokens that were chosen before the update, as `clip_cov` does (`LossNeeds.choice`).
     A loss of the user's that says so by `needs` also takes `rollout_log_probs` or `reference_log_probs`, float `[N]`, by name.
 
     Returns:
         The loss `[N]`, and scalar sums over the tokens without gradient: `ratio`, Σρ (`gspo`, `gmpo`: of the sequence ratio);
         `clipped`, the number of tokens whose gradient clipping cut (`cispo`: whose weight it changed); `clamped`, of those
-        whose log ρ reached ±`LOG_RATIO_LIMIT`.
+        whose log ρ reached ±`LOG_RATIO_LIMIT`; `chosen`, of those in `chosen`.
     """
 
     def __call__(
@@ -58,7 +60,9 @@ class PolicyLoss(Protocol):
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", load_policy_loss)
+TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+"""A `PolicyLoss`, or a loss that must be given more by name."""
+POLICY_LOSSES: Registry[TokenLoss] = Registry("policy loss", load_policy_loss)
 
 
 def clipped_surrogate(
@@ -216,3 +220,47 @@ def kl_penalty(
     loss = -log_rho.exp() * advantages + settings.kl_coef * kl
     sums = _sums(log_rho, torch.zeros_like(advantages))
     return loss, {"ratio": sums["ratio"], "clamped": sums["clamped"], "kl_old": kl.detach().float().sum()}
+
+
+@POLICY_LOSSES.register("clip_cov")
+def clip_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, response: Tensor, settings: LossSettings, chosen: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clip`, and 0 without a gradient at the chosen tokens (Clip-Cov, arXiv 2505.22617). See `PolicyLoss`.
+
+    Args:
+        log_probs, old_log_probs, advantages, response, settings: as `PolicyLoss` says.
+        chosen: float `[N]`, 1 at the tokens that `token_choice.tokens_within_covariances` picked from the step, else 0.
+    """
+    log_rho = log_ratio(log_probs, old_log_probs)
+    loss, cut = clipped_surrogate(log_rho, advantages, settings)
+    left_out = chosen > 0
+    sums = _sums(log_rho, cut | (left_out & (advantages != 0)))
+    return loss.masked_fill(left_out, 0), sums | {"chosen": left_out.float().sum()}
+
+
+@POLICY_LOSSES.register("kl_cov")
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    response: Tensor,
+    settings: LossSettings,
+    chosen: Tensor,
+    coef: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−ρA, and at the chosen tokens + β·|log ρ| (KL-Cov, arXiv 2505.22617, as verl has it). See `PolicyLoss`.
+
+    The paper writes KL(π_old‖π_θ) for the penalty. Its gradient is β·sign(log ρ), 0 at ρ = 1: the first of a step's updates
+    has none.
+
+    Args:
+        log_probs, old_log_probs, advantages, response, settings: as `PolicyLoss` says.
+        chosen: float `[N]`, 1 at the tokens that `token_choice.tokens_of_largest_covariance` picked from the step, else 0.
+        coef: β, above 0.
+    """
+    log_rho = log_ratio(log_probs, old_log_probs)
+    sums = _sums(log_rho, torch.zeros_like(advantages))
+    loss = -log_rho.exp() * advantages + coef * chosen * log_rho.abs()
+    return loss, {"ratio": sums["ratio"], "clamped": sums["clamped"], "chosen": chosen.float().sum()}

@@ -29,12 +29,26 @@ def _reward_to_go(inputs: AdvantageInputs) -> Tensor:
     return discounted_sum(_rewards(inputs), inputs.mask, inputs.gamma).to(inputs.scores.dtype)
 
 
+def _lambda_of_policy(inputs: AdvantageInputs, length_alpha: float | None) -> float | Tensor:
+    """λ, or with `length_alpha` each response's own 1 − 1/(α·l), at least 0, float64 `[B]`; l counts sampled tokens."""
+    if length_alpha is None:
+        return inputs.lam
+    lengths = inputs.mask.sum(1).clamp(min=1).double()
+    return (1 - 1 / (length_alpha * lengths)).clamp(min=0)
+
+
 @estimator("gae")
-def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
+def gae(inputs: AdvantageInputs, critic_lambda: float | None = None, length_alpha: float | None = None) -> AdvantageOutputs:
     """A_t = Σ_b (γλ)^b δ_{t+b}, whitened over the batch, with δ_t = r_t + γV_next − V_t, returns A + V (arXiv 1506.02438).
 
     "Next" is the next sampled token. After the last one V is 0, or `bootstrap_values` for truncated responses if
     `bootstrap_truncated`.
+
+    Args:
+        inputs: λ is `inputs.lam`.
+        critic_lambda: λ of the A in the returns, from 0 to 1; None: the same (decoupled GAE, VC-PPO, arXiv 2503.01491).
+        length_alpha: α, above 0: λ of a response's advantages is max(0, 1 − 1/(α·l)), l its number of sampled tokens, in
+            place of `inputs.lam` (length-adaptive GAE, VAPO, arXiv 2504.05118). None: `inputs.lam`.
 
     Raises:
         ValueError: `values` is missing, or `truncated` or `bootstrap_values` where bootstrapping needs them.
@@ -42,12 +56,12 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
     if inputs.values is None:
         raise ValueError("gae needs values, but none were given")
     columns = BackwardColumns(inputs.mask)
-    next_value, advantage = columns.zeros(), columns.zeros()
+    next_value, advantage, target = columns.zeros(), columns.zeros(), columns.zeros()
     if inputs.bootstrap_truncated:
         if inputs.truncated is None or inputs.bootstrap_values is None:
             raise ValueError("bootstrap_truncated needs truncated and bootstrap_values, but one of them is missing")
         next_value = torch.where(inputs.truncated, inputs.bootstrap_values.double(), 0)
-    rewards = _rewards(inputs)
+    rewards, lam = _rewards(inputs), _lambda_of_policy(inputs, length_alpha)
     advantages = torch.zeros_like(rewards, dtype=inputs.scores.dtype)
     returns = torch.zeros_like(advantages)
     for span in columns.spans:
@@ -56,9 +70,15 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
         following = next_value[None]
         next_value = accumulate(latest, 1 - inside, next_value)
         delta = columns.read(rewards, span).add_(torch.cat([latest[1:], following]).mul_(inside), alpha=inputs.gamma)
-        advantage = accumulate(delta.sub_(values), 1 + (inputs.gamma * inputs.lam - 1) * inside, advantage)
+        delta.sub_(values)
+        if critic_lambda is not None:
+            targets = delta.clone()
+            target = accumulate(targets, 1 + (inputs.gamma * critic_lambda - 1) * inside, target)
+            columns.write(targets.mul_(inside).add_(values), returns, span)
+        advantage = accumulate(delta, 1 + (inputs.gamma * lam - 1) * inside, advantage)
         columns.write(delta.mul_(inside), advantages, span)
-        columns.write(delta.add_(values), returns, span)
+        if critic_lambda is None:
+            columns.write(delta.add_(values), returns, span)
     return AdvantageOutputs(advantages=advantages, returns=returns)
 
 

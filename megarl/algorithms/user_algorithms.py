@@ -52,7 +52,7 @@ def estimator_needs(name: str, arguments: tuple[str, ...] = ()) -> EstimatorNeed
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     answer = _asked(_ESTIMATOR, name, str(Path.cwd()), arguments)
-    return EstimatorNeeds(**answer | {"settings": tuple(answer["settings"])})
+    return EstimatorNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "arguments")})
 
 
 def loss_needs(name: str, arguments: tuple[str, ...] = ()) -> LossNeeds:
@@ -60,7 +60,7 @@ def loss_needs(name: str, arguments: tuple[str, ...] = ()) -> LossNeeds:
     if name in POLICY_LOSSES:
         return POLICY_LOSSES[name]
     answer = _asked(_LOSS, name, str(Path.cwd()), arguments)
-    return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip", "arguments")})
+    return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip", "arguments", "choice")})
 
 
 def load_estimator(name: str, arguments: tuple[str, ...] = ()) -> Callable[..., Any]:

@@ -127,6 +127,37 @@ class ShapingConfig(Section):
     """Clip rewards to [-x, x]. null: no clipping."""
 
 
+class EntropyConfig(Section):
+    """A bonus for entropy, fixed or steered, and a loss on uncertain tokens alone (docs/methods.md#entropy)."""
+
+    coef: NonNegative = 0.0
+    """Weight of the entropy bonus in the policy loss. With `target`: its first value."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """Adaptive bonus: given in steps that begin with a mean entropy per token of at most this many nats, and moved by `delta`
+    every step. null: fixed `coef`."""
+    delta: Annotated[float, Field(gt=0)] = 0.005
+    """Adaptive bonus: by how much its weight grows after a step at or below `target`, and shrinks after another."""
+    max_coef: Annotated[float, Field(gt=0)] = 1.0
+    """Adaptive bonus: its largest weight."""
+    top_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Policy loss on this share of an optimizer step's sampled tokens only: those of the largest entropy
+    (docs/methods.md#loss-on-the-top-share-of-entropies)."""
+
+    @property
+    def reads_pass(self) -> bool:
+        """Whether it reads the entropies of the policy's pass before the update."""
+        return self.target is not None or self.top_share < 1
+
+
+class PositiveNllConfig(Section):
+    """VAPO's cross-entropy of right responses, added to the policy loss (docs/methods.md#positive-examples)."""
+
+    coef: NonNegative = 0.0
+    """Weight of the mean cross-entropy per token of the step's right responses in the policy loss."""
+    threshold: float = 0.0
+    """Responses whose reward, before shaping, is above this number are right."""
+
+
 class AlgorithmConfig(Section):
     """The algorithm. The preset `name` fills in the fields that you leave out; `megarl config CONFIG` shows the result."""
 
@@ -136,12 +167,14 @@ class AlgorithmConfig(Section):
     """Advantage estimator (docs/methods.md#advantages), or your own as `package.module:function` or
     `path/to/file.py:function`."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of an estimator of your own."""
+    """Keyword arguments of an estimator of your own, or of `gae`: `critic_lambda` (that of the advantages) and `length_alpha`
+    (docs/methods.md#advantage-gae)."""
     policy_loss: PolicyLossName | UserFunction = "clip"
     """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
     `path/to/file.py:function`."""
     policy_loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a policy loss of your own, or of `sapo`: `tau_positive` (1.0) and `tau_negative` (1.05)."""
+    """Keyword arguments of a policy loss of your own, or of `sapo`, `clip_cov` or `kl_cov`
+    (docs/methods.md#policy-losses)."""
     aggregation: AggregationName = "seq_mean_token_mean"
     """How token losses are averaged into one number (docs/methods.md#aggregation)."""
     norm_length: Positive | None = None
@@ -174,8 +207,10 @@ class AlgorithmConfig(Section):
     """KL penalty that keeps the policy near the reference."""
     distillation: DistillationConfig = DistillationConfig()
     """On-policy distillation from the models of `teacher`."""
-    entropy_coef: NonNegative = 0.0
-    """Weight of the entropy bonus in the policy loss."""
+    entropy: EntropyConfig = EntropyConfig()
+    """Entropy bonus, and a loss on the most uncertain tokens alone."""
+    positive_nll: PositiveNllConfig = PositiveNllConfig()
+    """Cross-entropy of right responses beside the policy loss."""
     shaping: ShapingConfig = ShapingConfig()
     """Changes to rewards before the advantage."""
     truncated_responses: Literal["keep", "mask", "exclude", "bootstrap"] = "keep"

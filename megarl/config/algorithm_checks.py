@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, WEIGHTS
+from megarl.algorithms.catalogue import COVARIANCE_BOUNDS, ESTIMATORS, POLICY_LOSSES, WEIGHTS, Argument
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
@@ -15,13 +14,18 @@ from megarl.errors import ConfigError
 def check_algorithm(config: Config) -> None:
     """Raise ConfigError for the first pair of fields that contradict each other."""
     algorithm, needed = config.algorithm, config.algorithm.estimator_needs
-    for what, known in (("advantage", ESTIMATORS), ("policy_loss", POLICY_LOSSES)):
-        name, arguments = getattr(algorithm, what), getattr(algorithm, f"{what}_args")
-        if name in POLICY_LOSSES and what == "policy_loss" and POLICY_LOSSES[name].arguments:
-            _check_loss_arguments(arguments, POLICY_LOSSES[name].arguments, name)
-        elif arguments and name in known:
-            reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
-            raise ConfigError.of(f"algorithm.{what}_args", arguments, reason, allowed="{}")
+    if algorithm.advantage in ESTIMATORS:
+        _check_arguments("advantage", algorithm.advantage, algorithm.advantage_args, needed.arguments)
+    if algorithm.policy_loss in POLICY_LOSSES:
+        of_loss = algorithm.loss_needs.choice + algorithm.loss_needs.arguments
+        _check_arguments("policy_loss", algorithm.policy_loss, algorithm.policy_loss_args, of_loss)
+    low, high = (
+        algorithm.policy_loss_args.get(name, bound) for name, bound in zip(("low", "high"), COVARIANCE_BOUNDS, strict=True)
+    )
+    if algorithm.loss_needs.choice and low >= high:
+        raise ConfigError.of(
+            "algorithm.policy_loss_args.low", low, allowed=f"less than algorithm.policy_loss_args.high = {high}"
+        )
     if needed.group and config.rollout.samples_per_prompt < 2:
         raise ConfigError.of(
             "rollout.samples_per_prompt",
@@ -36,6 +40,7 @@ def check_algorithm(config: Config) -> None:
     _check_kl(config)
     _check_unread(config)
     _check_correction(config)
+    _check_entropy(config)
     if algorithm.truncated_responses == "bootstrap" and not needed.values:
         raise ConfigError.of(
             "algorithm.truncated_responses",
@@ -75,15 +80,36 @@ def check_algorithm(config: Config) -> None:
         )
 
 
-def _check_loss_arguments(arguments: Mapping[str, Any], known: tuple[str, ...], loss: str) -> None:
-    """Check the arguments of a built-in loss: numbers above 0, each of a name that the loss takes."""
-    field = "algorithm.policy_loss_args"
-    for name, value in arguments.items():
-        if name not in known:
-            reason = f"algorithm.policy_loss = '{loss}' does not take"
-            raise ConfigError.of(field, name, reason, choices=known)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ConfigError.of(f"{field}.{name}", value, allowed="a number above 0")
+def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], known: tuple[Argument, ...]) -> None:
+    """Check the arguments of the built-in estimator or loss `name`: numbers in their bounds, each of a name that it takes."""
+    field, by_name = f"algorithm.{what}_args", {one.name: one for one in known}
+    if arguments and not known:
+        reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
+        raise ConfigError.of(field, arguments, reason, allowed="{}")
+    for argument, value in arguments.items():
+        if argument not in by_name:
+            raise ConfigError.of(field, argument, f"algorithm.{what} = '{name}' does not take", choices=tuple(by_name))
+        if not by_name[argument].allows(value):
+            raise ConfigError.of(f"{field}.{argument}", value, allowed=by_name[argument].allowed)
+
+
+def _check_entropy(config: Config) -> None:
+    algorithm, entropy = config.algorithm, config.algorithm.entropy
+    if entropy.target is None:
+        for field in ("delta", "max_coef"):
+            if getattr(entropy, field) != getattr(AlgorithmConfig().entropy, field):
+                remedy = f"set algorithm.entropy.target, or remove algorithm.entropy.{field}"
+                raise ConfigError.needs(f"algorithm.entropy.{field}", "a target that the bonus is steered to", remedy)
+    elif entropy.coef > entropy.max_coef:
+        allowed = f"at most algorithm.entropy.max_coef = {entropy.max_coef}"
+        raise ConfigError.of("algorithm.entropy.coef", entropy.coef, allowed=allowed)
+    if entropy.reads_pass and algorithm.bypasses_old_log_probs:
+        field = "target" if entropy.target is not None else "top_share"
+        remedy = f"remove the correction 'bypass', or algorithm.entropy.{field}"
+        raise ConfigError.needs(f"algorithm.entropy.{field}", "the pass that the correction 'bypass' leaves out", remedy)
+    if algorithm.positive_nll.threshold and not algorithm.positive_nll.coef:
+        what, remedy = "a weight", "set algorithm.positive_nll.coef, or remove algorithm.positive_nll.threshold"
+        raise ConfigError.needs("algorithm.positive_nll.threshold", what, remedy)
 
 
 def _check_correction(config: Config) -> None:
@@ -122,10 +148,11 @@ def _check_unread(config: Config) -> None:
     unnormalised = f"{estimator} with algorithm.advantage_normalisation = '{normalisation}'"
     loss = f"algorithm.policy_loss = '{algorithm.policy_loss}'"
     of_estimator, of_loss = algorithm.estimator_needs.settings, algorithm.loss_needs.settings
+    by_length = algorithm.advantage in ESTIMATORS and "length_alpha" in algorithm.advantage_args
     unread = dict(zip(("clip_low", "clip_high"), algorithm.loss_needs.clip, strict=True))
     for field, is_read, reader in (
         ("gamma", "gamma" in of_estimator, estimator),
-        ("gae_lambda", "lam" in of_estimator, estimator),
+        ("gae_lambda", "lam" in of_estimator and not by_length, f"{estimator} with length_alpha" if by_length else estimator),
         ("advantage_eps", "eps" in of_estimator or normalisation != "none", unnormalised),
         ("unbiased_std", "unbiased" in of_estimator or normalisation in ("batch", "group"), unnormalised),
         ("clip_low", "clip_low" in of_loss, loss),

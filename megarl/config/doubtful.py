@@ -22,6 +22,11 @@ def doubtful_choices(config: Config) -> list[str]:
             f"algorithm.policy_loss = '{algorithm.policy_loss}' is right for the first of a step's {updates} updates only; "
             "choose a loss with a ratio, such as 'clip', or set algorithm.mini_batches and algorithm.epochs to 1"
         )
+    if updates == 1 and algorithm.loss_needs.needs_updates and not algorithm.bypasses_old_log_probs:
+        found.append(
+            f"algorithm.policy_loss = '{algorithm.policy_loss}' has no gradient from its penalty in the first of a step's "
+            "updates, and a step has one; set algorithm.mini_batches or algorithm.epochs above 1"
+        )
     limits = [f"rollout.{name} = {value}" for name, value in rollout.sampling_limits.items()]
     if limits and rollout.schedule.mode != "sync":
         found.append(

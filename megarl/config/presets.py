@@ -11,7 +11,7 @@ from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, LossNeeds
 
 PresetName = Literal[
     "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "opo", "gpg",
-    "opd",
+    "opd", "vapo",
 ]  # fmt: skip
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 NormalisationName = Literal["none", "batch", "group", "batch_rms", "group_rms"]
@@ -86,6 +86,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpg": _preset("gpg", "reinforce", "token_mean", _LOSS_KL | {"coef": 0.0}),
     # On-policy distillation, https://thinkingmachines.ai/blog/on-policy-distillation: the teacher alone, each token for itself
     "opd": _preset("reinforce", "clip", "token_mean", _LOSS_KL | {"coef": 0.0}, distillation={"coef": 1.0, "reward_coef": 0.0}),
+    # VAPO, arXiv 2504.05118: a critic trained with lambda 1, lambda by length, clip-higher, token mean, cross-entropy of right
+    # responses, no KL; its pre-training of the critic depends on the run
+    "vapo": _preset("gae", "clip", "token_mean", _LOSS_KL | {"coef": 0.0}, clip=(0.2, 0.28))
+    | {"advantage_args": {"critic_lambda": 1.0, "length_alpha": 0.05}, "positive_nll": {"coef": 0.1}},
 }
 
 
@@ -97,12 +101,14 @@ def fill_preset(tree: Any) -> Any:
     if preset is None:
         return tree
     filled = {**preset, **tree}
-    for section in ("kl", "shaping", "distillation"):
+    for section in ("kl", "shaping", "distillation", "positive_nll"):
         if isinstance(tree.get(section), dict):
             filled[section] = {**preset.get(section, {}), **tree[section]}
     if isinstance(tree.get("kl"), dict) and "estimator" not in tree["kl"]:
         filled["kl"]["estimator"] = "k1" if filled["kl"]["apply_to"] == "reward" else "k3"
     advantage, loss = filled["advantage"], filled["policy_loss"]
+    if advantage != preset["advantage"] and "advantage_args" not in tree:
+        filled.pop("advantage_args", None)
     known = ESTIMATORS.get(advantage) if isinstance(advantage, str) else None
     if known is not None:
         fallback: dict[str, Any] = {"advantage_normalisation": known.normalisation}

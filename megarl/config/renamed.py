@@ -15,6 +15,7 @@ _SOURCES = ("data.train", "data.eval", "ptx.data", "data.train.parts[]", "data.e
 
 RENAMED: dict[str, str] = {
     "algorithm.kl.where": "algorithm.kl.apply_to",
+    "algorithm.entropy_coef": "algorithm.entropy.coef",
     "algorithm.lam": "algorithm.gae_lambda",
     "algorithm.penalty_coef": "algorithm.old_policy_kl.coef",
     "algorithm.old_policy_kl_coef": "algorithm.old_policy_kl.coef",

@@ -182,6 +182,7 @@ class Config(Questions):
         if algorithm.bypasses_old_log_probs:
             return False
         is_read = algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy
+        is_read |= bool(algorithm.loss_needs.choice) or algorithm.entropy.reads_pass
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
         distilled = algorithm.distillation.in_advantage or algorithm.distillation.asks_policy
         is_read = is_read or in_reward or distilled

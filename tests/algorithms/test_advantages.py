@@ -60,6 +60,63 @@ def test_gae_is_the_sum_of_discounted_errors_over_sampled_tokens(seed: int, boot
     same(outputs.returns, dense(inputs, returns))
 
 
+@pytest.mark.parametrize("bootstrap", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"critic_lambda": 1.0}, {"critic_lambda": 0.0}, {"length_alpha": 0.3}, {"critic_lambda": 0.6, "length_alpha": 1.5}],
+)
+def test_gae_of_the_critic_and_of_a_responses_length_have_lambdas_of_their_own(
+    arguments: dict[str, float], bootstrap: bool
+) -> None:
+    """Responses of 1 to 6 sampled tokens among tool tokens: λ is 1 − 1/(α·l) for advantages, where that is below 0 it is 0."""
+    after = torch.linspace(-1, 1, B, dtype=torch.float64)
+    inputs = batch(1, penalty=True, bootstrap_truncated=bootstrap, bootstrap_values=after, normalisation="none")
+    assert inputs.values is not None
+    assert inputs.truncated is not None
+    advantages, returns, lambdas = {}, {}, set()
+    for i in range(B):
+        r, v = rewards_of(inputs, i), [float(inputs.values[i, t]) for t in places(inputs, i)]
+        end = float(after[i]) if bootstrap and inputs.truncated[i] else 0.0
+        delta = [r[k] + 0.9 * ([*v, end])[k + 1] - v[k] for k in range(len(r))]
+        policy = max(0.0, 1 - 1 / (arguments["length_alpha"] * len(r))) if "length_alpha" in arguments else 0.8
+        critic = arguments.get("critic_lambda", policy)
+        lambdas.add(policy)
+        sums = [
+            [sum((0.9 * lam) ** b * delta[k + b] for b in range(len(r) - k)) for k in range(len(r))] for lam in (policy, critic)
+        ]
+        advantages[i], returns[i] = sums[0], [a + x for a, x in zip(sums[1], v, strict=True)]
+    assert len(lambdas) > 2 or "length_alpha" not in arguments
+    outputs = ADVANTAGES.resolve("gae")(inputs, **arguments)
+    assert outputs.returns is not None
+    same(outputs.advantages, dense(inputs, advantages))
+    same(outputs.returns, dense(inputs, returns))
+
+
+def test_a_long_response_is_estimated_by_blocks_of_columns_with_both_lambdas() -> None:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(3, 300, generator=generator) < torch.tensor([0.9, 0.5, 0.0])[:, None]
+    noise = torch.randn(2, 3, 300, generator=generator, dtype=torch.float64)
+    inputs = AdvantageInputs(
+        scores=torch.tensor([1.0, -1.0, 3.0], dtype=torch.float64), token_penalty=noise[0], mask=mask,
+        groups=torch.zeros(3, dtype=torch.long), values=noise[1], gamma=0.99, normalisation="none",
+    )  # fmt: skip
+    outputs = ADVANTAGES.resolve("gae")(inputs, critic_lambda=0.95, length_alpha=0.05)
+    assert outputs.returns is not None
+    for row in range(2):
+        at = mask[row].nonzero().squeeze(1).tolist()
+        later = {"policy": 0.0, "critic": 0.0, "value": 0.0}
+        for place, t in enumerate(reversed(at)):
+            value = float(noise[1][row, t])
+            delta = float(noise[0][row, t]) + (float(inputs.scores[row]) if place == 0 else 0) + 0.99 * later["value"] - value
+            later["policy"] = delta + 0.99 * max(0, 1 - 1 / (0.05 * len(at))) * later["policy"]
+            later["critic"] = delta + 0.99 * 0.95 * later["critic"]
+            later["value"] = value
+            assert float(outputs.advantages[row, t]) == pytest.approx(later["policy"], rel=1e-10, abs=1e-12)
+            assert float(outputs.returns[row, t]) == pytest.approx(later["critic"] + value, rel=1e-10, abs=1e-12)
+    assert not outputs.advantages[2].any()
+    assert not outputs.returns[2].any()
+
+
 def test_gae_with_lambda_and_gamma_one_is_the_return_less_the_value() -> None:
     inputs = batch(gamma=1.0, lam=1.0)
     assert inputs.values is not None

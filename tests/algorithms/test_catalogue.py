@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import math
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, AdvantageInputs, AdvantageOutputs, LossSettings, RunningMean, catalogue
-from megarl.algorithms.catalogue import ESTIMATOR_SETTINGS, ESTIMATORS, NORMALISATIONS, SETTINGS
+from megarl.algorithms import (
+    ADVANTAGES,
+    CHOICES,
+    POLICY_LOSSES,
+    AdvantageInputs,
+    AdvantageOutputs,
+    LossSettings,
+    RunningMean,
+    catalogue,
+)
+from megarl.algorithms.catalogue import ESTIMATOR_SETTINGS, ESTIMATORS, NORMALISATIONS, SETTINGS, Argument
 from megarl.config.presets import AdvantageName, PolicyLossName
-from tests.algorithms.batches import B, batch
+from tests.algorithms.batches import B, batch, given_to
 
 GIVEN_FOR: dict[str, dict[str, Any]] = {
     "values": {"values": None},
@@ -112,7 +124,8 @@ def test_a_loss_reads_the_constants_that_it_says_it_reads(name: str, setting: st
     advantages = torch.tensor([1.0, -1.0, -2.0, 2.0], dtype=torch.float64)
 
     def loss(settings: LossSettings) -> Tensor:
-        return POLICY_LOSSES.resolve(name)(new, old, advantages, response=torch.arange(4), settings=settings)[0]
+        more = {key: torch.zeros(4) for key in given_to(name, 4)}
+        return POLICY_LOSSES.resolve(name)(new, old, advantages, response=torch.arange(4), settings=settings, **more)[0]
 
     changed = dataclasses.replace(LossSettings(), **{setting: 0.5 if setting != "dual_clip" else 5.0})
     assert (not torch.equal(loss(LossSettings()), loss(changed))) is (setting in catalogue.POLICY_LOSSES[name].settings)
@@ -120,3 +133,44 @@ def test_a_loss_reads_the_constants_that_it_says_it_reads(name: str, setting: st
 
 def test_the_constants_are_those_of_the_settings() -> None:
     assert tuple(field.name for field in dataclasses.fields(LossSettings)) == SETTINGS
+
+
+def optional_arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    """The arguments of `function` that have a default, and the default."""
+    found = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in found if one.default is not one.empty}
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_loss_and_its_choice_take_the_arguments_that_the_config_may_give_them(name: str) -> None:
+    needed = catalogue.POLICY_LOSSES[name]
+    assert list(optional_arguments(POLICY_LOSSES.resolve(name))) == [one.name for one in needed.arguments]
+    assert ("chosen" in inspect.signature(POLICY_LOSSES.resolve(name)).parameters) is bool(needed.choice) is (name in CHOICES)
+    if needed.choice:
+        assert list(optional_arguments(CHOICES[name])) == [one.name for one in needed.choice]
+    defaults = optional_arguments(POLICY_LOSSES.resolve(name)) | optional_arguments(CHOICES.get(name, lambda: None))
+    assert all(one.allows(defaults[one.name]) for one in needed.arguments + needed.choice)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_estimator_takes_the_arguments_that_the_config_may_give_it(name: str) -> None:
+    assert list(optional_arguments(ADVANTAGES.resolve(name))) == [one.name for one in ESTIMATORS[name].arguments]
+    for one in ESTIMATORS[name].arguments:
+        outputs = [ADVANTAGES.resolve(name)(everything(name), **given) for given in ({}, {one.name: 0.25})]
+        assert not (
+            torch.equal(outputs[0].advantages, outputs[1].advantages) and torch.equal(outputs[0].returns, outputs[1].returns)
+        )
+
+
+@pytest.mark.parametrize(
+    ("argument", "allowed", "values"),
+    [
+        (Argument("x"), "a number above 0", {1: True, 0: False, -1: False, math.inf: False, math.nan: False}),
+        (Argument("x", most=1), "a number above 0 and at most 1", {1.0: True, 0.5: True, 0.0: False, 1.01: False}),
+        (Argument("x", most=1, least_allowed=True), "a number of at least 0 and at most 1", {0: True, 1.0: True, -0.1: False}),
+    ],
+)
+def test_an_argument_allows_what_its_sentence_says(argument: Argument, allowed: str, values: dict[Any, bool]) -> None:
+    assert argument.allowed == allowed
+    assert not any(argument.allows(value) for value in ("1", True, None))
+    assert {value: argument.allows(value) for value in values} == values

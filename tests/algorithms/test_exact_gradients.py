@@ -102,3 +102,43 @@ def test_no_other_estimator_in_the_reward_has_it(estimator: str) -> None:
     got = mean_gradient("rloo", logits, rewards, penalty, 2)
     want = gradient_of_the_objective(logits, rewards, reference, BETA)
     assert any(not torch.allclose(one, other, rtol=1e-2) for one, other in zip(got, want, strict=True))
+
+
+def values_of(logits: list[Tensor], rewards: Tensor) -> Tensor:
+    """V of the policy before each token of every sequence, `[V², 2]`."""
+    second = (logits[1].detach().softmax(-1) * rewards.reshape(V, V)).sum(1)
+    first = (logits[0].detach().softmax(-1) * second).sum()
+    return torch.stack([torch.stack([first, second[a]]) for a, _ in SEQUENCES])
+
+
+def gae_gradient(logits: list[Tensor], rewards: Tensor, values: Tensor, arguments: dict[str, float]) -> list[Tensor]:
+    """E over all sequences of Σ_t A_t·∇log π_t with A of `gae`."""
+    log_probs, every = token_log_probs(logits), tuple(range(len(SEQUENCES)))
+    inputs = inputs_of(every, rewards, torch.zeros_like(values), values=values)
+    advantages = ADVANTAGES.resolve("gae")(inputs, **arguments).advantages
+    probability = log_probs.detach().sum(1).exp()
+    return list(torch.autograd.grad((probability * (advantages * log_probs).sum(1)).sum(), logits))
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 4.0])
+def test_gae_by_length_has_the_exact_gradient_where_the_critic_is_right_and_is_biased_where_it_is_not(alpha: float) -> None:
+    """λ of the two tokens is 0, ½ and ⅞. What the critic is trained on is exact with λ = 1 whatever it says."""
+    logits, rewards, _ = drawn()
+    want = gradient_of_the_objective(logits, rewards, torch.zeros(V**T, T, dtype=torch.float64), 0.0)
+    right = values_of(logits, rewards)
+    arguments = {"critic_lambda": 1.0, "length_alpha": alpha}
+    for one, other in zip(gae_gradient(logits, rewards, right, arguments), want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+    wrong = right + torch.randn(V**T, T, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    wrong[:, 0] = wrong[0, 0]
+    wrong[:, 1] = wrong[::V, 1].repeat_interleave(V)  # a value is of what came before
+    biased = gae_gradient(logits, rewards, wrong, arguments)
+    assert any(not torch.allclose(one, other, rtol=1e-2) for one, other in zip(biased, want, strict=True))
+    every = tuple(range(len(SEQUENCES)))
+    inputs = inputs_of(every, rewards, torch.zeros_like(wrong), values=wrong)
+    probability = token_log_probs(logits).detach().sum(1).exp()
+    for given, is_exact in ((arguments, True), ({"length_alpha": alpha}, False)):
+        returns = ADVANTAGES.resolve("gae")(inputs, **given).returns
+        assert returns is not None
+        start = (probability * returns[:, 0]).sum()
+        assert torch.allclose(start, right[0, 0], rtol=1e-10) is is_exact

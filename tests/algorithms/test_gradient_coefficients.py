@@ -25,6 +25,7 @@ from megarl.algorithms import (
     token_weights,
     value_loss,
 )
+from tests.algorithms.batches import given_to
 
 R, T = 8, 6
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=1.8, kl_coef=0.7)
@@ -41,6 +42,7 @@ OLD = (-draw(R, T, seed=1).abs())[MASK]
 NEW = OLD + 0.4 * draw(R, T, seed=2)[MASK]
 REFERENCE = OLD + 0.4 * draw(R, T, seed=3)[MASK]
 ADVANTAGE = draw(R, seed=4)[RESPONSE]
+CHOSEN = torch.arange(len(OLD)) % 3 == 1  # as `given_to` says
 CORRECT = torch.tensor([True, False, False, True, True, False, True, False])
 
 
@@ -56,7 +58,8 @@ def coefficients(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
 
 
 def policy(name: str, advantages: Tensor, old: Tensor = OLD) -> Callable[[Tensor], Tensor]:
-    return lambda new: POLICY_LOSSES.resolve(name)(new, old, advantages, response=RESPONSE, settings=SETTINGS)[0]
+    more = given_to(name, len(old))
+    return lambda new: POLICY_LOSSES.resolve(name)(new, old, advantages, response=RESPONSE, settings=SETTINGS, **more)[0]
 
 
 def policy_coefficients(name: str) -> Tensor:
@@ -80,6 +83,8 @@ def policy_coefficients(name: str) -> Tensor:
         "cispo": ratio.clamp(0.8, 1.28) * a,
         "reinforce": a,
         "kl_penalty": ratio * a - 0.7 * (ratio - 1),
+        "clip_cov": ~CHOSEN * inside * ratio * a,
+        "kl_cov": ratio * a - CHOSEN * log_ratio.sign(),
     }[name]
 
 
@@ -87,13 +92,14 @@ def policy_coefficients(name: str) -> Tensor:
 def test_a_policy_losss_coefficient_is_its_formula(name: str) -> None:
     got = coefficients(policy(name, ADVANTAGE), NEW)
     same(got, policy_coefficients(name))
-    if name in ("clip", "dual_clip", "gspo", "gmpo"):
+    if name in ("clip", "dual_clip", "gspo", "gmpo", "clip_cov"):
         assert 0 < (got == 0).sum() < len(got)
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_on_policy_every_policy_losss_coefficient_is_the_advantage(name: str) -> None:
-    same(coefficients(policy(name, ADVANTAGE, old=OLD), OLD), ADVANTAGE)
+def test_on_policy_every_policy_losss_coefficient_is_the_advantage_where_it_is_not_left_out(name: str) -> None:
+    left_out = CHOSEN if name == "clip_cov" else torch.zeros_like(CHOSEN)
+    same(coefficients(policy(name, ADVANTAGE, old=OLD), OLD), ADVANTAGE.masked_fill(left_out, 0))
 
 
 def test_sft_has_coefficient_one_and_rft_that_of_being_right() -> None:

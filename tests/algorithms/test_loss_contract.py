@@ -16,6 +16,7 @@ from megarl.algorithms import (
     PREFERENCE_LOSSES,
     LossSettings,
     PreferenceSettings,
+    catalogue,
     kto,
     pairwise_reward_loss,
     process_reward_loss,
@@ -83,8 +84,14 @@ def step(name: str, mode: str, rows: list[int], data: dict[str, Tensor]) -> tupl
     mask = data["mask"][rows]
     weights = token_weights(data["mask"], mode, norm_length=9).double()[rows][mask]
     response = torch.arange(len(rows))[:, None].expand_as(mask)[mask]
+    more = {"chosen": data["chosen"][rows][mask]} if catalogue.POLICY_LOSSES[name].choice else {}
     loss, sums = POLICY_LOSSES.resolve(name)(
-        leaf[rows][mask], data["old"][rows][mask], data["advantages"][rows][mask], response=response, settings=LossSettings()
+        leaf[rows][mask],
+        data["old"][rows][mask],
+        data["advantages"][rows][mask],
+        response=response,
+        settings=LossSettings(),
+        **more,
     )
     total = (weights * loss).sum()
     (gradient,) = torch.autograd.grad(total, leaf)
@@ -103,6 +110,7 @@ def test_a_policy_step_is_the_sum_of_its_parts_and_rows_without_tokens_add_nothi
     mask = torch.rand(ROWS, T, generator=generator) < torch.rand(ROWS, 1, generator=generator)
     noise = torch.randn(3, ROWS, T, generator=generator, dtype=torch.float64)
     data = {"new": noise[0] - 2, "old": noise[0] - 2 + 0.3 * noise[1], "advantages": noise[2], "mask": mask}
+    data["chosen"] = (torch.rand(ROWS, T, generator=generator) < 0.3).double()
     loss, gradient, sums = step(name, mode, list(range(ROWS)), data)
     parts = [step(name, mode, rows, data) for rows in parts_of(assignment, order)]
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-11, abs=1e-13)

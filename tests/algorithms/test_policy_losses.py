@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megarl.algorithms import POLICY_LOSSES, LossSettings
 from megarl.config.presets import PolicyLossName
+from tests.algorithms.batches import given_to
 
 SETTINGS = LossSettings(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.7)
 LENGTHS = (5, 1, 9, 3)
@@ -49,11 +50,17 @@ def plain(
             continue
         low, high = 1 - s.clip_low, 1 + s.clip_high
         bounded = min(max(rho, low), high)
-        if name in ("clip", "dual_clip", "gspo"):
+        chosen = t % 3 == 1  # as `given_to` says
+        if name in ("clip", "dual_clip", "gspo", "clip_cov"):
             loss = -min(rho * a, bounded * a)
             gradient = 0.0 if (a > 0 and rho > high) or (a < 0 and rho < low) else -rho * a
             if name == "dual_clip" and a < 0 and rho > s.dual_clip:
                 loss, gradient = -s.dual_clip * a, 0.0
+            if name == "clip_cov" and chosen:
+                loss, gradient = 0.0, 0.0
+        elif name == "kl_cov":
+            sign = (rho > 1) - (rho < 1)
+            loss, gradient = -rho * a + chosen * abs(new[t] - old[t]), -rho * a + chosen * sign
         elif name == "cispo":
             loss, gradient = -bounded * a * new[t], -bounded * a
         elif name == "sapo":
@@ -75,7 +82,9 @@ def plain(
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.6, 1.5])
 def test_every_loss_is_its_row_of_methods_in_value_and_gradient(name: str, spread: float) -> None:
     new, old, advantages, response = tokens(spread)
-    loss, _ = POLICY_LOSSES.resolve(name)(new, old, advantages, response=response, settings=SETTINGS)
+    loss, _ = POLICY_LOSSES.resolve(name)(
+        new, old, advantages, response=response, settings=SETTINGS, **given_to(name, len(new))
+    )
     loss.sum().backward()
     want, gradient = plain(name, new.tolist(), old.tolist(), advantages.tolist(), response.tolist())
     torch.testing.assert_close(loss.detach(), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-13)
@@ -125,12 +134,17 @@ def test_a_ratio_beyond_float32_is_clamped_counted_and_has_no_gradient(name: str
     """exp(200) is inf in float32, and one token must not be the whole step: log ρ is 20 there, without gradient."""
     new = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss, sums = POLICY_LOSSES.resolve(name)(
-        new, torch.tensor([-201.0, -1.0]), torch.full((2,), advantage), response=torch.tensor([0, 1]), settings=SETTINGS
+        new,
+        torch.tensor([-201.0, -1.0]),
+        torch.full((2,), advantage),
+        response=torch.tensor([0, 1]),
+        settings=SETTINGS,
+        **{key: torch.zeros(2) for key in given_to(name, 2)},
     )
     loss.sum().backward()
     assert new.grad is not None
     assert bool(loss.isfinite().all())
-    if name in ("clip", "dual_clip", "gspo"):
+    if name in ("clip", "dual_clip", "gspo", "clip_cov"):
         unbounded = advantage < 0 and name != "dual_clip"  # −ρA, which nothing but the clamp bounds
         first = {1.0: -1.28, 0.0: 0.0, -1.0: math.exp(20) if unbounded else 3.0}[advantage]
         assert loss.tolist() == pytest.approx([first, -advantage])
@@ -141,22 +155,29 @@ def test_a_ratio_beyond_float32_is_clamped_counted_and_has_no_gradient(name: str
     if name == "sapo":
         tau = 1.0 if advantage > 0 else 1.05
         assert loss.tolist() == pytest.approx([-4 / tau * advantage, -2 / tau * advantage])
-    if name in ("clip", "dual_clip", "gmpo", "sapo"):
+    if name in ("clip", "dual_clip", "gmpo", "sapo", "clip_cov", "kl_cov"):
         assert new.grad.tolist() == [0.0, -advantage]
     if name == "kl_penalty":
         assert new.grad[0] == 0
     if name != "reinforce":
         assert sums["clamped"].item() == 1
         inside = POLICY_LOSSES.resolve(name)(
-            torch.tensor([-1.0]), torch.tensor([-20.9]), torch.ones(1), response=torch.zeros(1).long(), settings=SETTINGS
+            torch.tensor([-1.0]),
+            torch.tensor([-20.9]),
+            torch.ones(1),
+            response=torch.zeros(1).long(),
+            settings=SETTINGS,
+            **given_to(name, 1),
         )
         assert inside[1]["clamped"].item() == 0
 
 
-@pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo", "gmpo"])
+@pytest.mark.parametrize("name", ["clip", "dual_clip", "gspo", "gmpo", "clip_cov"])
 def test_the_clipped_metric_counts_the_tokens_without_gradient(name: str) -> None:
     new, old, advantages, response = tokens(1.5)
-    loss, sums = POLICY_LOSSES.resolve(name)(new, old, advantages, response=response, settings=SETTINGS)
+    loss, sums = POLICY_LOSSES.resolve(name)(
+        new, old, advantages, response=response, settings=SETTINGS, **given_to(name, len(new))
+    )
     loss.sum().backward()
     assert new.grad is not None
     assert sums["clipped"].item() == ((new.grad == 0) & (advantages != 0)).sum().item() > 0
@@ -187,7 +208,12 @@ def test_the_response_mean_of_gspos_token_losses_has_the_gradient_of_the_sequenc
 def test_a_micro_batch_without_tokens_has_no_loss(name: str) -> None:
     empty = torch.zeros(0, requires_grad=True)
     loss, sums = POLICY_LOSSES.resolve(name)(
-        empty, torch.zeros(0), torch.zeros(0), response=torch.zeros(0, dtype=torch.long), settings=SETTINGS
+        empty,
+        torch.zeros(0),
+        torch.zeros(0),
+        response=torch.zeros(0, dtype=torch.long),
+        settings=SETTINGS,
+        **given_to(name, 0),
     )
     assert loss.shape == (0,)
     assert all(value.item() == 0 and not value.requires_grad for value in sums.values())

@@ -117,6 +117,27 @@ NOTHING_READS = [
     ),
     ("algorithm={policy_loss: kl_penalty, old_policy_kl: {target: 0.01}}", "algorithm.old_policy_kl.target needs"),
     ("algorithm.kl.horizon=10", "algorithm.kl.horizon needs a target"),
+    (
+        "algorithm.entropy.delta=0.1",
+        "algorithm.entropy.delta needs a target that the bonus is steered to: set algorithm.entropy",
+    ),
+    ("algorithm.entropy.max_coef=0.1", "algorithm.entropy.max_coef needs a target"),
+    ("algorithm.entropy={target: 0.3, coef: 2}", "entropy.coef is 2.0; it must be at most algorithm.entropy.max_coef = 1.0"),
+    ("algorithm.entropy.top_share=0", "algorithm.entropy.top_share is 0"),
+    ("algorithm={entropy: {target: 0.3}, rollout_correction: {mode: bypass}}", "algorithm.entropy.target needs the pass that"),
+    ("algorithm={entropy: {top_share: 0.3}, rollout_correction: {mode: bypass}}", "or algorithm.entropy.top_share"),
+    (
+        "algorithm.positive_nll.threshold=0.5",
+        "algorithm.positive_nll.threshold needs a weight: set algorithm.positive_nll.coef",
+    ),
+    (
+        "algorithm={policy_loss: kl_cov, clip_high: 0.3}",
+        "algorithm.clip_high is 0.3, which algorithm.policy_loss = 'kl_cov' does",
+    ),
+    (
+        "algorithm={name: vapo, gae_lambda: 0.95}",
+        "algorithm.gae_lambda is 0.95, which algorithm.advantage = 'gae' with length_alpha does not read; it must be 1.0",
+    ),
     ("reward_model={path: x, step_aggregation: min}", "reward_model.step_aggregation needs"),
 ]
 
@@ -144,6 +165,59 @@ def test_a_built_in_losss_arguments_are_numbers_that_it_takes(arguments: str, se
         config("algorithm.name=sapo", f"algorithm.policy_loss_args={arguments}")
     assert sentence in str(raised.value)
     assert config("algorithm.name=sapo", "algorithm.policy_loss_args={tau_negative: 2}").algorithm.policy_loss == "sapo"
+
+
+OTHER_ARGUMENTS = [
+    (
+        "{policy_loss: clip_cov, policy_loss_args: {share: 2}}",
+        "policy_loss_args.share is 2; it must be a number above 0 and at most 1",
+    ),
+    (
+        "{policy_loss: clip_cov, policy_loss_args: {coef: 2}}",
+        "which algorithm.policy_loss = 'clip_cov' does not take; it must be",
+    ),
+    (
+        "{policy_loss: clip_cov, policy_loss_args: {low: 6}}",
+        "args.low is 6; it must be less than algorithm.policy_loss_args.high = 5",
+    ),
+    (
+        "{policy_loss: clip_cov, policy_loss_args: {high: 0.5}}",
+        "args.low is 1.0; it must be less than algorithm.policy_loss_args.hi",
+    ),
+    (
+        "{policy_loss: kl_cov, policy_loss_args: {low: 1}}",
+        "which algorithm.policy_loss = 'kl_cov' does not take; it must be 'share'",
+    ),
+    ("{policy_loss: kl_cov, policy_loss_args: {coef: 0}}", "policy_loss_args.coef is 0; it must be a number above 0"),
+    (
+        "{name: ppo, advantage_args: {critic_lambda: 1.5}}",
+        "critic_lambda is 1.5; it must be a number of at least 0 and at most 1",
+    ),
+    (
+        "{name: ppo, advantage_args: {lambda: 1}}",
+        "which algorithm.advantage = 'gae' does not take; it must be 'critic_lambda' or",
+    ),
+    ("{advantage: rloo, advantage_args: {critic_lambda: 1}}", "algorithm.advantage = 'rloo' is built in; it must be {}"),
+]
+
+
+@pytest.mark.parametrize(("section", "sentence"), OTHER_ARGUMENTS)
+def test_arguments_are_checked_by_the_bounds_of_each(section: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config(f"algorithm={section}")
+    assert sentence in str(raised.value)
+
+
+def test_vapos_arguments_give_way_to_the_users_and_to_another_estimator() -> None:
+    plain = config("algorithm.name=vapo").algorithm
+    assert plain.advantage_args == {"critic_lambda": 1.0, "length_alpha": 0.05}
+    assert (plain.positive_nll.coef, plain.clip_high, plain.kl.coef, plain.aggregation) == (0.1, 0.28, 0.0, "token_mean")
+    fixed = config("algorithm={name: vapo, gae_lambda: 0.95, advantage_args: {critic_lambda: 1}}").algorithm
+    assert (fixed.gae_lambda, fixed.advantage_args) == (0.95, {"critic_lambda": 1})
+    assert config("algorithm={name: vapo, advantage: grpo}").algorithm.advantage_args == {}
+    above = config("algorithm={name: vapo, positive_nll: {threshold: 0.5}}").algorithm.positive_nll
+    assert (above.coef, above.threshold) == (0.1, 0.5)
+    assert config("algorithm={name: vapo, positive_nll: {coef: 0}}").algorithm.positive_nll.coef == 0
 
 
 def test_constants_are_read_by_whoever_says_so(tmp_path: Any) -> None:
@@ -301,6 +375,7 @@ DOUBTS = [
         ],
         "the tokens that rollout.top_p = 0.9 and rollout.top_k = 5 and rollout.min_p = 0.1 kept are those of older weights",
     ),
+    (["algorithm.policy_loss=kl_cov"], "algorithm.policy_loss = 'kl_cov' has no gradient from its penalty in the first of a"),
     (["algorithm.policy_loss=gspo", "algorithm.clip_high=0.2"], "algorithm.clip_high = 0.2 never clips the sequence ratio"),
 ]
 
@@ -317,3 +392,4 @@ def test_what_mends_a_doubtful_choice_silences_it() -> None:
         assert doubtful_choices(mended) == []
     assert doubtful_choices(config("algorithm.policy_loss=reinforce")) == []
     assert doubtful_choices(config("rollout.top_p=0.9", "rollout.top_k=5")) == []
+    assert doubtful_choices(config("algorithm={policy_loss: kl_cov, mini_batches: 2}")) == []

@@ -16,17 +16,20 @@ import torch
 import transformers
 
 from megarl.algorithms import AGGREGATIONS, LossSettings, token_weights
+from megarl.algorithms.catalogue import POLICY_LOSSES
+from megarl.config import Config, parse_config
 from megarl.config.layout import Layout
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
 from megarl.models.flops import FlopsModel
 from megarl.trainers.rl.objectives import PolicyObjective
+from megarl.trainers.rl.step_tokens import set_token_columns
 from tests.world import World
 
 VOCAB = 67
 FLOPS = FlopsModel(per_token=30_720, per_logit_row=64 * VOCAB, per_pair=256)
-LOSSES = ("clip", "dual_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "kl_penalty")
+LOSSES = ("clip", "dual_clip", "gspo", "gmpo", "sapo", "cispo", "reinforce", "kl_penalty", "clip_cov", "kl_cov")
 Variant = tuple[int, int | None, bool]
 """Tokens per micro-batch, seed of the samples' order (None: as they are), whether a group's prompt is computed once."""
 WHOLE: Variant = (10_000, None, True)
@@ -62,6 +65,16 @@ def samples() -> list[Sample]:
     return found
 
 
+def run_config(loss: str) -> Config:
+    """A run with `loss` on the top half of entropies, and a term for right responses."""
+    arguments = {"clip_cov": {"share": 0.2, "low": 0.01}, "kl_cov": {"share": 0.2}}.get(loss, {})
+    algorithm: dict[str, Any] = {"policy_loss": loss, "policy_loss_args": arguments}
+    algorithm |= {"entropy": {"top_share": 0.5}, "positive_nll": {"coef": 0.1}}
+    source = {"source": "reasoning_gym", "name": "chain_sum"}
+    tree = {"model": {"path": "x"}, "data": {"train": source}, "rewards": [{"name": "exact_number"}], "algorithm": algorithm}
+    return parse_config(tree)
+
+
 def weights_after(rank: int, world_size: int, path: str, layout: Layout, cases: list[tuple[str, str, Variant]]) -> list[Any]:
     """For each case (loss, aggregation, variant) the Hugging Face weights after one update, on the leading rank."""
     from megarl.megatron.build import initialize_layout
@@ -81,11 +94,17 @@ def weights_after(rank: int, world_size: int, path: str, layout: Layout, cases: 
         batch.columns["old_log_probs"] = batch.columns["rollout_log_probs"]
         batch.columns["reference_log_probs"] = batch.columns["rollout_log_probs"] * 0.9
         batch.columns["weights"] = token_weights(batch.mask, aggregation, norm_length=7)
+        batch.columns["old_entropy"] = -batch.columns["rollout_log_probs"]
+        rewards = [advantages[s.sample_id] for s in ordered]
+        set_token_columns(batch, range(len(batch)), run_config(loss), rewards=rewards, update_number=0)
+        further = POLICY_LOSSES[loss].columns
         columns = ["advantages", "old_log_probs", "reference_log_probs", "rollout_log_probs", "weights"]
+        columns += ["top_entropy", "nll_weights", *further]
         units = batch.unit_rows(range(len(batch)), share_prefix=share_prefix)
         plan = plan_micro_batches(units.sizes, ranks=layout.dp, max_tokens=max_tokens, flops=FLOPS)
         mine = [*batch.shares(units, plan, columns)[layout.coords(rank).dp]]
-        objective = PolicyObjective(loss, LossSettings(kl_coef=0.1), kl_coef=0.05, entropy_coef=0.01)
+        settings, parts = LossSettings(kl_coef=0.1), {"kl_coef": 0.05, "entropy_coef": 0.01, "nll_coef": 0.1}
+        objective = PolicyObjective(loss, settings, also_given=further, **parts)
         role.update(mine, objective)
         answers.append({name: tensor.clone() for name, tensor in role.export()})
     return answers
@@ -123,9 +142,11 @@ def test_it_holds_for_every_loss_and_aggregation(world: World, folder: str) -> N
             )
 
 
-def test_the_comparison_would_see_another_denominator(world: World, folder: str) -> None:
-    """Dividing by other numbers of tokens moves weights by far more than the tolerance above."""
-    one, other = ("clip", "token_mean", WHOLE), ("clip", "seq_mean_token_mean", WHOLE)
-    answers = world.call(weights_after, folder, Layout(), [one, other], size=1)
-    first, second = merged(answers, 0), merged(answers, 1)
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) > 1e-4
+def test_the_comparison_would_see_another_denominator_and_other_tokens(world: World, folder: str) -> None:
+    """Dividing by other numbers of tokens, or leaving out some, moves weights by more than ten times the tolerance above."""
+    cases = [("clip", "token_mean", WHOLE), ("clip", "seq_mean_token_mean", WHOLE), ("clip_cov", "token_mean", WHOLE)]
+    answers = world.call(weights_after, folder, Layout(), cases, size=1)
+    first = merged(answers, 0)
+    for other in (1, 2):
+        second = merged(answers, other)
+        assert max(float((first[name] - second[name]).abs().max()) for name in first) > 2e-5

@@ -26,6 +26,7 @@ from tests.world import World
 
 WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "is_nonzero"}
 COLUMNS = ("weights", "advantages", "old_log_probs", "reference_log_probs", "rollout_log_probs", "values", "returns")
+COLUMNS += ("chosen", "top_entropy", "nll_weights")
 
 
 class Waits(TorchFunctionMode):
@@ -70,10 +71,11 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 
     initialize_layout(Layout(), seed=1)
     policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
+    chooses = PolicyObjective("kl_cov", nll_coef=0.1, also_given=("chosen",), arguments={"coef": 0.5})
     pairs = [PairObjective(name, PreferenceSettings(rpo_alpha=0.1), 6) for name in ("dpo", "cdpo", "robust_dpo", "ipo")]
     pairs += [PairObjective(name, PreferenceSettings(), 6, has_reference=False) for name in ("simpo", "orpo")]
     losses: dict[str, list[Any]] = {
-        "log_probs": [policy, SupervisedObjective(), *pairs, KtoObjective(PreferenceSettings(), 6, 0.1)],
+        "log_probs": [policy, chooses, SupervisedObjective(), *pairs, KtoObjective(PreferenceSettings(), 6, 0.1)],
         "value": [ValueObjective(0.2), RewardModelObjective(3), ProcessRewardObjective(30)],
     }
     found: dict[str, Counter[str]] = {}
@@ -95,7 +97,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "llama")
     found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
-    assert len(found) == 12
+    assert len(found) == 13
     # megatron-core's unfused attention asks which random numbers it is to use
     assert {loss: set(seen) for loss, seen in found.items()} == {loss: {"item"} for loss in found}
 

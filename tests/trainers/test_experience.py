@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,45 @@ def test_the_penalty_to_the_old_policy_is_steered_by_the_last_update_and_saved()
     assert resumed.steer_old_policy_kl(0.001) == {"policy/kl_old_coef": 2.0}
     assert resumed.old_policy_kl == 1.0
     assert Experience(config(*overrides[:2])).steer_old_policy_kl(0.1) == {}
+
+
+def test_the_entropy_bonus_is_steered_by_the_tokens_of_the_step_and_saved() -> None:
+    """Entropy 0.25 at sampled tokens and 9 at the others: at the target, so that the bonus of the step is the first weight."""
+    overrides = ["algorithm.entropy={coef: 0.1, target: 0.25, delta: 0.005}"]
+    experience, resumed = Experience(config(*overrides)), Experience(config(*overrides))
+    made = batch()
+    made.mask[1] = False
+    made.columns["old_entropy"] = torch.where(made.mask, 0.25, 9.0)
+    assert experience.steer_entropy(made) == {"policy/entropy_coef": 0.1}
+    assert experience.entropy_coef == 0.1
+    resumed.load_state_dict(json.loads(json.dumps(experience.state_dict())))
+    assert resumed.steer_entropy(made) == experience.steer_entropy(made) == {"policy/entropy_coef": 0.1 + 0.005}
+    made.columns["old_entropy"] += 1e-6
+    assert experience.steer_entropy(made) == {"policy/entropy_coef": 0.0}
+    assert experience.entropy_coef == 0
+    made.mask[:] = False
+    state = experience.state_dict()
+    assert experience.steer_entropy(made) == {}
+    assert experience.state_dict() == state
+    older = {name: value for name, value in state.items() if name != "entropy"}  # a checkpoint from before the controller
+    resumed.load_state_dict(older)
+
+
+def test_an_entropy_bonus_without_a_target_is_the_one_of_the_config() -> None:
+    experience = Experience(config("algorithm.entropy.coef=0.2"))
+    assert experience.steer_entropy(batch()) == {}
+    assert experience.entropy_coef == 0.2
+    assert experience.state_dict()["entropy"] is None
+
+
+def test_the_estimator_is_given_the_numbers_of_the_config() -> None:
+    """Of three sampled tokens λ is 1 − 1/(0.5·3) = 1/3 for the advantages; the critic is trained on the reward to come."""
+    vapo = ["algorithm.name=vapo", "algorithm.advantage_args={critic_lambda: 1.0, length_alpha: 0.5}"]
+    made = batch()
+    made.columns["values"] = torch.full(made.mask.shape, 0.5)
+    Experience(config(*vapo, "algorithm.advantage_normalisation=none")).estimate(made, REWARDS)
+    assert of_row(made, 3) == pytest.approx([1.5 / 9, 1.5 / 3, 1.5])
+    assert made.columns["returns"][3][:3].tolist() == pytest.approx([2.0, 2.0, 2.0])
 
 
 def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:

@@ -72,6 +72,41 @@ def test_tokens_far_from_the_reference_are_counted_and_limited_in_the_loss_alone
     assert "kl/clamped" not in metrics
 
 
+def test_the_top_share_cuts_the_policy_loss_alone_and_right_answers_have_a_term_of_their_own() -> None:
+    """KL and entropy bonus are of every token; the cross-entropy has denominators of its own and no ratio."""
+    new, old, reference, advantages = policies(4, seed=3)
+    output = torch.stack([new, new.abs()], dim=1).requires_grad_()
+    weights = torch.rand(VOCABULARY, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    top = torch.tensor([1.0, 0, 0, 1, 0, 1, 0], dtype=torch.float64)
+    nll = torch.tensor([0.0, 0.25, 0.25, 0, 0, 0.5, 0], dtype=torch.float64)
+    columns = {"weights": weights, "advantages": advantages, "old_log_probs": old, "rollout_log_probs": old}
+    columns |= {"reference_log_probs": reference, "top_entropy": top, "nll_weights": nll, "correction": 2 * top + 1}
+    objective = PolicyObjective("kl_penalty", kl_coef=0.5, entropy_coef=0.3, nll_coef=0.1)
+    loss, metrics = objective(output, stream(**columns))
+    ratio, d = (new - old).exp(), new - reference
+    policy = top * (2 * top + 1) * (-ratio * advantages + (ratio - 1 - (new - old)))
+    kl = (-d).exp() + d - 1
+    want = (weights * (policy + 0.5 * kl - 0.3 * new.abs())).sum() - 0.1 * (nll * new).sum()
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-14)
+    (got,) = torch.autograd.grad(loss, output)
+    slope = top * (2 * top + 1) * (-ratio * advantages + ratio - 1) + 0.5 * (1 - (-d).exp())
+    torch.testing.assert_close(got[:, 0], weights * slope - 0.1 * nll, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(got[:, 1], -0.3 * weights, rtol=1e-12, atol=1e-14)
+    assert float(metrics["policy/nll"]) == pytest.approx(-float((nll * new).sum()), rel=1e-12)
+    assert float(metrics["policy/loss"]) == pytest.approx(float((weights * policy).sum()), rel=1e-12)
+
+
+def test_chosen_tokens_and_numbers_reach_the_loss() -> None:
+    new, old, advantages = policies(3, seed=6)
+    chosen = torch.tensor([1.0, 0, 1, 0, 0, 0, 1], dtype=torch.float64)
+    columns = {"weights": torch.ones_like(new), "advantages": advantages, "old_log_probs": old, "rollout_log_probs": old}
+    objective = PolicyObjective("kl_cov", also_given=("chosen",), arguments={"coef": 0.4})
+    loss, metrics = objective(torch.stack([new, 0 * new], dim=1), stream(**columns, chosen=chosen))
+    want = (-(new - old).exp() * advantages + 0.4 * chosen * (new - old).abs()).sum()
+    torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-14)
+    assert float(metrics["policy/chosen"]) == 3
+
+
 OWN_LOSS = """
 from megarl.algorithms import needs
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms import (
     ADVANTAGES,
+    AdaptiveEntropy,
     AdaptiveKl,
     AdaptivePenalty,
     AdvantageInputs,
@@ -75,10 +76,10 @@ def is_tied(group: Sequence[tuple[Sample, float]]) -> bool:
 
 
 class Experience:
-    """Turns rewards into advantages, and remembers what must outlive a step: baseline, reward scale, KL weight."""
+    """Turns rewards into advantages, and remembers what must outlive a step: baseline, reward scale, KL and entropy weights."""
 
     def __init__(self, config: Config) -> None:
-        self.config, algorithm = config, config.algorithm
+        self.config, algorithm, entropy = config, config.algorithm, config.algorithm.entropy
         self.baseline = RunningMean()
         self.normaliser = RewardNormaliser()
         self.kl: AdaptiveKl | None = None
@@ -86,6 +87,11 @@ class Experience:
             self.kl = AdaptiveKl(algorithm.kl.coef, algorithm.kl.target, algorithm.kl.horizon)
         self.old_policy_kl = algorithm.old_policy_kl.coef
         """β of the penalty to the old policy, for the next step."""
+        self.entropy_coef = entropy.coef
+        """Weight of the entropy bonus in this step."""
+        self.entropy: AdaptiveEntropy | None = None
+        if entropy.target is not None:
+            self.entropy = AdaptiveEntropy(entropy.coef, entropy.target, entropy.delta, entropy.max_coef)
 
     def estimate(
         self, batch: Batch, rewards: Sequence[float], greedy: Sequence[tuple[Sample, float]] | None = None
@@ -183,6 +189,16 @@ class Experience:
         used, self.old_policy_kl = self.old_policy_kl, AdaptivePenalty(self.old_policy_kl, target).update(kl)
         return {"policy/kl_old_coef": used}
 
+    def steer_entropy(self, batch: Batch) -> dict[str, float]:
+        """Set `entropy_coef` by the mean entropy of the tokens that `batch` trains on, where it is steered; a metric.
+
+        `batch` has `old_entropy`. Without a token in the mask nothing is steered.
+        """
+        if self.entropy is None or not batch.mask.any():
+            return {}
+        self.entropy_coef = self.entropy.update(float(batch.columns["old_entropy"][batch.mask].double().mean()))
+        return {"policy/entropy_coef": self.entropy_coef}
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep, JSON-able."""
         kl = self.kl.state_dict() if self.kl is not None else None
@@ -191,6 +207,7 @@ class Experience:
             "normaliser": self.normaliser.state_dict(),
             "kl": kl,
             "old_policy_kl": self.old_policy_kl,
+            "entropy": self.entropy.state_dict() if self.entropy is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,6 +218,8 @@ class Experience:
             self.old_policy_kl = state.get("old_policy_kl", self.old_policy_kl)
         if self.kl is not None and state["kl"] is not None:
             self.kl.load_state_dict(state["kl"])
+        if self.entropy is not None and state.get("entropy") is not None:
+            self.entropy.load_state_dict(state["entropy"])
 
     def _shape(self, scores: Tensor, batch: Batch, *, counted: bool = True) -> Tensor:
         """Penalties, then normalisation, then clipping (docs/methods.md#reward-shaping).

@@ -31,9 +31,10 @@ class PolicyObjective:
     """Policy loss, KL penalty and distillation in the loss, and entropy bonus.
 
     Columns it reads: `weights`, `advantages`; `old_log_probs` (absent: the step is on-policy and the ratio is 1);
-    `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` (absent: 1), which multiplies the
-    policy loss alone; `teacher_log_probs` (absent: none is measured); with `distillation` also `teacher_scored_log_probs`. A
-    stream with the column `ptx_weights` has supervised examples instead, mixed in with `ptx_coef`.
+    `reference_log_probs` (absent: no KL is measured); `rollout_log_probs`; `correction` and `top_entropy` (absent: 1), which
+    multiply the policy loss alone; `nll_weights` (absent: 0), the weights of right responses' cross-entropy;
+    `teacher_log_probs` (absent: none is measured); with `distillation` also `teacher_scored_log_probs`. A stream with the
+    column `ptx_weights` has supervised examples instead, mixed in with `ptx_coef`.
     """
 
     name: str
@@ -42,6 +43,7 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     kl_unbiased: bool = False
     entropy_coef: float = 0.0
+    nll_coef: float = 0.0
     distillation: DistillationTerm | None = None
     """A divergence to the teacher over the tokens whose log-probs stand behind the first two columns of the output."""
     limited: bool = False
@@ -76,8 +78,9 @@ class PolicyObjective:
         per_token, sums = loss_function(
             log_probs, old, columns["advantages"], response=stream.response, settings=self.settings, **further
         )
-        if "correction" in columns:
-            per_token = per_token * columns["correction"]
+        for factor in ("correction", "top_entropy"):
+            if factor in columns:
+                per_token = per_token * columns[factor]
         metrics: dict[str, Any] = {f"policy/{name}": value for name, value in sums.items()}
         metrics["policy/loss"] = (columns["weights"] * per_token.detach()).sum()
         loss = per_token - self.entropy_coef * entropy
@@ -105,7 +108,12 @@ class PolicyObjective:
             metrics["policy/kept_probability"] = kept.exp().sum()
         if self.shown_rows:
             metrics[LOG_PROBS] = ScoredValues(stream, log_probs.detach() + kept, self.shown_rows)
-        return (columns["weights"] * loss).sum(), metrics
+        total = (columns["weights"] * loss).sum()
+        if "nll_weights" in columns:
+            cross_entropy = -(columns["nll_weights"] * log_probs).sum()
+            total = total + self.nll_coef * cross_entropy
+            metrics["policy/nll"] = cross_entropy.detach()
+        return total, metrics
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from megarl.trainers.rl.parity_checks import ParityChecks
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
+from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
 from megarl.trainers.rl.teachers import COLUMNS, Teachers
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
@@ -217,6 +218,7 @@ class RlRun(Run):
             if self.config.uses_reward_model and self.config.reward_model.per_step:
                 self.model_rewards.add_steps(batch, rewards)
             self.metrics |= self.experience.estimate(batch, rewards, self._scored_greedy())
+            self.metrics |= self.experience.steer_entropy(batch)
         self.metrics |= {
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
@@ -239,6 +241,8 @@ class RlRun(Run):
             return
         with self.phases("update"):
             set_loss_weights(batch, rows, config)
+            number = self.step * config.optimizer_steps_per_step + len(self._updates)
+            set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
             running = []
             if config.uses_critic:
                 value_columns = ["weights", "values", "returns"]
@@ -247,6 +251,7 @@ class RlRun(Run):
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
                 wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
                 wanted += COLUMNS if config.algorithm.distillation.coef else ()
+                wanted += TOKEN_COLUMNS
                 wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 columns = [name for name in wanted if name in batch.columns]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
@@ -346,12 +351,13 @@ class RlRun(Run):
             kl_coef=algorithm.kl.coef if algorithm.kl.apply_to == "loss" else 0.0,
             kl_estimator=algorithm.kl.estimator,
             kl_unbiased=algorithm.kl.unbiased,
-            entropy_coef=algorithm.entropy_coef,
+            entropy_coef=self.experience.entropy_coef,
+            nll_coef=algorithm.positive_nll.coef,
             distillation=DistillationTerm(distilled.coef, distilled.divergence, distilled.beta) if distilled.in_loss else None,
             limited=bool(self.config.rollout.sampling_limits),
             ptx_coef=self.config.ptx.coef,
             shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
             bypass=algorithm.bypasses_old_log_probs,
             also_given=algorithm.loss_needs.further,
-            arguments=algorithm.policy_loss_args,
+            arguments=loss_arguments(algorithm),
         )

@@ -24,6 +24,12 @@ SETTINGS: dict[str, Any] = {  # everything that remembers something from step to
         "mini_batches": 2,
         "kl": {"apply_to": "reward", "coef": 0.05, "target": 0.01, "horizon": 100},
         "shaping": {"normalise": True},
+        "policy_loss": "clip_cov",  # whose pick is random
+        "policy_loss_args": {"share": 0.1, "low": 0.001},
+        "entropy": {"coef": 0.01, "target": 10.0, "top_share": 0.5},
+        "positive_nll": {"coef": 0.1, "threshold": 0.2},
+        "gae_lambda": 1.0,
+        "advantage_args": {"critic_lambda": 0.9, "length_alpha": 0.5},
     },
     "policy.layout": {"dp": 2},
     "policy.optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
@@ -68,6 +74,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_config: Callable[..., Confi
     resumed = interrupted(whole, "resumed")
     assert train(tiny_config(**SETTINGS, **{"run.name": "resumed"}))["gates"] == summary["gates"]
     assert curve(resumed) == expected
+    assert [row["policy/entropy_coef"] for row in expected[1:]] == pytest.approx([0.01, 0.015, 0.02, 0.025])
+    assert all(row["policy/chosen"] > 0.05 and row["policy/nll"] > 0 for row in expected[1:])
     assert {path.name for path in (resumed / "checkpoints").iterdir()} == {half.name, last.name}
     again = resumed / "checkpoints" / last.name
     check(again)

@@ -1,0 +1,56 @@
+"""Tokens that an optimizer step treats apart: columns that the driver makes over the whole step, before its backward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from megarl.algorithms import CHOICES, token_weights, top_entropies
+from megarl.config import Config
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.data.batch import Batch
+
+TOKEN_COLUMNS = ("chosen", "top_entropy", "nll_weights")
+"""The columns that `set_token_columns` makes, each where the config asks for it."""
+
+
+def set_token_columns(
+    batch: Batch, rows: Sequence[int], config: Config, *, rewards: Sequence[float], update_number: int
+) -> None:
+    """Set the columns `TOKEN_COLUMNS` of one optimizer step over `rows`; those of other rows are 0.
+
+    `chosen`: 1 at the tokens that the policy loss treats apart, by log-probs from before the step (with the correction `bypass`
+    the engine's). `top_entropy`: 1 at the tokens whose policy loss counts. `nll_weights`: 1/n at the n tokens of right
+    responses.
+
+    Args:
+        batch: with `advantages`, and `old_log_probs` or `old_entropy` where they are read.
+        rows: those of the optimizer step.
+        config: the run's.
+        rewards: one per row of the batch, unshaped.
+        update_number: optimizer steps of the run before this one. With the run's seed and the id of a sample it makes the
+            sample's draw: the same in every layout and order of rows, and after a resume.
+    """
+    algorithm, columns = config.algorithm, batch.columns
+    mask = torch.zeros_like(batch.mask)
+    mask[list(rows)] = batch.mask[list(rows)]
+    if algorithm.loss_needs.choice:
+        seeds = [crc32(f"{config.run.seed} {update_number} {sample.sample_id}".encode()) for sample in batch.samples]
+        log_probs = columns["rollout_log_probs" if algorithm.bypasses_old_log_probs else "old_log_probs"]
+        names = {one.name for one in algorithm.loss_needs.choice}
+        given = {name: value for name, value in algorithm.policy_loss_args.items() if name in names}
+        columns["chosen"] = CHOICES[algorithm.policy_loss](log_probs, columns["advantages"], mask, seeds, **given).float()
+    if algorithm.entropy.top_share < 1:
+        columns["top_entropy"] = top_entropies(columns["old_entropy"], mask, algorithm.entropy.top_share).float()
+    if algorithm.positive_nll.coef:
+        is_right = torch.tensor(rewards, dtype=torch.float64) > algorithm.positive_nll.threshold
+        columns["nll_weights"] = token_weights(mask & is_right[:, None], "token_mean")
+
+
+def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """Those of `algorithm.policy_loss_args` that the loss itself takes, and not the choice of its tokens."""
+    of_choice = {one.name for one in algorithm.loss_needs.choice}
+    return {name: value for name, value in algorithm.policy_loss_args.items() if name not in of_choice}
