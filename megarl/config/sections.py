@@ -296,7 +296,7 @@ class PromptFields(Section):
     prompt_key: str = "question"
     """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     answer_key: str = "answer"
-    """Key of the correct answer in a row."""
+    """Key of the correct answer in a row; `a.b` is key `b` inside `a`, such as `reward_model.ground_truth`."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
     chat_template: Literal["auto", "always", "never"] = "auto"

@@ -198,7 +198,7 @@ PARTS_AT_USER = [[_turn("user", u), _turn("assistant", "b")] for u in ("q", "r")
         ),
         ("pairs", dict(zip(("chosen", "rejected"), PARTS_AT_USER, strict=True)), {}, "must share their beginning"),
         ("pairs", {"chosen": CONVERSATION, "rejected": CONVERSATION[:3]}, {}, "'rejected' has the end"),
-        ("kto", {"prompt": "q", "response": "r", "label": 1}, {}, "has 1 under 'label'; .* true or false"),
+        ("kto", {"prompt": "q", "response": "r", "label": 2}, {}, "has 2 under 'label'; .* true or false, or 1 or 0"),
         ("steps", {"prompt": "q", "steps": ["a", " "], "label": [1, 0]}, {}, "list of texts, none of them empty"),
         ("steps", {"prompt": "q", "steps": ["a", "b"], "label": [1]}, {}, "1 labels under 'label' for 2 steps"),
         ("steps", {"prompt": "q", "steps": ["a"], "label": [2]}, {}, "numbers from 0 to 1"),

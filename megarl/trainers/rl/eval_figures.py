@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 
 
@@ -113,5 +114,5 @@ def _by_source(groups: Sequence[Sequence[Sample]], key: str | None) -> Mapping[s
     found: dict[str, list[int]] = {}
     if key is not None:
         for place, group in enumerate(groups):
-            found.setdefault(str(group[0].row.get(key)), []).append(place)
+            found.setdefault(str(find_value(group[0].row, key)), []).append(place)
     return found

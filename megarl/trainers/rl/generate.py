@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config import Config
+from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.system.atomic_files import write_text_atomically
@@ -57,7 +58,7 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
 def _all(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
     for sample, score in zip(samples, scores, strict=True):
         yield {
-            "prompt": sample.row[prompt_key],
+            "prompt": find_value(sample.row, prompt_key),
             "response": sample.response_text,
             "turns": sample.turns,
             "reward": score,
@@ -73,7 +74,7 @@ def _right(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
         key = (sample.group_id, sample.response_text)
         if is_right(sample) and not sample.truncated and key not in seen:
             seen.add(key)
-            yield {"prompt": sample.row[prompt_key], "response": sample.response_text}
+            yield {"prompt": find_value(sample.row, prompt_key), "response": sample.response_text}
 
 
 def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
@@ -84,5 +85,5 @@ def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
             sides[bool(is_right(sample))].setdefault(sample.response_text, sample)
     for sides in groups.values():
         for right, wrong in zip(sides[True].values(), sides[False].values(), strict=False):
-            prompt = right.row[prompt_key]
+            prompt = find_value(right.row, prompt_key)
             yield {"prompt": prompt, "chosen": right.response_text, "rejected": wrong.response_text}

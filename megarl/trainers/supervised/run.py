@@ -14,6 +14,7 @@ from megarl.config.supervised import PAIR_LOSSES, TOKEN_LOSSES
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights
 from megarl.data.picture_reader import open_pictures
+from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.data.stream import ScorePosition, pack
@@ -98,7 +99,7 @@ class SupervisedRun(Run):
             batch.columns["pair"] = batch.groups[:, None].float().expand(batch.mask.shape)
             batch.columns["is_chosen"] = torch.tensor(is_chosen)[:, None].float().expand(batch.mask.shape)
         if self.config.data.margin_key is not None:
-            margins = torch.tensor([float(sample.row[self.config.data.margin_key]) for sample in samples])
+            margins = torch.tensor([float(find_value(sample.row, self.config.data.margin_key)) for sample in samples])
             batch.columns["margin"] = margins[:, None].expand(batch.mask.shape)
         if name in TOKEN_LOSSES:
             batch.columns["weights"] = token_weights(batch.mask, self.objective.aggregation)
