@@ -241,6 +241,7 @@ def _config_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = Fa
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import load_any
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
     from megarl.system.torchrun import is_leader
 
     allowed = OBJECTIVES.get(arguments.command)
@@ -250,6 +251,7 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
+    config = models_here(config)
     check_models(config)
     if is_leader():
         print(_aligned(config.batch_rows()), flush=True)
@@ -275,9 +277,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from megarl.config import load_config
     from megarl.config.checks import check_evaluates
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
 
     config = load_config(arguments.config, arguments.overrides)
     check_evaluates(config)
+    config = models_here(config)
     check_models(config)
     from megarl.trainers.rl.evaluate import evaluate, watch
 
@@ -291,8 +295,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from megarl.config import load_config
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = models_here(load_config(arguments.config, arguments.overrides))
     check_models(config)
     from megarl.trainers.rl.generate import generate
 
@@ -315,13 +320,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from megarl.config.sections import PictureFields
     from megarl.data.inspect import inspect
     from megarl.data.supervised import SupervisedSettings
+    from megarl.models.from_hub import model_here
 
     given = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
     inspect(
         arguments.file,
-        arguments.model,
+        model_here(arguments.model, "--model", weights=False),
         SupervisedSettings(**given),
         arguments.rows,
         _console(),

@@ -194,7 +194,7 @@ def check_source(field: str, source: SourceConfig) -> None:
         return
     if not source.parts:
         raise ConfigError.needs(f"{field}.source = 'mixture'", "sources to mix", f"set {field}.parts, or choose another source")
-    for name in ("name", "path", "args"):
+    for name in ("name", "path", "split", "args"):
         if getattr(source, name):
             raise ConfigError.of(
                 f"{field}.{name}",
@@ -216,9 +216,11 @@ def _check_single_source(field: str, source: SourceConfig) -> None:
         example = {
             "reasoning_gym": "a task such as 'basic_arithmetic'",
             "python": "'package.module:function'",
-            "dataset": "the folder of rows",
+            "dataset": "the folder of rows, or ORG/NAME of the Hugging Face hub",
         }.get(source.source, "the file of rows")
         raise ConfigError.needs(f"{field}.source = '{source.source}'", example, f"set {field}.{needs}")
+    if source.split is not None and source.source != "dataset":
+        raise ConfigError.of(f"{field}.split", source.split, "only a source = 'dataset' has", allowed="null")
     if source.source == "python" and ":" not in (source.name or ""):
         raise ConfigError.of(f"{field}.name", source.name, allowed="'package.module:function' with source = 'python'")
 

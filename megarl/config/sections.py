@@ -218,11 +218,13 @@ class SourceConfig(Section):
     """A source of rows."""
 
     source: Literal["reasoning_gym", "jsonl", "parquet", "dataset", "python", "mixture"] = "reasoning_gym"
-    """Kind of source. `dataset`: a Hugging Face datasets folder. `mixture`: several sources with weights."""
+    """Kind of source. `dataset`: a Hugging Face datasets folder or data set. `mixture`: several sources with weights."""
     name: str | None = None
-    """Task name (reasoning_gym) or `package.module:function` (python)."""
+    """Task name (reasoning_gym), `package.module:function` (python), or a data set's configuration (dataset of the hub)."""
     path: str | None = None
-    """File of rows (jsonl, parquet), or folder of them (dataset)."""
+    """File of rows (jsonl, parquet); folder of them, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face hub (dataset)."""
+    split: str | None = None
+    """Split of the data set (dataset), such as `train`. null: the only one."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task (reasoning_gym) or function (python)."""
     limit: Positive | None = None

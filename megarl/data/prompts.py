@@ -5,7 +5,6 @@ Knows nothing of tokens. Whatever is wrong with a source becomes a DataError tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,8 +12,11 @@ from typing import Any
 
 from megarl.config.checks import PROCEDURAL_ROWS
 from megarl.data.arrow_folder import dataset_rows, table_rows
+from megarl.data.hub_dataset import hub_rows
+from megarl.data.json_lines import json_rows
 from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
 from megarl.errors import DataError, nearest
+from megarl.system.hub import HubRepo
 from megarl.system.user_code import describe, load_user_function
 
 
@@ -40,7 +42,7 @@ def rows_of(source: DataSource) -> Iterator[Row]:
     readers = {
         "jsonl": _jsonl_rows,
         "parquet": _parquet_rows,
-        "dataset": dataset_rows,
+        "dataset": _dataset_rows,
         "python": _python_rows,
         "reasoning_gym": _reasoning_gym_rows,
     }
@@ -79,29 +81,16 @@ def _existing_file(source: DataSource) -> Path:
 
 
 def _jsonl_rows(source: DataSource) -> Iterator[Row]:
-    path = _existing_file(source)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise DataError(f"'{path}' line {number} is not valid UTF-8: {error.reason}") from None
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"'{path}' line {number} is not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"'{path}' line {number} is a JSON {_json_type(row)}, but every line must be an object")
-            yield row
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
-    return names[type(value)]
+    return json_rows(_existing_file(source))
 
 
 def _parquet_rows(source: DataSource) -> Iterator[Row]:
     return table_rows(_existing_file(source), "parquet")
+
+
+def _dataset_rows(source: DataSource) -> Iterator[Row]:
+    repo = HubRepo.meant_by("dataset", source.path or "")
+    return dataset_rows(source) if repo is None else hub_rows(source, repo)
 
 
 def _python_rows(source: DataSource) -> Iterator[Row]:

@@ -31,6 +31,8 @@ class DataSource(Protocol):
     @property
     def path(self) -> str | None: ...
     @property
+    def split(self) -> str | None: ...
+    @property
     def args(self) -> dict[str, Any]: ...
     @property
     def limit(self) -> int | None: ...
@@ -107,7 +109,8 @@ def _same_thing(key: str, row: Row) -> str:
 def describe_source(source: DataSource) -> str:
     """The source as error messages name it: its file, task or function."""
     if source.source in ("jsonl", "parquet", "dataset"):
-        return f"'{source.path}'"
+        parts = [part for part in (source.name, source.split) if part is not None] if source.source == "dataset" else []
+        return f"'{source.path}'" + (f" ({', '.join(parts)})" if parts else "")
     if source.source == "mixture":
         return f"a mixture of {len(source.parts)} sources"
     return f"{source.source} source '{source.name}'"
