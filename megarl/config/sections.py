@@ -299,6 +299,8 @@ class PromptFields(Section):
     """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     answer_key: str = "answer"
     """Key of the correct answer in a row; `a.b` is key `b` inside `a`, such as `reward_model.ground_truth`."""
+    source_key: str | None = None
+    """Key of the data source of a row: metrics of training are given for each source, too. null: for each part of a mixture."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
     chat_template: Literal["auto", "always", "never"] = "auto"

@@ -34,6 +34,7 @@ from megarl.trainers.rl.parity_checks import ParityChecks
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
+from megarl.trainers.rl.source_figures import DataSources
 from megarl.trainers.rl.teachers import COLUMNS, Teachers
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
@@ -59,6 +60,7 @@ class RlRun(Run):
         with self.telling_of_disk_trouble():
             self.inputs = read_inputs(config)
         self._stack.callback(self.inputs.close)
+        self.sources = DataSources.of(self.inputs.train, config.data.source_key)
         self.sampler = build_sampler(self.inputs.train, mixture_weights(config.data.train), config.run.seed)
         self.ptx = PtxExamples(config, self.inputs.tokenizer) if config.ptx.coef else None
         self.model_rewards = ModelRewards(config.reward_model, self.inputs.tokenizer)
@@ -221,6 +223,7 @@ class RlRun(Run):
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
             "reward/uniform_groups": statistics.uniform_groups,
+            **self.sources.figures(batch.samples, rewards),
         }
 
     def mini_batches(self, batch: Batch) -> Iterator[list[int]]:
