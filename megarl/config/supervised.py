@@ -11,6 +11,7 @@ from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.section import NonNegative, Positive, Section
 from megarl.config.sections import (
+    CurriculumConfig,
     ModelConfig,
     PictureFields,
     PolicyConfig,
@@ -112,6 +113,8 @@ class SupervisedFields(Section):
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with longer rows: stop with an `error`, or `drop` and count them."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """In which order training rows come."""
 
 
 class SupervisedDataConfig(PictureFields, SupervisedFields):  # the last base's fields come first

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config.checks import PROCEDURAL_ROWS
 from megarl.data.arrow_folder import dataset_rows, table_rows
+from megarl.data.curriculum import is_kept
 from megarl.data.hub_dataset import hub_rows
 from megarl.data.json_lines import json_rows
 from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
@@ -21,12 +22,14 @@ from megarl.system.user_code import describe, load_user_function
 
 
 def load_rows(source: DataSource) -> list[Row]:
-    """All rows of `source` at once; see `rows_of`."""
-    return [*rows_of(source)]
+    """The rows of `source` that are kept, at once; see `rows_of`."""
+    return [row for row in rows_of(source) if row is not None]
 
 
-def rows_of(source: DataSource) -> Iterator[Row]:
+def rows_of(source: DataSource) -> Iterator[Row | None]:
     """The rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `columns`.
+
+    In place of one that `source.keep` leaves out there is None, so that rows have the numbers that they have in the file.
 
     They are read as they are asked for, since some hold pictures. A mixture gives the rows of its parts one after the
     other; its weights are for sampling.
@@ -52,24 +55,33 @@ def rows_of(source: DataSource) -> Iterator[Row]:
             f"data source is '{source.source}'{nearest(source.source, names)}; it must be one of {', '.join(names)}"
         )
     is_empty = True
-    for row in _renamed(islice(readers[source.source](source), source.limit), source.columns, source):
+    for row in _kept(islice(readers[source.source](source), source.limit), source.columns, source):
         is_empty = False
         yield row
     if is_empty:
         raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
 
 
-def parts_of(source: DataSource) -> list[Iterator[Row]]:
+def parts_of(source: DataSource) -> list[Iterator[Row | None]]:
     """`rows_of` every part of a mixture, at most `source.limit` of each; of another source, all its rows as one part."""
     if source.source != "mixture":
         return [rows_of(source)]
     return [_renamed(islice(rows_of(part), source.limit), source.columns, part) for part in source.parts]
 
 
-def _renamed(rows: Iterable[Row], columns: dict[str, str], source: DataSource) -> Iterator[Row]:
+def _kept(rows: Iterable[Row], columns: dict[str, str], source: DataSource) -> Iterator[Row | None]:
+    for number, row in enumerate(_renamed(rows, columns, source)):
+        assert row is not None, "a source gives rows"
+        yield row if is_kept(row, source.keep, RowPlace(Origin("", source), number)) else None
+
+
+def _renamed(rows: Iterable[Row | None], columns: dict[str, str], source: DataSource) -> Iterator[Row | None]:
     for number, row in enumerate(rows):
+        if row is None or not columns:
+            yield row
+            continue
         place = RowPlace(Origin("", source), number)
-        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}} if columns else row
+        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}}
 
 
 def _existing_file(source: DataSource) -> Path:

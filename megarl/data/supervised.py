@@ -60,7 +60,10 @@ class _Tokens:
 
 
 class SupervisedBuilder:
-    """Makes samples of one kind from rows. `dropped` counts rows left out, as `overlong`, `equal_pairs` or `bad_pictures`."""
+    """Makes samples of one kind from rows.
+
+    `dropped` counts rows left out, as `overlong`, `equal_pairs`, `bad_pictures`, or `not_kept` by their source.
+    """
 
     def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings, pictures: PictureReader | None = None) -> None:
         """Decide once whether the chat template is used. `pictures` reads those of rows; None: rows must have none.
@@ -74,16 +77,16 @@ class SupervisedBuilder:
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
         self.pictures = pictures or PictureReader(PictureFields())
-        self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0}
+        self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
 
-    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
+    def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
         """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`.
 
         `row_id` is `<prefix>-<row number>`, and so is `group_id` until a sampler hands the row out. `labels` are set for
         `kto` (the same on every trained token) and `steps` (one per step, on the step's last token).
 
         Args:
-            rows: data rows.
+            rows: data rows; None in place of one that its source leaves out.
             prefix: what row ids begin with, such as `train` or `eval`.
             origin: where the rows are from; None: the section `data.<prefix>`.
 
@@ -98,6 +101,9 @@ class SupervisedBuilder:
         keys = [settings.prompt_key, settings.messages_key, settings.chosen_key, settings.rejected_key]
         for place, row in self.pictures.light_rows(rows, origin, [key for key in keys if key is not None]):
             read = place.number + 1
+            if row is None:
+                self.dropped["not_kept"] += 1
+                continue
             try:
                 if isinstance(row, PictureError):
                     raise row

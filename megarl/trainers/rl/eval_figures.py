@@ -31,6 +31,14 @@ def is_right(sample: Sample) -> bool | None:
     return all(verdicts) if verdicts else None
 
 
+def pass_rates(samples: Sequence[Sample]) -> dict[str, float]:
+    """By group id, the share of its responses that are right (`is_right`); each of `samples` was judged."""
+    right: dict[str, list[bool]] = {}
+    for sample in samples:
+        right.setdefault(sample.group_id, []).append(bool(is_right(sample)))
+    return {group: sum(judged) / len(judged) for group, judged in right.items()}
+
+
 def accuracy_figures(groups: Sequence[Sequence[bool]], answers: Sequence[Sequence[str | None]]) -> dict[str, float]:
     """Figures of the responses to each prompt, k to every one.
 
