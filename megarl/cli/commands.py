@@ -188,8 +188,8 @@ def _model_commands(commands: Any) -> None:
     generate.add_argument("--out", metavar="FILE", required=True, help="JSONL file to write; it must not exist")
     generate.add_argument(
         "--as", dest="form", choices=("samples", "sft", "pairs", "pass_rates"), default="samples",
-        help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong; pass_rates: the rows with "
-        "their share of correct responses (default: samples)",
+        help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong; pass_rates: the rows "
+        "with their share of correct responses (default: samples)",
     )  # fmt: skip
     generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to sample from (default: model.path)")
     generate.set_defaults(run=_generate)

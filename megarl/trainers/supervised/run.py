@@ -73,8 +73,8 @@ class SupervisedRun(Run):
         """The ranks and their models."""
         if self.overlap:
             self.progress.say(
-                f"warning: {self.overlap} of {self.rows} training rows have the prompt of a row of data.eval, so that evaluations "
-                "measure rows that were trained on"
+                f"warning: {self.overlap} of {self.rows} training rows have the prompt of a row of data.eval, so that "
+                "evaluations measure what was trained on"
             )
         for why, count in self.dropped.items():
             if count:
