@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeVar
 
 from megarl.config import AnyConfig
@@ -28,7 +29,7 @@ def models_here(config: Root, *, weights: bool = True) -> Root:
     for field, name in folders.items():
         folder = model_here(name, field, weights=weights)
         if folder != name:
-            config = _replaced(config, field.split("."), folder)
+            config = _replaced(config, _place(field), folder)
     return config
 
 
@@ -41,7 +42,16 @@ def model_here(name: str, field: str, *, weights: bool = True) -> str:
     return str(repo.download(files, NOT_OF_MODELS, error=ModelError, named=f"{field} is '{name}'"))
 
 
-def _replaced(section: Any, path: list[str], value: str) -> Any:
-    """A copy of the config section with `value` at `path` inside it."""
-    first, *rest = path
-    return section.model_copy(update={first: _replaced(getattr(section, first), rest, value) if rest else value})
+def _replaced(value: Any, place: list[str | int], new: str) -> Any:
+    """A copy of a config section, or of a list of them, with `new` at `place` inside it."""
+    if not place:
+        return new
+    first, *rest = place
+    if isinstance(first, int):
+        return (*value[:first], _replaced(value[first], rest, new), *value[first + 1 :])
+    return value.model_copy(update={first: _replaced(getattr(value, first), rest, new)})
+
+
+def _place(field: str) -> list[str | int]:
+    """`teacher.named[0].path` as the names and numbers on the way there."""
+    return [int(part) if part.isdigit() else part for part in re.findall(r"\w+", field)]

@@ -133,13 +133,16 @@ def test_every_model_of_a_config_is_found_and_the_config_says_nothing_else(hub: 
             "model": {"path": "Org/tiny"}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}],
             "reference": {"path": "hf://Org/tiny@v2"}, "rollout": {"servers": {"model_path": "Org/tiny"}},
             "reward_model": {"path": "my/local/folder"},
+            "algorithm": {"distillation": {"coef": 0.5}},
+            "teacher": {"named": [{"name": "a", "path": "my/local/folder"}, {"name": "b", "path": "Org/tiny@v2"}]},
         }
     )  # fmt: skip
     found = models_here(config)
     main, v2 = (Path(model_here(f"Org/tiny@{revision}", "x")) for revision in ("main", "v2"))
     assert (found.model.path, found.reference.path, found.rollout.servers.model_path) == (str(main), str(v2), str(main))
     assert found.reward_model.path == "my/local/folder"
-    same = {"model": config.model, "reference": config.reference, "rollout": config.rollout}
+    assert [teacher.path for teacher in found.teacher.named] == ["my/local/folder", str(v2)]
+    same = {"teacher": config.teacher, "model": config.model, "reference": config.reference, "rollout": config.rollout}
     assert found.model_copy(update=same) == config
 
 
