@@ -187,8 +187,9 @@ def _model_commands(commands: Any) -> None:
     _config_arguments(generate)
     generate.add_argument("--out", metavar="FILE", required=True, help="JSONL file to write; it must not exist")
     generate.add_argument(
-        "--as", dest="form", choices=("samples", "sft", "pairs"), default="samples",
-        help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong (default: samples)",
+        "--as", dest="form", choices=("samples", "sft", "pairs", "pass_rates"), default="samples",
+        help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong; pass_rates: the rows "
+        "with their share of correct responses (default: samples)",
     )  # fmt: skip
     generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to sample from (default: model.path)")
     generate.set_defaults(run=_generate)
@@ -241,6 +242,7 @@ def _config_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = Fa
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import load_any
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
     from megarl.system.torchrun import is_leader
 
     allowed = OBJECTIVES.get(arguments.command)
@@ -250,6 +252,7 @@ def _train(arguments: argparse.Namespace) -> int:
             f"{arguments.config} trains by {config.trains_by}, but `megarl {arguments.command}` trains by "
             f"{' or '.join(allowed)}; `megarl train` runs any config"
         )
+    config = models_here(config)
     check_models(config)
     if is_leader():
         print(_aligned(config.batch_rows()), flush=True)
@@ -275,9 +278,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from megarl.config import load_config
     from megarl.config.checks import check_evaluates
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
 
     config = load_config(arguments.config, arguments.overrides)
     check_evaluates(config)
+    config = models_here(config)
     check_models(config)
     from megarl.trainers.rl.evaluate import evaluate, watch
 
@@ -291,8 +296,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     from megarl.config import load_config
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = models_here(load_config(arguments.config, arguments.overrides))
     check_models(config)
     from megarl.trainers.rl.generate import generate
 
@@ -315,13 +321,14 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from megarl.config.sections import PictureFields
     from megarl.data.inspect import inspect
     from megarl.data.supervised import SupervisedSettings
+    from megarl.models.from_hub import model_here
 
     given = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
     inspect(
         arguments.file,
-        arguments.model,
+        model_here(arguments.model, "--model", weights=False),
         SupervisedSettings(**given),
         arguments.rows,
         _console(),

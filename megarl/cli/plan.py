@@ -75,6 +75,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
             raise ConfigError(f"--{option.replace('_', '-')} is {value:g}; it must be a number above 0")
     from megarl.config import load_any
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
     from megarl.planning.calibration import Calibration
     from megarl.planning.gpus import gpu_named
     from megarl.planning.plan import lengths_of, make_plan
@@ -82,7 +83,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.planning.show import as_json, found_tables, plan_tables
 
     config = load_any(arguments.config, arguments.overrides)
-    gpu = gpu_named(arguments.gpu)
+    gpu, model = gpu_named(arguments.gpu), config.model.path
+    config = models_here(config, weights=False)
     check_models(config)
     lengths = lengths_of(
         config,
@@ -103,7 +105,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.json:
         console.print(as_json(plan, found if arguments.search else None), markup=False, highlight=False, soft_wrap=True)
     else:
-        for part in plan_tables(plan, config.model.path):
+        for part in plan_tables(plan, model):
             console.print(part, highlight=False)
     if arguments.search and found is not None:
         if not arguments.json:
@@ -121,12 +123,13 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.config import load_config
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
     from megarl.reshard.communicators import check_communicators
     from megarl.reshard.cost import ClusterRates, cost_of
     from megarl.reshard.run_plan import plan_of_run
     from megarl.reshard.verify import verify
 
-    config = load_config(arguments.config, arguments.overrides)
+    config = models_here(load_config(arguments.config, arguments.overrides), weights=False)
     check_models(config)
     cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
     began = time.perf_counter()

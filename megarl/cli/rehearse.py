@@ -50,7 +50,9 @@ def show_rehearsal(config: AnyConfig, gpus_per_node: int, console: Console, *, s
 
     from megarl.launch.rehearse import is_small_enough, planned_placement, processes, rehearse, weights_way
     from megarl.models.check_layouts import check_models
+    from megarl.models.from_hub import models_here
 
+    config = models_here(config, weights=False)
     check_models(config)
     placement = planned_placement(config, gpus_per_node)
     found, way = processes(config, placement), weights_way(config, placement)

@@ -19,7 +19,7 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
-from megarl.config.sections import ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole
+from megarl.config.sections import CurriculumConfig, ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole, weight_at
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, SupervisedConfig
 from megarl.errors import ConfigError
 
@@ -41,6 +41,10 @@ def check_fields_agree(config: Config) -> None:
     for place, one in enumerate(config.evaluations):
         check_source(f"evaluations[{place}].rows", one.rows)
         _check_held_out(config.data.train, f"evaluations[{place}].rows", one.rows)
+    _check_curriculum(config.data.curriculum, config.data.train)
+    if config.data.curriculum.bounds_pass_rates and not config.rewards:
+        remedy = "set rewards, or remove min_pass_rate and max_pass_rate"
+        raise ConfigError.needs("data.curriculum", "functions that judge responses for its pass rates", remedy)
     single_turn = config.rollout.episode.kind == "single"
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)
@@ -80,6 +84,10 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)
+    _check_curriculum(config.data.curriculum, config.data.train)
+    for name in ("min_pass_rate", "max_pass_rate"):
+        if (value := getattr(config.data.curriculum, name)) is not None:
+            raise ConfigError.of(f"data.curriculum.{name}", value, "only reinforcement learning has", allowed="null")
     check_pictures(config.data)
     longest = config.data.max_tokens * (2 if config.objective.name in PAIR_LOSSES else 1)
     if config.policy.max_tokens_per_micro_batch < longest:
@@ -186,15 +194,54 @@ def _check_ptx(config: Config) -> None:
         )
 
 
+def _check_curriculum(curriculum: CurriculumConfig, train: SourceConfig) -> None:
+    """Refuse what contradicts itself, and fields that change nothing; what rows have is looked at with the rows."""
+    field, defaults = "data.curriculum", CurriculumConfig()
+    is_ordered = curriculum.order != "shuffled"
+    if (is_ordered or curriculum.stages) and curriculum.key is None:
+        raise ConfigError.needs(f"{field}.{'order' if is_ordered else 'stages'}", "a difficulty", f"set {field}.key")
+    if curriculum.key is not None and not (is_ordered or curriculum.stages):
+        raise ConfigError.needs(f"{field}.key", f"{field}.order or {field}.stages", f"set one of them, or remove {field}.key")
+    if curriculum.ordered_epochs is not None and not is_ordered:
+        raise ConfigError.needs(
+            f"{field}.ordered_epochs", "an order", f"set {field}.order to 'ascending' or 'descending', or remove it"
+        )
+    if curriculum.stages and train.source == "mixture":
+        raise ConfigError.needs(f"{field}.stages", "a single source", "set weight_by_step of the parts, or remove the stages")
+    for number, stage in enumerate(curriculum.stages):
+        name, is_last = f"{field}.stages[{number}]", number == len(curriculum.stages) - 1
+        if is_last != (stage.steps is None):
+            raise ConfigError.of(
+                f"{name}.steps", stage.steps, allowed="null for the last stage" if is_last else "a whole number"
+            )
+        _check_bounds(f"{name}.min", stage.min, f"{name}.max", stage.max)
+    low, high = curriculum.min_pass_rate, curriculum.max_pass_rate
+    _check_bounds(f"{field}.min_pass_rate", low, f"{field}.max_pass_rate", high)
+    for one in () if curriculum.bounds_pass_rates else ("pass_rate_memory", "pause_epochs"):
+        if getattr(curriculum, one) != getattr(defaults, one):
+            raise ConfigError.needs(
+                f"{field}.{one}", "bounds of pass rates", f"set {field}.min_pass_rate or {field}.max_pass_rate, or remove it"
+            )
+
+
+def _check_bounds(low_field: str, low: float | None, high_field: str, high: float | None) -> None:
+    if low is not None and high is not None and low > high:
+        raise ConfigError.of(low_field, low, allowed=f"at most {high_field} = {high}")
+
+
 def check_source(field: str, source: SourceConfig) -> None:
-    if source.weight != 1:
-        raise ConfigError.of(f"{field}.weight", source.weight, "only the parts of a mixture can have", allowed="1.0")
+    for name in ("weight", "weight_by_step"):
+        unset = type(source).model_fields[name].get_default(call_default_factory=True)
+        if getattr(source, name) != unset:
+            raise ConfigError.of(
+                f"{field}.{name}", getattr(source, name), "only the parts of a mixture can have", allowed=f"{unset}"
+            )
     if source.source != "mixture":
         _check_single_source(field, source)
         return
     if not source.parts:
         raise ConfigError.needs(f"{field}.source = 'mixture'", "sources to mix", f"set {field}.parts, or choose another source")
-    for name in ("name", "path", "args"):
+    for name in ("name", "path", "split", "args", "keep"):
         if getattr(source, name):
             raise ConfigError.of(
                 f"{field}.{name}",
@@ -205,20 +252,30 @@ def check_source(field: str, source: SourceConfig) -> None:
     for number, part in enumerate(source.parts):
         if part.source == "mixture":
             raise ConfigError.of(f"{field}.parts[{number}].source", "mixture", allowed="another kind of source")
+        if part.weight_by_step and part.weight != 1:
+            reason = f"{field}.parts[{number}].weight_by_step replaces"
+            raise ConfigError.of(f"{field}.parts[{number}].weight", part.weight, reason, allowed="1.0")
         _check_single_source(f"{field}.parts[{number}]", part)
+    for step in sorted({step for part in source.parts for step in part.weight_by_step}):
+        if not any(weight_at(part.weight_by_step or {0: part.weight}, step) for part in source.parts):
+            raise ConfigError(f"{field}.parts have no weight above 0 at step {step}; one of their weight_by_step must have one")
 
 
 def _check_single_source(field: str, source: SourceConfig) -> None:
     if source.parts:
         raise ConfigError.needs(f"{field}.parts", f"{field}.source = 'mixture'", f"set {field}.source, or remove {field}.parts")
+    for key, (low, high) in source.keep.items():
+        _check_bounds(f"{field}.keep.{key}[0]", low, f"{field}.keep.{key}[1]", high)
     needs = "path" if source.source in ("jsonl", "parquet", "dataset") else "name"
     if getattr(source, needs) is None:
         example = {
             "reasoning_gym": "a task such as 'basic_arithmetic'",
             "python": "'package.module:function'",
-            "dataset": "the folder of rows",
+            "dataset": "the folder of rows, or ORG/NAME of the Hugging Face hub",
         }.get(source.source, "the file of rows")
         raise ConfigError.needs(f"{field}.source = '{source.source}'", example, f"set {field}.{needs}")
+    if source.split is not None and source.source != "dataset":
+        raise ConfigError.of(f"{field}.split", source.split, "only a source = 'dataset' has", allowed="null")
     if source.source == "python" and ":" not in (source.name or ""):
         raise ConfigError.of(f"{field}.name", source.name, allowed="'package.module:function' with source = 'python'")
 

@@ -5,6 +5,8 @@ Pure values, importable without torch; what two kinds of config share stands her
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -218,11 +220,13 @@ class SourceConfig(Section):
     """A source of rows."""
 
     source: Literal["reasoning_gym", "jsonl", "parquet", "dataset", "python", "mixture"] = "reasoning_gym"
-    """Kind of source. `dataset`: a Hugging Face datasets folder. `mixture`: several sources with weights."""
+    """Kind of source. `dataset`: a Hugging Face datasets folder or data set. `mixture`: several sources with weights."""
     name: str | None = None
-    """Task name (reasoning_gym) or `package.module:function` (python)."""
+    """Task name (reasoning_gym), `package.module:function` (python), or a data set's configuration (dataset of the hub)."""
     path: str | None = None
-    """File of rows (jsonl, parquet), or folder of them (dataset)."""
+    """File of rows (jsonl, parquet); folder of them, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face hub (dataset)."""
+    split: str | None = None
+    """Split of the data set (dataset), such as `train`. null: the only one."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the task (reasoning_gym) or function (python)."""
     limit: Positive | None = None
@@ -232,10 +236,63 @@ class SourceConfig(Section):
     """Seed of generated tasks. Row i is generated from seed + i."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Renames keys of a row, as `new name: name in the row`. Other keys keep their names."""
+    keep: dict[str, Annotated[tuple[float | None, float | None], Field(strict=False)]] = Field(default_factory=dict)
+    """Bounds of numbers in a row, as `key: [minimum, maximum]` (null: no bound), such as `pass_rate: [0.1, 0.9]`. Other rows
+    are left out and counted."""
     parts: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = ()
     """The sources of a mixture. The mixture's own `limit` applies to each of them."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Weight of this source among the parts of a mixture: rows are drawn in proportion to it."""
+    weight_by_step: dict[Annotated[int, Field(ge=0, strict=False)], NonNegative] = Field(default_factory=dict)
+    """Weights at some steps (counted from 0), as `step: weight`, instead of `weight`: linear between them, constant outside."""
+
+
+def weight_at(weights: Mapping[int, float], step: int) -> float:
+    """The weight at `step` of weights by step: linear between the steps given, constant before the first and after the last."""
+    points = sorted(weights.items())
+    if step <= points[0][0]:
+        return points[0][1]
+    for (start, low), (end, high) in pairwise(points):
+        if step <= end:
+            return low + (high - low) * (step - start) / (end - start)
+    return points[-1][1]
+
+
+class StageConfig(Section):
+    """A stage of a curriculum: the rows whose difficulty is within bounds."""
+
+    steps: Positive | None = None
+    """Number of steps of the stage. null: all that follow, for the last stage."""
+    min: float | None = None
+    """Minimum of the number under `curriculum.key`. null: none."""
+    max: float | None = None
+    """Maximum of the number under `curriculum.key`. null: none."""
+
+
+class CurriculumConfig(Section):
+    """In which order training rows come, and which are left out for a while (docs/data.md#curricula)."""
+
+    key: str | None = None
+    """Key of a number in a row, its difficulty. null: none."""
+    order: Literal["shuffled", "ascending", "descending"] = "shuffled"
+    """Order of the rows of an epoch, by difficulty; rows of equal difficulty are shuffled."""
+    ordered_epochs: Positive | None = None
+    """Number of epochs in this order; later ones are shuffled. null: all."""
+    stages: Annotated[tuple[StageConfig, ...], Field(strict=False)] = ()
+    """Stages by difficulty, one after the other."""
+    min_pass_rate: Fraction | None = None
+    """Leave rows out for some epochs whose running pass rate is below this (reinforcement learning). null: none."""
+    max_pass_rate: Fraction | None = None
+    """Leave rows out for some epochs whose running pass rate is above this (reinforcement learning). null: none."""
+    pass_rate_memory: Decay = 0.5
+    """Weight of earlier visits in a row's running pass rate. 0: only the last visit counts."""
+    pause_epochs: Positive = 1
+    """Number of epochs for which such a row is left out."""
+
+    @property
+    def bounds_pass_rates(self) -> bool:
+        """Whether rows are left out for their pass rate."""
+        return self.min_pass_rate is not None or self.max_pass_rate is not None
 
 
 def held_out_defaults(tree: Any, field: str) -> Any:
@@ -296,7 +353,9 @@ class PromptFields(Section):
     prompt_key: str = "question"
     """Key of the prompt in a row. The prompt is text or a list of chat messages."""
     answer_key: str = "answer"
-    """Key of the correct answer in a row."""
+    """Key of the correct answer in a row; `a.b` is key `b` inside `a`, such as `reward_model.ground_truth`."""
+    source_key: str | None = None
+    """Key of the data source of a row: metrics of training are given for each source, too. null: for each part of a mixture."""
     system_prompt: str | None = None
     """System message before every prompt. null: none."""
     chat_template: Literal["auto", "always", "never"] = "auto"
@@ -306,6 +365,8 @@ class PromptFields(Section):
     """Maximum length of a prompt in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with longer prompts: stop with an `error`, or `drop` and count them."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """In which order training rows come, and which are left out for a while."""
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
 from megarl.config.section import NonNegative, Positive, Section
 from megarl.config.sections import (
+    CurriculumConfig,
     ModelConfig,
     PictureFields,
     PolicyConfig,
@@ -84,17 +85,18 @@ class SupervisedFields(Section):
     rows_per_step: Positive = 32
     """Number of rows (or pairs) per optimizer step, over all data-parallel ranks."""
     prompt_key: str = "prompt"
-    """Key of the prompt in a row. The prompt is text or a list of chat messages."""
+    """Key of the prompt in a row, text or a list of chat messages. Keys here may be dotted: `a.b` is key `b` inside `a`."""
     response_key: str = "response"
-    """Key of the response (sft, dft, kto)."""
+    """Key of the response (sft, dft, kto): text, or a list of chat messages that begins with the assistant's."""
     messages_key: str | None = None
-    """Key of a whole conversation; its assistant turns are trained on (sft, dft). null: use prompt and response."""
+    """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto). null: use prompt and
+    response."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"
     """Key of the worse response of a pair."""
     label_key: str = "label"
-    """Key of the label: true or false (kto), one number per step (process_reward_model)."""
+    """Key of the label: true, false, 1 or 0 (kto), one number per step (process_reward_model)."""
     steps_key: str = "steps"
     """Key of the list of steps (process_reward_model)."""
     margin_key: str | None = None
@@ -111,6 +113,8 @@ class SupervisedFields(Section):
     """Maximum length of prompt and response together, in tokens."""
     overlong: Literal["error", "drop"] = "error"
     """What to do with longer rows: stop with an `error`, or `drop` and count them."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """In which order training rows come."""
 
 
 class SupervisedDataConfig(PictureFields, SupervisedFields):  # the last base's fields come first

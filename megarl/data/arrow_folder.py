@@ -23,15 +23,30 @@ def dataset_rows(source: DataSource) -> Iterator[Row]:
     folder = Path(source.path or "")
     if not folder.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-        raise DataError(f"'{source.path}' is no folder{nearest(str(folder), siblings)}; a dataset source needs one")
+        raise DataError(
+            f"'{source.path}' is no folder{nearest(str(folder), siblings)}; a dataset source needs one, or ORG/NAME of the hub "
+            "(hf://ORG/NAME where a folder ORG is here)"
+        )
+    if source.split is not None:
+        folder = _split_of(folder, source.split)
     for file in _files(folder):
         yield from table_rows(file, file.suffix.removeprefix("."))
+
+
+def _split_of(folder: Path, split: str) -> Path:
+    """The folder of a split inside one that has several."""
+    if not (folder / "dataset_dict.json").is_file():
+        raise DataError(f"'{folder}' is one split, but split is '{split}'; remove split")
+    splits = [str(name) for name in _read(folder / "dataset_dict.json", "splits")]
+    if split not in splits:
+        raise DataError(f"'{folder}' has no split '{split}'{nearest(split, splits)}; it has {', '.join(splits)}")
+    return folder / split
 
 
 def _files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(f"'{folder / str(split)}'" for split in _read(folder / "dataset_dict.json", "splits"))
-        raise DataError(f"'{folder}' holds several splits; the path must be that of one of them: {splits}")
+        raise DataError(f"'{folder}' holds several splits; set split, or let the path be that of one of them: {splits}")
     if (folder / "state.json").is_file():
         files = [folder / str(entry["filename"]) for entry in _read(folder / "state.json", "_data_files")]
         missing = [file for file in files if not file.is_file()]

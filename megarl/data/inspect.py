@@ -115,15 +115,16 @@ def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | 
         return "pairs", settings
     if settings.steps_key in row:
         return "steps", settings
-    if settings.response_key in row:
-        return ("kto" if isinstance(row.get(settings.label_key), bool) else "sft"), replace(settings, messages_key=None)
+    if (response := next((key for key in (settings.response_key, "completion") if key in row), None)) is not None:
+        kind: Kind = "kto" if isinstance(row.get(settings.label_key), bool) else "sft"
+        return kind, replace(settings, messages_key=None, response_key=response)
     if messages_key in row:
         return "sft", replace(settings, messages_key=messages_key)
     if settings.prompt_key in row:
         return "prompts", settings
     wanted = (
-        f"'{settings.prompt_key}' (prompts), '{settings.response_key}' or '{messages_key}' (sft), '{settings.chosen_key}' and "
-        f"'{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
+        f"'{settings.prompt_key}' (prompts), '{settings.response_key}', 'completion' or '{messages_key}' (sft), "
+        f"'{settings.chosen_key}' and '{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
     )
     raise DataError(f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}")
 

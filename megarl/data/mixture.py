@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from megarl.data.prompts import parts_of
-from megarl.data.rows import DataSource, Origin, Row
-from megarl.data.sampler import Record
+from megarl.data.rows import DataSource, Origin, Row, RowPlace
+from megarl.data.sampler import Record, Weight
 
 
 class RowBuilder(Protocol[Record]):
     """What makes records of rows: a `PromptBuilder` or a `SupervisedBuilder`."""
 
-    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Record]:
+    def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Record]:
         """The records of `rows`, whose row ids begin with `prefix`."""
 
 
@@ -34,6 +34,16 @@ def build_parts(
     ]
 
 
-def mixture_weights(source: DataSource) -> list[float]:
+def mixture_weights(source: DataSource) -> list[Weight]:
     """One weight per part that `build_parts` gives."""
-    return [part.weight for part in source.parts] if source.source == "mixture" else [1.0]
+    if source.source != "mixture":
+        return [1.0]
+    return [part.weight_by_step or part.weight for part in source.parts]
+
+
+def place_of_row(row_id: str, source: DataSource, section: str = "data.train") -> RowPlace:
+    """Where the row is that `build_parts` gave `row_id`."""
+    *_, part, number = f"0-{row_id}".split("-")
+    if source.source != "mixture":
+        return RowPlace(Origin(section, source), int(number))
+    return RowPlace(Origin(f"{section}.parts[{part}]", source.parts[int(part)]), int(number))

@@ -86,9 +86,11 @@ class PictureReader:
     # the first pass -----------------------------------------------------------------------------------------------
 
     def light_rows(
-        self, rows: Iterable[Row], origin: Origin, message_keys: Sequence[str]
-    ) -> Iterator[tuple[RowPlace, Row | PictureError]]:
+        self, rows: Iterable[Row | None], origin: Origin, message_keys: Sequence[str]
+    ) -> Iterator[tuple[RowPlace, Row | PictureError | None]]:
         """Every row without bytes or decoded pictures, in order; paths of kept files are in their place, or the row's error.
+
+        None for a row that is left out.
 
         Few rows are read ahead, so that bytes of pictures are not in memory all at once.
         `message_keys`: where chat messages may be, also as JSON in a text if the model takes pictures.
@@ -100,23 +102,24 @@ class PictureReader:
         if self.model is None:
             for number, row in enumerate(rows):
                 place = RowPlace(origin, number)
-                self._refuse_pictures(row, message_keys, place)
-                yield place, cast(Row, _without_bytes(row))
+                if row is not None:
+                    self._refuse_pictures(row, message_keys, place)
+                yield place, cast(Row | None, _without_bytes(row))
             return
         model, keys = self.model, set[str]()
 
-        def light(row: Row, place: RowPlace) -> Row | PictureError:
+        def light(row: Row | None, place: RowPlace) -> Row | PictureError | None:
             try:
-                return self._light(row, message_keys, place, model)
+                return None if row is None else self._light(row, message_keys, place, model)
             except PictureError as error:
                 return error
 
         threads = os.cpu_count() or 1
-        ahead: deque[tuple[RowPlace, Future[Row | PictureError]]] = deque()
+        ahead: deque[tuple[RowPlace, Future[Row | PictureError | None]]] = deque()
         pool = ThreadPoolExecutor(threads, "pictures")  # Pillow decodes and resizes without the interpreter's lock
         try:
             for number, row in enumerate(rows):
-                keys.update(key for key, value in row.items() if value)
+                keys.update(key for key, value in (row or {}).items() if value)
                 ahead.append((RowPlace(origin, number), pool.submit(light, row, RowPlace(origin, number))))
                 if len(ahead) > READ_AHEAD * threads:
                     place, done = ahead.popleft()

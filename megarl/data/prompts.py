@@ -5,7 +5,6 @@ Knows nothing of tokens. Whatever is wrong with a source becomes a DataError tha
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,18 +12,24 @@ from typing import Any
 
 from megarl.config.checks import PROCEDURAL_ROWS
 from megarl.data.arrow_folder import dataset_rows, table_rows
+from megarl.data.curriculum import is_kept
+from megarl.data.hub_dataset import hub_rows
+from megarl.data.json_lines import json_rows
 from megarl.data.rows import DataSource, Origin, Row, RowPlace, describe_source, value_of
 from megarl.errors import DataError, nearest
+from megarl.system.hub import HubRepo
 from megarl.system.user_code import describe, load_user_function
 
 
 def load_rows(source: DataSource) -> list[Row]:
-    """All rows of `source` at once; see `rows_of`."""
-    return [*rows_of(source)]
+    """The rows of `source` that are kept, at once; see `rows_of`."""
+    return [row for row in rows_of(source) if row is not None]
 
 
-def rows_of(source: DataSource) -> Iterator[Row]:
+def rows_of(source: DataSource) -> Iterator[Row | None]:
     """The rows of `source`, at least one, at most `source.limit`, in the source's own order and under its `columns`.
+
+    In place of one that `source.keep` leaves out there is None, so that rows have the numbers that they have in the file.
 
     They are read as they are asked for, since some hold pictures. A mixture gives the rows of its parts one after the
     other; its weights are for sampling.
@@ -40,7 +45,7 @@ def rows_of(source: DataSource) -> Iterator[Row]:
     readers = {
         "jsonl": _jsonl_rows,
         "parquet": _parquet_rows,
-        "dataset": dataset_rows,
+        "dataset": _dataset_rows,
         "python": _python_rows,
         "reasoning_gym": _reasoning_gym_rows,
     }
@@ -50,24 +55,33 @@ def rows_of(source: DataSource) -> Iterator[Row]:
             f"data source is '{source.source}'{nearest(source.source, names)}; it must be one of {', '.join(names)}"
         )
     is_empty = True
-    for row in _renamed(islice(readers[source.source](source), source.limit), source.columns, source):
+    for row in _kept(islice(readers[source.source](source), source.limit), source.columns, source):
         is_empty = False
         yield row
     if is_empty:
         raise DataError(f"{describe_source(source)} holds no rows; it needs at least one")
 
 
-def parts_of(source: DataSource) -> list[Iterator[Row]]:
+def parts_of(source: DataSource) -> list[Iterator[Row | None]]:
     """`rows_of` every part of a mixture, at most `source.limit` of each; of another source, all its rows as one part."""
     if source.source != "mixture":
         return [rows_of(source)]
     return [_renamed(islice(rows_of(part), source.limit), source.columns, part) for part in source.parts]
 
 
-def _renamed(rows: Iterable[Row], columns: dict[str, str], source: DataSource) -> Iterator[Row]:
+def _kept(rows: Iterable[Row], columns: dict[str, str], source: DataSource) -> Iterator[Row | None]:
+    for number, row in enumerate(_renamed(rows, columns, source)):
+        assert row is not None, "a source gives rows"
+        yield row if is_kept(row, source.keep, RowPlace(Origin("", source), number)) else None
+
+
+def _renamed(rows: Iterable[Row | None], columns: dict[str, str], source: DataSource) -> Iterator[Row | None]:
     for number, row in enumerate(rows):
+        if row is None or not columns:
+            yield row
+            continue
         place = RowPlace(Origin("", source), number)
-        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}} if columns else row
+        yield {**row, **{new: value_of(row, old, f"columns.{new}", place) for new, old in columns.items()}}
 
 
 def _existing_file(source: DataSource) -> Path:
@@ -79,29 +93,16 @@ def _existing_file(source: DataSource) -> Path:
 
 
 def _jsonl_rows(source: DataSource) -> Iterator[Row]:
-    path = _existing_file(source)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except UnicodeDecodeError as error:
-                raise DataError(f"'{path}' line {number} is not valid UTF-8: {error.reason}") from None
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"'{path}' line {number} is not valid JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise DataError(f"'{path}' line {number} is a JSON {_json_type(row)}, but every line must be an object")
-            yield row
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
-    return names[type(value)]
+    return json_rows(_existing_file(source))
 
 
 def _parquet_rows(source: DataSource) -> Iterator[Row]:
     return table_rows(_existing_file(source), "parquet")
+
+
+def _dataset_rows(source: DataSource) -> Iterator[Row]:
+    repo = HubRepo.meant_by("dataset", source.path or "")
+    return dataset_rows(source) if repo is None else hub_rows(source, repo)
 
 
 def _python_rows(source: DataSource) -> Iterator[Row]:

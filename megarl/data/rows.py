@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -11,6 +11,14 @@ from typing import Any, Protocol
 from megarl.errors import DataError, nearest
 
 Row = dict[str, Any]
+SAME_THING = (
+    ("response", "completion", "output"),
+    ("prompt", "question", "problem", "input", "instruction"),
+    ("answer", "solution", "reward_model"),
+    ("messages", "conversations"),
+    ("label", "score"),
+)
+"""Keys that trainers use for one thing: in an error, what a missing one may be called."""
 
 
 class DataSource(Protocol):
@@ -23,6 +31,8 @@ class DataSource(Protocol):
     @property
     def path(self) -> str | None: ...
     @property
+    def split(self) -> str | None: ...
+    @property
     def args(self) -> dict[str, Any]: ...
     @property
     def limit(self) -> int | None: ...
@@ -34,6 +44,10 @@ class DataSource(Protocol):
     def parts(self) -> Sequence[DataSource]: ...
     @property
     def weight(self) -> float: ...
+    @property
+    def weight_by_step(self) -> Mapping[int, float]: ...
+    @property
+    def keep(self) -> Mapping[str, tuple[float | None, float | None]]: ...
 
 
 @dataclass(frozen=True)
@@ -62,21 +76,45 @@ class RowPlace:
         return f"{self.origin} row {self.number} (counted from 0)" if line is None else f"{self.origin} line {line}"
 
 
-def value_of(row: Row, key: str, field: str, place: RowPlace) -> Any:
-    """The value of `row` under `key`, which the config's `field` names.
+def value_of(row: Row, key: str, field: str, place: RowPlace | str) -> Any:
+    """The value of `row` under `key`, which the config's `field` names; `a.b` is also key `b` of the mapping under `a`.
 
     Raises:
-        DataError: the row has no such key.
+        DataError: the row, named as `place`, has no such key.
     """
-    if key not in row:
-        raise DataError(f"{place} has no key '{key}' ({field}){nearest(key, row)}; it has {', '.join(row)}")
-    return row[key]
+    value, found = row, list[str]()
+    for name in [key] if key in row else key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            within = f"'{'.'.join(found)}' of {place}" if found else f"{place}"
+            if not isinstance(value, dict):
+                raise DataError(f"{within} is {value!r:.80}, but '{key}' ({field}) names a key in it")
+            hint = nearest(name, value) or _same_thing(name, value)
+            raise DataError(f"{within} has no key '{name}' ({field}){hint}; it has {', '.join(value)}")
+        value = value[name]
+        found.append(name)
+    return value
+
+
+def find_value(row: Mapping[str, Any], key: str) -> Any:
+    """What `value_of` finds, or None where there is nothing."""
+    value: Any = row
+    for name in [key] if key in row else key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _same_thing(key: str, row: Row) -> str:
+    """A hint at the key by which another trainer calls what `key` names here."""
+    others = next((names for names in SAME_THING if key in names), ())
+    other = next((name for name in others if name in row), None)
+    return f" (did you mean '{other}'?)" if other is not None else ""
 
 
 def describe_source(source: DataSource) -> str:
     """The source as error messages name it: its file, task or function."""
     if source.source in ("jsonl", "parquet", "dataset"):
-        return f"'{source.path}'"
+        parts = [part for part in (source.name, source.split) if part is not None] if source.source == "dataset" else []
+        return f"'{source.path}'" + (f" ({', '.join(parts)})" if parts else "")
     if source.source == "mixture":
         return f"a mixture of {len(source.parts)} sources"
     return f"{source.source} source '{source.name}'"

@@ -1,20 +1,25 @@
 """Which rows a step gets: every epoch visits each row once, in an order that follows from the seed and the epoch.
 
-The position alone says where a run stands, so a resumed run goes on as if it had not stopped. A row is one prompt,
+The state alone says where a run stands, so a resumed run goes on as if it had not stopped. A row is one prompt,
 one sample, or all samples made from it (the two sides of a pair): they are handed out together.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
+from megarl.config.sections import CurriculumConfig, weight_at
+from megarl.data.curriculum import Curriculum, PassRates, PlaceOf
+from megarl.data.rows import Origin, RowPlace
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, DataError
 
 Record = TypeVar("Record", Prompt, Sample)
+Weight = float | Mapping[int, float]
+"""Of a part of a mixture: the same at every step, or by step, linear between the steps given and constant outside them."""
 
 
 class DataSampler(Protocol[Record]):
@@ -23,6 +28,13 @@ class DataSampler(Protocol[Record]):
     def next(self, n: int) -> list[Record]:
         """The records of the next `n` rows, as copies whose `group_id` is unique to this visit of the row."""
 
+    def record(self, pass_rates: Mapping[str, float]) -> None:
+        """By `group_id`, the share of right responses; rows may be left out for it from their next epoch on."""
+
+    @property
+    def left_out(self) -> int:
+        """Rows that are left out of the present epoch for their pass rate."""
+
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, JSON-able."""
 
@@ -30,18 +42,47 @@ class DataSampler(Protocol[Record]):
         """Go to where `state_dict()` was taken; CheckpointError if that was over other data."""
 
 
-def build_sampler(parts: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> DataSampler[Record]:
-    """The sampler of a data set: of its only part, or of several `parts` by their `weights` (one each, above 0)."""
-    return RowSampler(parts[0], seed) if len(parts) == 1 else MixtureSampler(parts, weights, seed)
+def build_sampler(
+    parts: Sequence[Sequence[Record]],
+    weights: Sequence[Weight],
+    seed: int,
+    curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008 - nothing changes it
+    rows_per_step: int = 1,
+    place_of: PlaceOf | None = None,
+) -> DataSampler[Record]:
+    """The sampler of a data set: of its only part, or of several `parts` by their `weights` (one each, above 0).
+
+    Args:
+        parts: records by part of a mixture.
+        weights: one for each part.
+        seed: the run's.
+        curriculum: in which order rows come, and which are left out.
+        rows_per_step: rows that a step takes; steps of stages and weights are counted by the rows handed out.
+        place_of: names a row by its row id in errors.
+
+    Raises:
+        DataError: a row has no difficulty, or a stage of the curriculum has no rows.
+    """
+    if len(parts) == 1:
+        return RowSampler(parts[0], seed, "data.train", curriculum, rows_per_step, place_of)
+    return MixtureSampler(parts, weights, seed, curriculum, rows_per_step, place_of)
 
 
 class RowSampler(Generic[Record]):
     """Hands out rows epoch after epoch, without end."""
 
-    def __init__(self, records: Sequence[Record], seed: int | str, field: str = "data.train") -> None:
+    def __init__(
+        self,
+        records: Sequence[Record],
+        seed: int | str,
+        field: str = "data.train",
+        curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008 - nothing changes it
+        rows_per_step: int = 1,
+        place_of: PlaceOf | None = None,
+    ) -> None:
         """`records` must not be empty; those of one `row_id` are one row. `seed` decides the order of every epoch.
 
-        `field` is the config field that the records come from, for errors.
+        `field` is the config field that the records come from, for errors. The others are those of `build_sampler`.
         """
         if not records:
             raise ValueError("a sampler needs at least one record")
@@ -49,19 +90,48 @@ class RowSampler(Generic[Record]):
         for record in records:
             rows.setdefault(record.row_id, []).append(record)
         self._rows: list[list[Record]] = list(rows.values())
+        self._row_ids = set(rows)
+        places = place_of or (lambda row_id: RowPlace(Origin(field), int(row_id.rpartition("-")[2])))
+        self._curriculum = Curriculum(curriculum, [(name, one[0].row) for name, one in rows.items()], rows_per_step, places)
+        self._rates = PassRates(curriculum)
         self._seed = seed
         self._field = field
+        self._stage = self._taken_in_stage = 0
         self._position = 0
-        self._epoch = -1
-        self._order: list[int] = []
+        """In the sequence of the stage's epochs, rows that were left out included."""
+        self._epochs_before = 0
+        """Epochs of earlier stages."""
+        self._has_handed_out = True
+        """Whether the epoch gave a row already: so it is wherever a state is taken, but before an epoch's first row."""
+        self._shown: tuple[int, list[int]] = (-1, [])
+        """An epoch and its order."""
 
     def next(self, n: int) -> list[Record]:
         """The next `n` rows as copies whose `group_id` is `<row_id>@<epoch>`: unique, however often a row comes back."""
         return [record for _ in range(n) for record in self._take()]
 
+    def record(self, pass_rates: Mapping[str, float]) -> None:
+        """See `DataSampler`; group ids of other samplers are none of its business."""
+        for group_id, rate in pass_rates.items():
+            row_id, _, epoch = group_id.rpartition("@")
+            if row_id in self._row_ids:
+                self._rates.record(row_id, int(epoch), rate)
+
+    @property
+    def left_out(self) -> int:
+        """See `DataSampler`."""
+        return self._rates.count_left_out(self._epochs_before + self._place()[0])
+
     def state_dict(self) -> dict[str, Any]:
         """The position, JSON-able, and the number of rows that gives it its meaning."""
-        return {"position": self._position, "rows": len(self._rows)}
+        return {
+            "position": self._position,
+            "rows": len(self._rows),
+            "stage": self._stage,
+            "taken_in_stage": self._taken_in_stage,
+            "epochs_before": self._epochs_before,
+            "pass_rates": self._rates.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position.
@@ -80,14 +150,44 @@ class RowSampler(Generic[Record]):
                 "a resumed run must have the same data"
             )
         self._position = state["position"]
+        if "stage" not in state:  # an earlier version's, which had no curricula
+            self._taken_in_stage = self._position
+            return
+        if state["stage"] >= self._curriculum.stages:
+            raise CheckpointError(
+                f"data.curriculum has {self._curriculum.stages} stages, and the checkpoint is in number {state['stage'] + 1}; "
+                "a resumed run must have the same curriculum"
+            )
+        self._stage, self._taken_in_stage = state["stage"], state["taken_in_stage"]
+        self._epochs_before, self._has_handed_out = state["epochs_before"], True
+        self._rates.load_state_dict(state["pass_rates"])
+        self._shown = (-1, [])
+
+    def _place(self) -> tuple[int, int]:
+        """The epoch of the stage, and the place in its order, of the next row."""
+        return divmod(self._position, self._curriculum.size_of(self._stage))
 
     def _take(self) -> list[Record]:
-        epoch, place = divmod(self._position, len(self._rows))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._rows)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        self._position += 1
-        return [replace(record, group_id=f"{record.row_id}@{epoch}") for record in self._rows[self._order[place]]]
+        if self._taken_in_stage == self._curriculum.ends_after(self._stage):
+            self._epochs_before += -(-self._position // self._curriculum.size_of(self._stage))
+            self._stage += 1
+            self._taken_in_stage = self._position = 0
+        while True:
+            of_stage, place = self._place()
+            epoch = self._epochs_before + of_stage
+            if place == 0:
+                self._has_handed_out = False
+            if self._shown[0] != epoch:
+                self._shown = (epoch, self._curriculum.order(self._stage, epoch, self._seed))
+            records = self._rows[self._shown[1][place]]
+            self._position += 1
+            # an epoch of which every row is left out ends with its last row: there is always one to hand out
+            is_last_chance = place == len(self._shown[1]) - 1 and not self._has_handed_out
+            if is_last_chance or not self._rates.leaves_out(records[0].row_id, epoch):
+                break
+        self._has_handed_out = True
+        self._taken_in_stage += 1
+        return [replace(record, group_id=f"{record.row_id}@{epoch}") for record in records]
 
 
 class MixtureSampler(Generic[Record]):
@@ -97,20 +197,48 @@ class MixtureSampler(Generic[Record]):
     weights, and the draw counter with the parts' positions is all there is to save.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float], seed: int) -> None:
-        """`parts` and `weights` are of one length; weights are above 0 and need not sum to 1."""
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Record]],
+        weights: Sequence[Weight],
+        seed: int,
+        curriculum: CurriculumConfig = CurriculumConfig(),  # noqa: B008 - nothing changes it
+        rows_per_step: int = 1,
+        place_of: PlaceOf | None = None,
+    ) -> None:
+        """`parts` and `weights` are of one length; weights are above 0 and need not sum to 1.
+
+        A weight by step may be 0, but not those of all parts at the same step. The others are those of `build_sampler`.
+        """
         self._parts: list[RowSampler[Record]] = [
-            RowSampler(part, f"{seed}/{number}", f"data.train.parts[{number}]") for number, part in enumerate(parts)
+            RowSampler(part, f"{seed}/{number}", f"data.train.parts[{number}]", curriculum, rows_per_step, place_of)
+            for number, part in enumerate(parts)
         ]
-        self._weights = list(weights)
-        self._seed = seed
+        self._weights = [dict(weight) if isinstance(weight, Mapping) else {0: weight} for weight in weights]
+        self._seed, self._rows_per_step = seed, rows_per_step
         self._draws = 0
-        if len(self._weights) != len(self._parts) or min(self._weights) <= 0:
-            raise ValueError(f"a mixture of {len(self._parts)} parts needs as many weights above 0, got {self._weights}")
+        steps = {step for weight in self._weights for step in weight}
+        never = any(not isinstance(weight, Mapping) and weight <= 0 for weight in weights)
+        if (
+            len(weights) != len(parts)
+            or never
+            or any(not any(weight_at(weight, step) for weight in self._weights) for step in steps)
+        ):
+            raise ValueError(f"a mixture of {len(self._parts)} parts needs as many weights above 0, got {weights}")
 
     def next(self, n: int) -> list[Record]:
         """The records of the next `n` rows; `group_id` is `<row_id>@<epoch of its part>`."""
         return [record for _ in range(n) for record in self._draw()]
+
+    def record(self, pass_rates: Mapping[str, float]) -> None:
+        """See `DataSampler`."""
+        for part in self._parts:
+            part.record(pass_rates)
+
+    @property
+    def left_out(self) -> int:
+        """See `DataSampler`."""
+        return sum(part.left_out for part in self._parts)
 
     def state_dict(self) -> dict[str, Any]:
         """The number of draws so far, and where every part stands."""
@@ -132,9 +260,17 @@ class MixtureSampler(Generic[Record]):
         self._draws = state["draws"]
 
     def _draw(self) -> list[Record]:
-        chosen = random.Random(f"{self._seed}/draw {self._draws}").choices(self._parts, self._weights)[0]
+        step = self._draws // self._rows_per_step
+        weights = [weight_at(weight, step) for weight in self._weights]
+        chosen = random.Random(f"{self._seed}/draw {self._draws}").choices(self._parts, weights)[0]
         self._draws += 1
         return chosen.next(1)
+
+
+def count_held_out(train: Sequence[Sample], held_out: Sequence[Sample]) -> int:
+    """How many training rows have the prompt of a held-out row, token for token and picture for picture."""
+    known = {(tuple(one.prompt_ids), one.prompt_media) for one in held_out}
+    return len({one.row_id for one in train if (tuple(one.prompt_ids), one.prompt_media) in known})
 
 
 def drop_eval_overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> list[Prompt]:

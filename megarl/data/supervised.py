@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Literal, get_args
 
 from megarl.config.sections import PictureFields
@@ -16,7 +17,7 @@ from megarl.data.chat import ChatMessage, ChatTemplate, TrainedText
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
 from megarl.data.placeholders import Showable
-from megarl.data.rows import Origin, Row, RowPlace, value_of
+from megarl.data.rows import Origin, Row, RowPlace, find_value, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, PictureError, nearest
 
@@ -59,7 +60,10 @@ class _Tokens:
 
 
 class SupervisedBuilder:
-    """Makes samples of one kind from rows. `dropped` counts rows left out, as `overlong`, `equal_pairs` or `bad_pictures`."""
+    """Makes samples of one kind from rows.
+
+    `dropped` counts rows left out, as `overlong`, `equal_pairs`, `bad_pictures`, or `not_kept` by their source.
+    """
 
     def __init__(self, tokenizer: Any, kind: Kind, settings: SupervisedSettings, pictures: PictureReader | None = None) -> None:
         """Decide once whether the chat template is used. `pictures` reads those of rows; None: rows must have none.
@@ -73,16 +77,16 @@ class SupervisedBuilder:
         self.tokenizer, self.kind, self.settings = tokenizer, kind, settings
         self.template = ChatTemplate(tokenizer, settings.chat_template, settings.system_prompt)
         self.pictures = pictures or PictureReader(PictureFields())
-        self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0}
+        self.dropped = {"overlong": 0, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
 
-    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
+    def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Sample]:
         """The samples of all rows in their order: one per row with the row's id, or two, `<row id>/chosen` and `/rejected`.
 
         `row_id` is `<prefix>-<row number>`, and so is `group_id` until a sampler hands the row out. `labels` are set for
         `kto` (the same on every trained token) and `steps` (one per step, on the step's last token).
 
         Args:
-            rows: data rows.
+            rows: data rows; None in place of one that its source leaves out.
             prefix: what row ids begin with, such as `train` or `eval`.
             origin: where the rows are from; None: the section `data.<prefix>`.
 
@@ -97,6 +101,9 @@ class SupervisedBuilder:
         keys = [settings.prompt_key, settings.messages_key, settings.chosen_key, settings.rejected_key]
         for place, row in self.pictures.light_rows(rows, origin, [key for key in keys if key is not None]):
             read = place.number + 1
+            if row is None:
+                self.dropped["not_kept"] += 1
+                continue
             try:
                 if isinstance(row, PictureError):
                     raise row
@@ -160,15 +167,25 @@ class SupervisedBuilder:
 
     def _response(self, row: Row, place: RowPlace) -> _Tokens:
         settings = self.settings
-        if self.kind == "sft" and settings.messages_key is not None:
+        if settings.messages_key is not None:
             key = settings.messages_key
             value = value_of(row, key, "data.messages_key", place)
             if isinstance(value, str):
                 raise DataError(f"{place} has text under '{key}', but data.messages_key names a list of chat messages")
             messages = self.template.with_system(self.template.messages(value, key, place), place)
-            return self._tokenise(*self._spans(row, messages, place), place)
-        response = self._text(row, settings.response_key, "data.response_key", place)
-        return self._tokenise(*self._answered(row, response, place), place)
+            if self.kind == "kto" and messages[-1]["role"] != "assistant":
+                raise DataError(f"{place} ends with the {messages[-1]['role']} under '{key}', but its label is of an answer")
+            after = len(messages) - 1 if self.kind == "kto" else 0
+            return self._tokenise(*self._spans(row, messages, place, after), place)
+        key = settings.response_key
+        value = value_of(row, key, "data.response_key", place)
+        if not isinstance(value, list):
+            return self._tokenise(*self._answered(row, self._text(row, key, "data.response_key", place), place), place)
+        turns = self.template.messages(value, key, place)
+        if turns[0]["role"] != "assistant":
+            raise DataError(f"{place} begins with the {turns[0]['role']} under '{key}'; a response begins with the assistant")
+        asked = self._prompt_messages(row, place)
+        return self._tokenise(*self._spans(row, [*asked, *turns], place, len(asked)), place)
 
     def _spans(self, row: Row, messages: list[ChatMessage], place: RowPlace, after: int = 0) -> _Spans:
         messages, pictures = self.pictures.arrange(row, messages, place)
@@ -203,6 +220,8 @@ class SupervisedBuilder:
         values = {key: value_of(row, key, name, place) for key, name in keys.items()}
         if all(isinstance(value, str) for value in values.values()):
             texts = [self._text(row, key, name, place) for key, name in keys.items()]
+            if self.settings.prompt_key not in row:
+                return self._pair_of_texts(texts, place)
             return [self._tokenise(*self._answered(row, text, place), place) for text in texts]
         for key, value in values.items():
             if isinstance(value, str):
@@ -225,6 +244,25 @@ class SupervisedBuilder:
                 )
         return [self._tokenise(*self._spans(row, side, place, shared), place) for side in sides.values()]
 
+    def _pair_of_texts(self, texts: Sequence[str], place: RowPlace) -> list[_Tokens]:
+        """Two texts that both begin with the prompt.
+
+        As in TRL (`extract_prompt`): the prompt is what they have in common, without a space at its end; where one side is
+        the beginning of the other, its last character is its answer.
+        """
+        if self.template.is_used:
+            raise DataError(
+                f"{place} has no key '{self.settings.prompt_key}' (data.prompt_key), and its two sides are text; set "
+                "data.chat_template to 'never' to read them as plain text that begins with the prompt"
+            )
+        start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+        if start == min(map(len, texts)) or texts[0][:start].endswith(" "):
+            start -= 1
+        for text in texts:
+            self.pictures.check_texts([{"role": "assistant", "content": text}], place)
+        prompt = self.template.plain_prompt(texts[0][:start])
+        return [self._tokenise([(prompt, False), (text[start:], True)], [], place) for text in texts]
+
     def _check_margin(self, row: Row, place: RowPlace) -> None:
         key = self.settings.margin_key
         if key is None:
@@ -234,17 +272,25 @@ class SupervisedBuilder:
             raise DataError(f"{place} has {margin!r:.80} under '{key}'; the margin of a pair must be a number of at least 0")
 
     def _side(self, row: Row, value: Any, key: str, place: RowPlace) -> list[ChatMessage]:
-        """One side as a whole conversation: a list that begins with an assistant turn answers the row's prompt."""
+        """One side as a whole conversation.
+
+        A list that begins with an assistant turn answers the row's prompt. So does one that the row's prompt, if it is a
+        list, is not the beginning of; a prompt that is text is then the same as what the list begins with (as in TRL).
+        """
         messages = self.template.messages(value, key, place)
         if messages[0]["role"] == "assistant":
             return [*self._prompt_messages(row, place), *messages]
+        if isinstance(find_value(row, self.settings.prompt_key), list):
+            prompt = self.template.messages(find_value(row, self.settings.prompt_key), self.settings.prompt_key, place)
+            if messages[: len(prompt)] != prompt:
+                return self.template.with_system([*prompt, *messages], place)
         return self.template.with_system(messages, place)
 
     def _desirable(self, row: Row, place: RowPlace) -> float:
         key = self.settings.label_key
         label = value_of(row, key, "data.label_key", place)
-        if not isinstance(label, bool):
-            raise DataError(f"{place} has {label!r} under '{key}'; the label of a response must be true or false")
+        if label not in (0, 1):  # True and False are these
+            raise DataError(f"{place} has {label!r} under '{key}'; the label of a response must be true or false, or 1 or 0")
         return float(label)
 
     def _steps(self, row: Row, place: RowPlace) -> tuple[_Tokens, list[float]]:

@@ -43,7 +43,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 class PromptBuilder:
-    """Makes prompts from rows as `data` says. `dropped` counts the rows left out as `overlong` or for their `bad_pictures`."""
+    """Makes prompts from rows as `data` says. `dropped` counts rows left out: `overlong`, `bad_pictures`, or `not_kept`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PromptBuilder:
         self.tokenizer, self.data = tokenizer, data
         self.template = ChatTemplate(tokenizer, data.chat_template, data.system_prompt, tools)
         self.pictures = pictures or PictureReader(data)
-        self.dropped = {"overlong": 0, "bad_pictures": 0}
+        self.dropped = {"overlong": 0, "bad_pictures": 0, "not_kept": 0}
 
     def of_rows_like(self, data: DataConfig) -> PromptBuilder:
         """One for rows with other keys, which counts what it drops with this one."""
@@ -74,11 +74,11 @@ class PromptBuilder:
         other.data = data
         return other
 
-    def build(self, rows: Iterable[Row], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
+    def build(self, rows: Iterable[Row | None], *, prefix: str, origin: Origin | None = None) -> list[Prompt]:
         """One prompt per row, `row_id` `<prefix>-<row number>`, in the rows' order; `group_id` is left to the sampler.
 
         Args:
-            rows: data rows.
+            rows: data rows; None in place of one that its source leaves out.
             prefix: what row ids begin with, such as `train` or `eval`.
             origin: where the rows are from; None: the section of `data` called `prefix`.
 
@@ -92,6 +92,9 @@ class PromptBuilder:
         before = dict(self.dropped)
         for place, row in self.pictures.light_rows(rows, origin, [self.data.prompt_key]):
             read = place.number + 1
+            if row is None:
+                self.dropped["not_kept"] += 1
+                continue
             try:
                 prompt = self._of_row(row, f"{prefix}-{place.number}", place)
             except PictureError:

@@ -12,6 +12,7 @@ from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.models.check_layouts import check_models
+from megarl.models.from_hub import models_here
 from megarl.observe import read_metrics
 from megarl.reshard.placement import PlacementRequest, place, planned_bundles
 
@@ -63,7 +64,7 @@ def plan_job(
     """
     config = load_any(path, overrides)
     launcher: Literal["ray", "torchrun"] = "ray" if config.needs_ray else "torchrun"
-    check_models(config)
+    check_models(models_here(config, weights=False))
     if config.resources.ray_address is not None:
         raise ConfigError(
             f"resources.ray_address is '{config.resources.ray_address}', but the job starts a Ray of its own; set it to null"

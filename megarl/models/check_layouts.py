@@ -14,6 +14,8 @@ from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.registry import use_architecture
 from megarl.models.shape import ModelShape
 
+A_MODEL = "a Hugging Face model folder, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
+
 
 def check_models(config: AnyConfig) -> None:
     """Check that every model folder exists, that the layouts divide its model and that FP8 can hold what a rank has.
@@ -46,7 +48,7 @@ def read_shape(field: str, folder: str) -> ModelShape:
     path = Path(folder)
     if not path.is_dir():
         siblings = [str(p) for p in path.parent.iterdir() if p.is_dir()] if path.parent.is_dir() else []
-        raise ModelError.of(field, folder, "is no folder", allowed="a Hugging Face model folder", choices=siblings)
+        raise ModelError.of(field, folder, "is no folder", allowed=A_MODEL, choices=siblings)
     if not (path / "config.json").exists():
         raise ModelError.of(field, folder, "has no config.json", allowed="a Hugging Face model folder")
     try:

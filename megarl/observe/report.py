@@ -19,6 +19,7 @@ from urllib.parse import quote
 import yaml
 
 from megarl.data.final_answer import read_boxes
+from megarl.data.rows import find_value
 from megarl.observe.pictures import PagePictures, frames_shown, shown_media, told_media
 from megarl.observe.run_record import RunRecord, differences, last_mean, repetitions, reward_of
 
@@ -138,7 +139,7 @@ def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictu
     parts = [{"kind": one.kind, "shown": frames_shown(one), "frames": len(one.digests)} for one in shown]
     for number, media in told_media(sample):
         parts[number] |= {"place": media.place, "tokens": media.tokens}
-    gold = read_boxes(sample.get("row", {}).get(run.answer_key))
+    gold = read_boxes(find_value(sample.get("row", {}), run.answer_key))
     return {"media": parts, "boxes": read_boxes(sample.get("response_text", "")), "gold_boxes": gold}
 
 
@@ -155,7 +156,7 @@ def _sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictur
         "reward": reward_of(sample),
         "rewards": sample.get("rewards", {}),
         "finish": sample.get("finish_reason", ""),
-        "answer": sample.get("row", {}).get(run.answer_key),
+        "answer": find_value(sample.get("row", {}), run.answer_key),
         "pieces": training.get("pieces"),
         "sampled": sample.get("sampled_mask", []),
         "engine": _rounded(sample.get("rollout_log_probs", [])),

@@ -135,9 +135,12 @@ def _of_rows(config: AnyConfig, rules: PictureRules) -> PromptPictures | None:
         return None
     keys = [key for name in ("prompt_key", "messages_key") if (key := getattr(data, name, None)) is not None]
     try:
-        found = tuple(grids_of_row(row, data, keys, rules) for row in islice(rows_of(source), ROWS))
+        kept = (row for row in rows_of(source) if row is not None)
+        found = tuple(grids_of_row(row, data, keys, rules) for row in islice(kept, ROWS))
     except MegarlError:
         return None  # the run says what is wrong with them
+    if not found:
+        return None
     shown = [grid for grids in found for grid in grids]
     many = f"{len(shown) / len(found):,.3g} for each prompt"
     pixels = sum(map(prod, shown)) * rules.patch**2 / max(1, len(shown))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from megarl.data.rows import value_of
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import RewardError, nearest
+from megarl.errors import DataError, RewardError
 
 Verdict = float | None
 """A reward, or None where a verifier could not judge (its gold answer cannot be parsed, or it failed or took too long)."""
@@ -39,9 +40,7 @@ def gold_answer(of: Sample | Prompt, answer_key: str, reward: str) -> Any:
     Raises:
         RewardError: the row has no such key.
     """
-    if answer_key not in of.row:
-        raise RewardError(
-            f"reward '{reward}': row {of.row_id} has no key '{answer_key}' (data.answer_key)"
-            f"{nearest(answer_key, of.row)}; it has {', '.join(of.row)}"
-        )
-    return of.row[answer_key]
+    try:
+        return value_of(of.row, answer_key, "data.answer_key", f"row {of.row_id}")
+    except DataError as error:
+        raise RewardError(f"reward '{reward}': {error}") from None

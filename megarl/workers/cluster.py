@@ -25,9 +25,11 @@ from megarl.config.layout import Layout
 from megarl.errors import ClusterError
 from megarl.platform import Platform
 from megarl.reshard.placement import Placement, PlacementRequest, place
+from megarl.system.hub import CachedModel
 from megarl.workers import engine_actor
 from megarl.workers.bundles import find_bundles
 from megarl.workers.group import WorkerGroup
+from megarl.workers.node_models import download_on_nodes
 from megarl.workers.own_gpu import SEES_ALL_GPUS
 from megarl.workers.rank_actor import RankActor
 
@@ -66,16 +68,17 @@ class Cluster:
         log_folder: str,
         start_deadline_s: float,
         architecture: str | None = None,
+        models: Sequence[CachedModel] = (),
     ) -> None:
         """`over_nodes`: whether an engine may be on several nodes. `architecture`: the import path of the user's own, which
-        every process of the run must know."""
+        every process of the run must know. `models`: those of the hub, which every node of a cluster must have."""
         self.requests = list(requests)
         layouts = {request.name: request.layout for request in requests}
         self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes)
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s
-        self.architecture = architecture
+        self.architecture, self.models = architecture, models
         self.groups: dict[str, WorkerGroup] = {}
         self.engines: list[Any] = []
         self.engine_nodes: list[Any] = []
@@ -86,6 +89,8 @@ class Cluster:
         try:
             self._join_ray()
             self._place()
+            if self.models and self.address:  # a Ray of its own is this machine, which has them
+                download_on_nodes(self._reserved, self.placement.bundles, self.models)
         except BaseException:
             self.shutdown()
             raise

@@ -43,6 +43,7 @@ def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> No
             "evaluations=[{name: sums, rows: {name: basic_arithmetic}, source_key: task}]",
             "algorithm.distillation.coef=0.5",
             "teacher.named=[{name: math, path: elsewhere, layout: {tp: 2}}]",
+            "data.curriculum={key: difficulty, stages: [{}]}",
         ],
     )
     config = parse_config(tree)

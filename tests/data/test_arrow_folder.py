@@ -59,11 +59,21 @@ def test_a_folder_of_files_gives_their_rows_in_the_order_of_their_names(tmp_path
     assert load_rows(_source(tmp_path)) == ROWS
 
 
+def test_a_split_is_a_folder_inside(tmp_path: Path) -> None:
+    _saved_to_disk(tmp_path / "both" / "train")
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    assert load_rows(_source(tmp_path / "both", split="train")) == ROWS
+    with pytest.raises(DataError, match=r"both' has no split 'trian' \(did you mean 'train'\?\); it has train, test"):
+        load_rows(_source(tmp_path / "both", split="trian"))
+    with pytest.raises(DataError, match=r"train' is one split, but split is 'train'; remove split"):
+        load_rows(_source(tmp_path / "both" / "train", split="train"))
+
+
 def test_what_is_wrong_with_a_folder_is_one_sentence(tmp_path: Path) -> None:
     _saved_to_disk(tmp_path / "both" / "train")
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(
-        DataError, match=r"both' holds several splits; the path must be that of one of them: '.*both/train', '.*both/test'"
+        DataError, match=r"both' holds several splits; set split, or let the path be .* of them: '.*both/train', '.*both/test'"
     ):
         load_rows(_source(tmp_path / "both"))
     with pytest.raises(DataError, match=r"trian' is no folder \(did you mean '.*train'\?\); a dataset source needs one"):

@@ -138,7 +138,7 @@ PART = {"source": "jsonl", "path": "rows.jsonl"}
         ({"source": "mixture", "parts": [{"source": "mixture", "parts": [PART]}]}, r"parts\[0\]\.source is 'mixture'"),
         (
             {"source": "mixture", "parts": [PART, {"source": "dataset"}]},
-            r"parts\[1\]\.source = 'dataset' needs the folder of rows: set data\.train\.parts\[1\]\.path",
+            r"parts\[1\]\.source = 'dataset' needs the folder of rows, or ORG/NAME .*: set data\.train\.parts\[1\]\.path",
         ),
         ({"source": "mixture", "parts": [{**PART, "weight": 0}]}, r"data\.train\.parts\[0\]\.weight is 0; .* above 0"),
         ({"source": "mixture", "parts": [{**PART, "wieght": 1}]}, r"parts\[0\]\.wieght is not a config field .*weight"),

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.data.sample import Prompt
-from megarl.data.sampler import RowSampler, drop_eval_overlap
+from megarl.data.media import Media
+from megarl.data.sample import Prompt, Sample
+from megarl.data.sampler import RowSampler, count_held_out, drop_eval_overlap
 from megarl.errors import CheckpointError, DataError
 
 
@@ -69,6 +70,16 @@ def test_state_of_another_data_set_is_refused() -> None:
     state = RowSampler(_prompts(4), 0).state_dict()
     with pytest.raises(CheckpointError, match=r"data\.train has 5 rows, and 4 in the checkpoint"):
         RowSampler(_prompts(5), 0).load_state_dict(state)
+
+
+def test_rows_with_the_prompt_of_a_held_out_row_are_counted_once() -> None:
+    def side(row: str, prompt: int, picture: str = "") -> Sample:
+        media = [Media("image", (picture,), (1, 2, 2), 0, 1)] if picture else []
+        return Sample(f"{row}/chosen", row, row, [prompt], [9], [1], [], [], "stop", media=media)
+
+    train = [side("train-0", 1), side("train-0", 1), side("train-1", 2), side("train-2", 1, "cat"), side("train-3", 1, "dog")]
+    assert count_held_out(train, [side("eval-0", 1)]) == 1
+    assert count_held_out(train, [side("eval-0", 1, "dog"), side("eval-1", 2), side("eval-2", 7)]) == 2
 
 
 def test_held_out_prompts_are_never_trained_on() -> None:

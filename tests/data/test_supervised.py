@@ -132,7 +132,7 @@ def test_equal_sides_are_an_error_or_dropped_and_counted(side: Any) -> None:
     builder = SupervisedBuilder(CHAT, "pairs", SupervisedSettings(equal_pairs="drop"))
     kept = builder.build([row, {"prompt": "q", "chosen": "a", "rejected": "b"}], prefix="train")
     assert [sample.sample_id for sample in kept] == ["train-1/chosen", "train-1/rejected"]
-    assert builder.dropped == {"overlong": 0, "equal_pairs": 1, "bad_pictures": 0}
+    assert builder.dropped == {"overlong": 0, "equal_pairs": 1, "bad_pictures": 0, "not_kept": 0}
     with pytest.raises(DataError, match=r"data\.train gives no samples: of 1 rows 1 dropped as equal_pairs"):
         SupervisedBuilder(CHAT, "pairs", SupervisedSettings(equal_pairs="drop")).build([row], prefix="train")
 
@@ -169,7 +169,7 @@ def test_overlong_rows_are_an_error_or_dropped_and_counted_and_a_pair_goes_as_a_
     builder = SupervisedBuilder(tokenizer, "pairs", SupervisedSettings(max_tokens=6, overlong="drop"))
     kept = [sample.sample_id for sample in builder.build(rows, prefix="train")]
     assert kept == ["train-0/chosen", "train-0/rejected", "train-2/chosen", "train-2/rejected"]
-    assert builder.dropped == {"overlong": 1, "equal_pairs": 0, "bad_pictures": 0}
+    assert builder.dropped == {"overlong": 1, "equal_pairs": 0, "bad_pictures": 0, "not_kept": 0}
     with pytest.raises(DataError, match=r"row 1 .* has 12 tokens, but data\.max_tokens is 6"):
         SupervisedBuilder(tokenizer, "pairs", SupervisedSettings(max_tokens=6)).build(rows, prefix="train")
     assert len(SupervisedBuilder(tokenizer, "pairs", SupervisedSettings(max_tokens=12)).build(rows, prefix="train")) == 6
@@ -198,7 +198,7 @@ PARTS_AT_USER = [[_turn("user", u), _turn("assistant", "b")] for u in ("q", "r")
         ),
         ("pairs", dict(zip(("chosen", "rejected"), PARTS_AT_USER, strict=True)), {}, "must share their beginning"),
         ("pairs", {"chosen": CONVERSATION, "rejected": CONVERSATION[:3]}, {}, "'rejected' has the end"),
-        ("kto", {"prompt": "q", "response": "r", "label": 1}, {}, "has 1 under 'label'; .* true or false"),
+        ("kto", {"prompt": "q", "response": "r", "label": 2}, {}, "has 2 under 'label'; .* true or false, or 1 or 0"),
         ("steps", {"prompt": "q", "steps": ["a", " "], "label": [1, 0]}, {}, "list of texts, none of them empty"),
         ("steps", {"prompt": "q", "steps": ["a", "b"], "label": [1]}, {}, "1 labels under 'label' for 2 steps"),
         ("steps", {"prompt": "q", "steps": ["a"], "label": [2]}, {}, "numbers from 0 to 1"),

@@ -71,7 +71,7 @@ def test_overlong_prompts_are_dropped_and_counted_or_an_error() -> None:
     rows = [{"question": "x" * length} for length in (3, 10, 4)]
     builder = PromptBuilder(_tokenizer(None), _data(max_prompt_tokens=5, overlong_prompts="drop"))
     assert [p.row_id for p in builder.build(rows, prefix="train")] == ["train-0", "train-2"]
-    assert builder.dropped == {"overlong": 1, "bad_pictures": 0}
+    assert builder.dropped == {"overlong": 1, "bad_pictures": 0, "not_kept": 0}
     with pytest.raises(DataError, match=r"data\.train \('rows\.jsonl'\) row 1 .* 11 tokens, but data\.max_prompt_tokens is 5"):
         PromptBuilder(_tokenizer(None), _data(max_prompt_tokens=5)).build(rows, prefix="train")
     with pytest.raises(DataError, match="gives no prompts: all 1 prompts are longer"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 
 
@@ -28,6 +29,14 @@ def is_right(sample: Sample) -> bool | None:
     """Whether every function gave the response 1 or more; None if none was asked."""
     verdicts = [value >= 1 - 1e-9 for name, value in sample.rewards.items() if name != "reward_model"]
     return all(verdicts) if verdicts else None
+
+
+def pass_rates(samples: Sequence[Sample]) -> dict[str, float]:
+    """By group id, the share of its responses that are right (`is_right`); each of `samples` was judged."""
+    right: dict[str, list[bool]] = {}
+    for sample in samples:
+        right.setdefault(sample.group_id, []).append(bool(is_right(sample)))
+    return {group: sum(judged) / len(judged) for group, judged in right.items()}
 
 
 def accuracy_figures(groups: Sequence[Sequence[bool]], answers: Sequence[Sequence[str | None]]) -> dict[str, float]:
@@ -113,5 +122,5 @@ def _by_source(groups: Sequence[Sequence[Sample]], key: str | None) -> Mapping[s
     found: dict[str, list[int]] = {}
     if key is not None:
         for place, group in enumerate(groups):
-            found.setdefault(str(group[0].row.get(key)), []).append(place)
+            found.setdefault(str(find_value(group[0].row, key)), []).append(place)
     return found

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config import Config
+from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError
 from megarl.system.atomic_files import write_text_atomically
 from megarl.trainers.rl.eval_figures import is_right
 from megarl.trainers.rl.evaluate import answer
 
-Form = Literal["samples", "sft", "pairs"]
+Form = Literal["samples", "sft", "pairs", "pass_rates"]
 
 
 def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> int:
@@ -22,21 +23,23 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
 
     `samples`: every response with its rewards. `sft`: each different response that is right, as `prompt` and `response`
     (docs/methods.md#recipes-of-several-runs). `pairs`: a right one as `chosen` beside a wrong one as `rejected`, each used
-    once.
+    once. `pass_rates`: each row as it is, with the share of its responses that are right as `pass_rate`.
 
     Returns the number of rows written.
 
     Raises:
-        ConfigError: `out` exists, rows to train on are asked of episodes of several turns, or no row came about, such as no
-            response that was right.
+        ConfigError: `out` exists, rows to train on are asked of episodes of several turns, pass rates without functions that
+            judge, or no row came about, such as no response that was right.
         MegarlError: anything else the user can mend, as one sentence.
     """
     kind = config.rollout.episode.kind
-    if form != "samples" and kind != "single":
+    if form in ("sft", "pairs") and kind != "single":
         raise ConfigError(
             f"--as is '{form}', but rollout.episode.kind is '{kind}', whose responses hold what tools and environments said; "
-            "it must be 'samples'"
+            "it must be 'samples' or 'pass_rates'"
         )
+    if form == "pass_rates" and not config.rewards:
+        raise ConfigError("--as is 'pass_rates', but rewards is empty, so that no function says which responses are right")
     path = Path(out)
     if path.exists():
         raise ConfigError(f"--out is '{out}', which exists already; name a new file")
@@ -45,7 +48,7 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
     if form == "pairs" and config.rollout.samples_per_prompt < 2:
         raise ConfigError("--as is 'pairs', but rollout.samples_per_prompt is 1; a pair is two responses to one prompt")
     samples, scores = answer(config, checkpoint)
-    makers = {"samples": _all, "sft": _right, "pairs": _pairs}
+    makers = {"samples": _all, "sft": _right, "pairs": _pairs, "pass_rates": _pass_rates}
     rows = list(makers[form](samples, scores, config.data.prompt_key))
     if not rows:
         raise ConfigError(f"none of {len(samples)} responses makes a row of --as {form}; sample more of them")
@@ -57,7 +60,7 @@ def generate(config: Config, out: str, form: Form, checkpoint: str | None) -> in
 def _all(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
     for sample, score in zip(samples, scores, strict=True):
         yield {
-            "prompt": sample.row[prompt_key],
+            "prompt": find_value(sample.row, prompt_key),
             "response": sample.response_text,
             "turns": sample.turns,
             "reward": score,
@@ -73,7 +76,7 @@ def _right(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
         key = (sample.group_id, sample.response_text)
         if is_right(sample) and not sample.truncated and key not in seen:
             seen.add(key)
-            yield {"prompt": sample.row[prompt_key], "response": sample.response_text}
+            yield {"prompt": find_value(sample.row, prompt_key), "response": sample.response_text}
 
 
 def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
@@ -84,5 +87,13 @@ def _pairs(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) 
             sides[bool(is_right(sample))].setdefault(sample.response_text, sample)
     for sides in groups.values():
         for right, wrong in zip(sides[True].values(), sides[False].values(), strict=False):
-            prompt = right.row[prompt_key]
+            prompt = find_value(right.row, prompt_key)
             yield {"prompt": prompt, "chosen": right.response_text, "rejected": wrong.response_text}
+
+
+def _pass_rates(samples: Sequence[Sample], scores: Sequence[float], prompt_key: str) -> Iterator[dict[str, Any]]:
+    of_rows: dict[str, list[Sample]] = {}
+    for sample in samples:
+        of_rows.setdefault(sample.row_id, []).append(sample)
+    for group in of_rows.values():
+        yield {**group[0].row, "pass_rate": sum(bool(is_right(sample)) for sample in group) / len(group)}

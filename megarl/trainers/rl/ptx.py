@@ -34,7 +34,8 @@ class PtxExamples:
         pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
         builder = SupervisedBuilder(tokenizer, "sft", settings, pictures)
         parts = build_parts(builder, source, prefix="ptx", section="ptx.data")
-        self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed)
+        rows_per_step = config.ptx.samples_per_step * config.algorithm.epochs
+        self._sampler = build_sampler(parts, mixture_weights(source), config.run.seed, rows_per_step=rows_per_step)
         self._per_update = config.ptx.samples_per_step // config.algorithm.mini_batches
 
     def next(self) -> tuple[Batch, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -11,14 +12,14 @@ from megarl.algorithms import DistillationTerm, LossSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
-from megarl.data.mixture import mixture_weights
+from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
 from megarl.observe.progress import SHOWN
 from megarl.reshard.run_plan import check_transport
 from megarl.system.user_code import absolute_name
-from megarl.trainers.rl.eval_figures import evaluation
+from megarl.trainers.rl.eval_figures import evaluation, pass_rates
 from megarl.trainers.rl.experience import (
     Experience,
     group_rewards,
@@ -34,6 +35,7 @@ from megarl.trainers.rl.parity_checks import ParityChecks
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.samples_file import SamplesFile
+from megarl.trainers.rl.source_figures import DataSources
 from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
 from megarl.trainers.rl.teachers import COLUMNS, Teachers
 from megarl.trainers.run.base import Run
@@ -60,7 +62,15 @@ class RlRun(Run):
         with self.telling_of_disk_trouble():
             self.inputs = read_inputs(config)
         self._stack.callback(self.inputs.close)
-        self.sampler = build_sampler(self.inputs.train, mixture_weights(config.data.train), config.run.seed)
+        self.sources = DataSources.of(self.inputs.train, config.data.source_key)
+        self.sampler = build_sampler(
+            self.inputs.train,
+            mixture_weights(config.data.train),
+            config.run.seed,
+            config.data.curriculum,
+            config.rollout.prompts_per_step,
+            partial(place_of_row, source=config.data.train),
+        )
         self.ptx = PtxExamples(config, self.inputs.tokenizer) if config.ptx.coef else None
         self.model_rewards = ModelRewards(config.reward_model, self.inputs.tokenizer)
         self.experience = Experience(config)
@@ -160,7 +170,11 @@ class RlRun(Run):
     def score(self, samples: list[Sample]) -> list[float]:
         """One reward per sample: the weighted sum of all sources, the reward model among them."""
         with self.phases("reward"):
-            return self._score(samples)
+            rewards = self._score(samples)
+        if self.config.data.curriculum.bounds_pass_rates:
+            self.sampler.record(pass_rates(samples))
+            self.metrics["curriculum/left_out"] = self.sampler.left_out
+        return rewards
 
     def replace_uniform_groups(self, samples: list[Sample], rewards: list[float]) -> tuple[list[Sample], list[float]]:
         """DAPO's dynamic sampling: groups whose rewards all agree teach nothing, so further prompts take their place.
@@ -223,6 +237,7 @@ class RlRun(Run):
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
             "reward/uniform_groups": statistics.uniform_groups,
+            **self.sources.figures(batch.samples, rewards),
         }
 
     def mini_batches(self, batch: Batch) -> Iterator[list[int]]:

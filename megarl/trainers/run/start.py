@@ -14,6 +14,7 @@ from megarl.models.flops import FlopsModel
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
 from megarl.reshard.placement import Placement
+from megarl.system.hub import CachedModel
 from megarl.system.torchrun import is_torchrun
 from megarl.system.user_code import absolute_name
 from megarl.trainers.run.roles import POLICY, Roles, group_requests, role_specs
@@ -47,6 +48,9 @@ def own_architecture(config: AnyConfig) -> str | None:
 def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder: str | Path) -> Cluster:
     """The cluster that `config` describes, for these groups of ranks."""
     rollout = config.sampling
+    folders = {*config.model_folders.values()}
+    if rollout is not None and rollout.servers.model_path is not None:
+        folders.add(rollout.servers.model_path)
     return Cluster(
         requests,
         engines=rollout.engines if rollout is not None else 0,
@@ -57,6 +61,7 @@ def open_cluster(config: AnyConfig, requests: Sequence[GroupRequest], log_folder
         log_folder=str(log_folder),
         start_deadline_s=config.resources.deadlines.start_s,
         architecture=own_architecture(config),
+        models=[model for folder in folders if (model := CachedModel.at(folder)) is not None],
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +13,11 @@ from megarl.algorithms import PreferenceSettings, kto_kl_reference, mismatched_r
 from megarl.config import SupervisedConfig
 from megarl.config.supervised import PAIR_LOSSES, TOKEN_LOSSES
 from megarl.data.batch import Batch
-from megarl.data.mixture import build_parts, mixture_weights
+from megarl.data.mixture import build_parts, mixture_weights, place_of_row
 from megarl.data.picture_reader import open_pictures
+from megarl.data.rows import find_value
 from megarl.data.sample import Sample
-from megarl.data.sampler import build_sampler
+from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
 from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import load_tokenizer
@@ -53,13 +55,27 @@ class SupervisedRun(Run):
             train = build_parts(builder, config.data.train, prefix="train")
             held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
         self.held_out = [sample for part in held_out for sample in part]
-        self.sampler = build_sampler(train, mixture_weights(config.data.train), config.run.seed)
+        self.rows = len({sample.row_id for part in train for sample in part})
+        self.overlap = count_held_out([sample for part in train for sample in part], self.held_out)
+        self.sampler = build_sampler(
+            train,
+            mixture_weights(config.data.train),
+            config.run.seed,
+            config.data.curriculum,
+            config.data.rows_per_step,
+            partial(place_of_row, source=config.data.train),
+        )
         self.dropped = builder.dropped
 
     # the frame ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """The ranks and their models."""
+        if self.overlap:
+            self.progress.say(
+                f"warning: {self.overlap} of {self.rows} training rows have the prompt of a row of data.eval, so that "
+                "evaluations measure what was trained on"
+            )
         for why, count in self.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
@@ -98,7 +114,7 @@ class SupervisedRun(Run):
             batch.columns["pair"] = batch.groups[:, None].float().expand(batch.mask.shape)
             batch.columns["is_chosen"] = torch.tensor(is_chosen)[:, None].float().expand(batch.mask.shape)
         if self.config.data.margin_key is not None:
-            margins = torch.tensor([float(sample.row[self.config.data.margin_key]) for sample in samples])
+            margins = torch.tensor([float(find_value(sample.row, self.config.data.margin_key)) for sample in samples])
             batch.columns["margin"] = margins[:, None].expand(batch.mask.shape)
         if name in TOKEN_LOSSES:
             batch.columns["weights"] = token_weights(batch.mask, self.objective.aggregation)

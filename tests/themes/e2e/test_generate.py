@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Config
+from megarl.config.sections import SourceConfig
+from megarl.data.prompts import load_rows
 from megarl.errors import ConfigError
 from megarl.trainers.rl.evaluate import evaluate
 from megarl.trainers.rl.generate import generate
@@ -58,6 +60,17 @@ def test_every_form_holds_what_it_says(config: Config, tmp_path: Path) -> None:
     assert {(row["prompt"], row["response"]) for row in right} == {
         (row["prompt"], row["response"]) for row in whole if is_right(row["response"])
     }
+    rated = {row["question"]: row for row in rows_of(config, tmp_path, "pass_rates")}
+    assert rated.keys() == prompts
+    for prompt, row in rated.items():
+        judged = [is_right(one["response"]) for one in everything if one["prompt"] == prompt]
+        assert row["pass_rate"] == sum(judged) / 6
+        given = next(one["row"] for one in everything if one["prompt"] == prompt)
+        assert {key: value for key, value in row.items() if key != "pass_rate"} == given
+    rates = sorted({row["pass_rate"] for row in rated.values()})
+    assert len(rates) > 1
+    kept = SourceConfig(source="jsonl", path=str(tmp_path / "out" / "pass_rates.jsonl"), keep={"pass_rate": (rates[1], None)})
+    assert [row["question"] for row in load_rows(kept)] == [key for key, row in rated.items() if row["pass_rate"] >= rates[1]]
     assert len({(row["prompt"], row["response"]) for row in right}) == len(right)
     assert {row["prompt"] for row in right} <= prompts
 

@@ -40,6 +40,8 @@ SETTINGS: dict[str, Any] = {  # everything that remembers something from step to
     "run.resume": "auto",
     "run.eval_every": HALF,
     "data.train.limit": 10,  # fewer prompts than the steps need: the order of a second epoch is part of it
+    "data.curriculum": {"min_pass_rate": 0.1},  # which rows the second epoch has, too
+    "data.source_key": "data_source",
 }
 
 
@@ -67,7 +69,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(tiny_config: Callable[..., Confi
     summary, whole = train(config), Path(config.run_folder)
     expected, last = curve(whole), whole / "checkpoints" / f"step_{STEPS:06d}"
     assert [row["step"] for row in expected] == list(range(STEPS + 1))
+    assert all("source/chain_sum/tokens_mean" in row for row in expected[1:])
+    assert expected[HALF + 1]["curriculum/left_out"] > 0
     half = last.with_name(f"step_{HALF:06d}")
+    assert state(half)["sampler"]["pass_rates"]["left_out_through"]
     assert (made_by(half)["step"], made_by(half)["weight_version"]) == (HALF, state(half)["weight_version"])
     assert made_by(half)["evaluation"]["accuracy"] == state(half)["evaluations"][f"step {HALF}"]["accuracy"]
 

@@ -1,0 +1,153 @@
+"""Rows of a data set of the Hugging Face hub: which of its files a configuration and a split are, and the rows in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from megarl.data.arrow_folder import table_rows
+from megarl.data.json_lines import json_rows
+from megarl.data.rows import DataSource, Row
+from megarl.errors import DataError, nearest
+from megarl.system.hub import HubRepo, exactly
+
+KINDS = (".parquet", ".arrow", ".jsonl", ".json")
+"""Files of rows; where a split has several kinds, the first of these is read."""
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""What names of files and folders say, as `datasets` reads them; without any of these words, rows are for training."""
+
+
+def hub_rows(source: DataSource, repo: HubRepo) -> Iterator[Row]:
+    """The rows of the configuration `source.name` and the split `source.split` of `repo`, file after file.
+
+    Raises:
+        DataError: it cannot be downloaded, or has no such configuration or split, or no files of rows.
+    """
+    named = f"the data set is '{source.path}'"
+    folder, files = repo.files(error=DataError, named=named)
+    card = folder / "README.md"
+    configurations = read_configurations(card.read_text(encoding="utf-8") if card.is_file() else "")
+    chosen = choose_files(files, configurations, source.name, source.split, named=f"'{source.path}'")
+    local = repo.pinned(folder).download(exactly(chosen), error=DataError, named=named)
+    for name in chosen:
+        file = local / name
+        kind = file.suffix.removeprefix(".")
+        yield from json_rows(file) if kind in ("jsonl", "json") else table_rows(file, kind)
+
+
+def read_configurations(card: str) -> list[dict[str, Any]]:
+    """The `configs` in the YAML head of a data set's card (README.md); none if it has none.
+
+    https://huggingface.co/docs/hub/datasets-manual-configuration
+    """
+    head = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
+    try:
+        found = yaml.safe_load(head[1]) if head else None
+    except yaml.YAMLError:
+        return []
+    configurations = found.get("configs") if isinstance(found, dict) else None
+    return [one for one in configurations or [] if isinstance(one, dict) and "config_name" in one]
+
+
+def choose_files(
+    files: Sequence[str], configurations: Sequence[Mapping[str, Any]], name: str | None, split: str | None, *, named: str
+) -> list[str]:
+    """The files of one split, sorted.
+
+    Args:
+        files: of the whole repository.
+        configurations: what its card says of them; without any, names of folders and files say it.
+        name: the configuration; None: the only or the default one.
+        split: None: the only one.
+        named: the data set, in errors.
+
+    Raises:
+        DataError: there is no such configuration or split, several and none is named, or no file of rows.
+    """
+    rows = [file for file in files if file.endswith(KINDS)]
+    if not rows:
+        raise DataError(
+            f"{named} has no files of rows ({', '.join(KINDS)}); it has {', '.join(files[:5]) or 'nothing'}, and the hub may "
+            "have it as Parquet at @refs/convert/parquet"
+        )
+    splits = _by_card(rows, configurations, name, named) if configurations else _by_names(rows, name, named)
+    if split is None and len(splits) > 1:
+        raise DataError(f"{named} has the splits {', '.join(splits)}; set split to one of them")
+    chosen = splits.get(split) if split is not None else next(iter(splits.values()), None)
+    if not chosen:
+        raise DataError(f"{named} has no split '{split}'{nearest(split or '', splits)}; it has {', '.join(splits) or 'none'}")
+    first = next(kind for kind in KINDS if any(file.endswith(kind) for file in chosen))
+    return sorted(file for file in chosen if file.endswith(first))
+
+
+def _by_card(
+    rows: Sequence[str], configurations: Sequence[Mapping[str, Any]], name: str | None, named: str
+) -> dict[str, list[str]]:
+    names = [str(one["config_name"]) for one in configurations]
+    usual = [one for one in configurations if one.get("default") or one["config_name"] == "default"]
+    if name is not None:
+        found = [one for one in configurations if one["config_name"] == name]
+    else:
+        found = usual[:1] or (list(configurations) if len(configurations) == 1 else [])
+    if not found:
+        what = "several configurations" if name is None else f"no configuration '{name}'{nearest(name, names)}"
+        raise DataError(f"{named} has {what}; set name to one of {', '.join(names)}")
+    folder = str(found[0].get("data_dir") or "").strip("./")
+    given = found[0].get("data_files")
+    inside = [file for file in rows if not folder or file.startswith(f"{folder}/")]
+    if given is None:
+        return _by_words(inside, folder)
+    entries = given if isinstance(given, list) else [given]
+    splits: dict[str, list[str]] = {}
+    for entry in entries:
+        split, paths = (str(entry["split"]), entry["path"]) if isinstance(entry, dict) else ("train", entry)
+        for path in paths if isinstance(paths, list) else [paths]:
+            pattern = _glob(f"{folder}/{path}" if folder else str(path))
+            splits.setdefault(split, []).extend(file for file in inside if pattern.fullmatch(file))
+    return {split: list(dict.fromkeys(found)) for split, found in splits.items()}
+
+
+def _by_names(rows: Sequence[str], name: str | None, named: str) -> dict[str, list[str]]:
+    if name is not None:
+        inside = [file for file in rows if name in PurePosixPath(file).parts[:-1]]
+        if not inside:
+            folders = sorted({part for file in rows for part in PurePosixPath(file).parts[:-1]})
+            raise DataError(
+                f"{named} has no configuration '{name}'{nearest(name, folders)}; its card names none, and its folders are "
+                f"{', '.join(folders) or 'none'}"
+            )
+        return _by_words(inside, "")
+    tops = sorted({PurePosixPath(file).parts[0] for file in rows if "/" in file})
+    words = {word for words in SPLIT_WORDS.values() for word in words}
+    if len(tops) > 1 and not words & set(tops):
+        raise DataError(f"{named} has several configurations; set name to one of {', '.join(tops)}")
+    return _by_words(rows, "")
+
+
+def _by_words(rows: Sequence[str], folder: str) -> dict[str, list[str]]:
+    """Files by the split that a word in their names, or else in those of their folders, is for."""
+    splits: dict[str, list[str]] = {}
+    for file in rows:
+        below = PurePosixPath(file).relative_to(folder).parts
+        found = next((split for part in reversed(below) for split in SPLIT_WORDS if _says(part, split)), "train")
+        splits.setdefault(found, []).append(file)
+    return splits
+
+
+def _says(part: str, split: str) -> bool:
+    return re.search(rf"(?<![a-z])({'|'.join(SPLIT_WORDS[split])})(?![a-z])", part.lower()) is not None
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """A path's pattern as the hub means it: `*` stays within a folder, `**` does not."""
+    pieces = re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern.removeprefix("./"))
+    wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return re.compile("".join(wild.get(one) or (one if one.startswith("[") else re.escape(one)) for one in pieces))
