@@ -65,5 +65,7 @@ def _check_without_rewards(config: Config) -> None:
     ):
         if value != allowed:
             raise ConfigError.of(field, value, reason, allowed=f"{allowed!r}, {more}")
+    if config.data.eval is not None and not config.rewards and not config.uses_reward_model:
+        raise ConfigError.needs("data.eval", "a source of reward to measure by", "set rewards, or remove data.eval")
     if algorithm.kl.coef and algorithm.kl.apply_to == "reward":
         raise ConfigError.of("algorithm.kl.apply_to", "reward", reason, allowed=f"'loss', {more}")

@@ -73,10 +73,14 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
         "rewards": [{"name": "fuzzy_text"}],  # which tells wrong answers apart: the weights must move
     }
     if config.needs_teacher:
-        layout = config.teacher.layout
         if config.algorithm.distillation.in_loss:
             tree["algorithm"]["distillation"]["top_k"] = min(config.algorithm.distillation.top_k, len(WORDS))
-        tree["teacher"] = {"path": str(folder / "model"), "layout": None if layout is None else shrunk_layout(layout)}
+        one, *named = (
+            {"path": str(folder / "model"), "layout": None if teacher.layout is None else shrunk_layout(teacher.layout)}
+            for teacher in (config.teacher, *config.teacher.named)
+        )
+        names = (teacher.name for teacher in config.teacher.named)
+        tree["teacher"] = one | {"named": [teacher | {"name": name} for name, teacher in zip(names, named, strict=True)]}
     if config.uses_critic:
         tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout, _chunk_layers(config))}
     return parse_config(tree)

@@ -25,6 +25,7 @@ def each_row(learning: Any) -> list[dict[str, Any]]:
         ("bad_input_cases", lambda module: [module.BASE]),
         ("fault_trials", lambda module: [module.config(Path("runs"), 8000, 8)]),
         ("learning", each_row),
+        ("distillation", lambda module: [module.settings(form, 0, 1, "runs") for form in module.FORMS]),
     ],
 )
 def test_the_configs_load(module: str, trees: Callable[[Any], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:

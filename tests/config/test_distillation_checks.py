@@ -29,6 +29,10 @@ def test_the_teacher_alone_needs_no_reward_and_mixed_with_one_it_does() -> None:
     assert not alone.uses_reference
     with pytest.raises(ConfigError, match="a run needs a source of reward"):
         config(*MIXED, base=BASE)
+    with pytest.raises(
+        ConfigError, match=r"data\.eval needs a source of reward to measure by: set rewards, or remove data\.eval"
+    ):
+        config(*ALONE, "data.eval={name: basic_arithmetic}", base=BASE)
     mixed = config(*MIXED).algorithm
     assert (mixed.advantage, mixed.distillation.coef, mixed.distillation.reward_coef) == ("grpo", 0.5, 1.0)
 

@@ -19,6 +19,7 @@ from megarl.models.shape import ModelShape
 from megarl.planning.parameters import stage_parameters
 from megarl.reshard.run_plan import plan_of_run
 from megarl.reshard.verify import verify
+from megarl.trainers.rl.teachers import Teachers
 
 ROOT = Path(__file__).parents[2]
 PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))
@@ -123,6 +124,18 @@ def test_what_cannot_be_placed_is_one_sentence(capsys: pytest.CaptureFixture[str
     ):
         assert cli.main(["rehearse", "c.yaml", "--placement-only", *arguments]) == 2
         assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_small_run_has_every_teacher_in_its_layout_and_compares_tokens_that_its_model_has(tmp_path: Path) -> None:
+    named = "teacher.named=[{name: math, path: elsewhere, layout: {tp: 2}}, {name: code, path: elsewhere}]"
+    distillation = "algorithm.distillation={apply_to: loss, top_k: 500}"
+    model = f"model.path={ROOT}/examples/models/llama-3.1-8b"
+    config = load_config("c.yaml", [model, "algorithm.name=opd", distillation, named])
+    small = small_run.small_run(config, tmp_path / "small", "here")
+    assert [role.name for role in small.roles] == ["policy", "teacher", "teacher_math", "teacher_code"]
+    assert small.layouts["teacher_math"].tp == 2
+    check_models(small)
+    Teachers(small).check(load_tokenizer(small.model.path), [])
 
 
 @pytest.mark.parametrize("model", ["qwen2-vl-2b", "qwen2.5-vl-3b", "qwen3-vl-30b-a3b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megarl.algorithms import LossSettings, PreferenceSettings
-from megarl.data.stream import Response, ScorePosition, Unit
+from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
+from megarl.data.stream import SCORED_IDS, Response, ScorePosition, TopK, Unit
 from megarl.megatron.step import on_host
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.supervised.objectives import (
@@ -27,6 +28,7 @@ from tests.world import World
 WAITS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero", "is_nonzero"}
 COLUMNS = ("weights", "advantages", "old_log_probs", "reference_log_probs", "rollout_log_probs", "values", "returns")
 COLUMNS += ("chosen", "top_entropy", "nll_weights")
+TOP = TopK(3, VOCAB_SIZE)
 
 
 class Waits(TorchFunctionMode):
@@ -58,6 +60,7 @@ def unit(index: int) -> Unit:
     columns = {name: torch.rand(5, generator=generator) - 1 for name in COLUMNS}
     sides = {"pair": index // 2, "is_chosen": index % 2, "labels": index % 2}
     columns |= {name: torch.full((5,), float(value)) for name, value in sides.items()}
+    columns |= {SCORED_IDS: torch.arange(3.0).expand(5, 3), "teacher_scored_log_probs": torch.full((5, 3), -3.0)}
     return Unit(torch.randint(0, VOCAB_SIZE, (4,), generator=generator), [Response(index, tokens, torch.ones(5) > 0, columns)])
 
 
@@ -72,6 +75,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
     initialize_layout(Layout(), seed=1)
     policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
     chooses = PolicyObjective("kl_cov", nll_coef=0.1, also_given=("chosen",), arguments={"coef": 0.5})
+    policy = replace(policy, distillation=DistillationTerm(1.0, "jsd"))
     pairs = [PairObjective(name, PreferenceSettings(rpo_alpha=0.1), 6) for name in ("dpo", "cdpo", "robust_dpo", "ipo")]
     pairs += [PairObjective(name, PreferenceSettings(), 6, has_reference=False) for name in ("simpo", "orpo")]
     losses: dict[str, list[Any]] = {
@@ -89,7 +93,8 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
             with Waits(progress) as mode:
                 step.forward_backward(model.chunks, model.options, micro_batches, watched, position=position, progress=progress)
                 assert watched.is_finite
-                step.forward(model.chunks, model.options, micro_batches, position=position, progress=progress)
+                top_k = TOP if head == "log_probs" else None
+                step.forward(model.chunks, model.options, micro_batches, position=position, progress=progress, top_k=top_k)
             found[f"{type(objective).__name__} {getattr(objective, 'name', '')}"] = mode.seen
     return found
 

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
+import pytest
 import torch
 
 from megarl.config import parse_config
 from megarl.config.layout import Layout
+from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.sample import Sample
@@ -70,6 +73,35 @@ def test_a_replica_is_one_value_whatever_the_number_of_its_sequences() -> None:
         assert len(group.stored) == 2
         rows = [row for [share] in group.stored for row in share.rows.tolist()]
         assert sorted(rows) == list(range(count))
+
+
+class AnsweringGroup(RecordingGroup):
+    """Ranks that answer each token with the number of its row, then twice that number and three times."""
+
+    def wait(self, submitted: Sequence[Any], **_: Any) -> list[Any]:
+        shares = [share for rank in (0, 1) for share in submitted[rank * self.layout.tp][1]]
+        rows, lengths = (np.concatenate([getattr(share, name) for share in shares]) for name in ("rows", "lengths"))
+        of_token = np.repeat(rows, lengths).astype(np.float32)
+        return [None, Answers(rows, lengths, np.stack([of_token, 2 * of_token, 3 * of_token]))]
+
+
+def test_each_role_answers_for_its_own_rows_and_a_replica_without_any_gets_one_that_nobody_reads() -> None:
+    roles, group = roles_and_group()
+    group = roles.groups[POLICY] = AnsweringGroup(group.layout)  # type: ignore[index]
+    roles.specs = {**roles.specs, "teacher": roles.specs[POLICY]}
+    batch = batch_of(4, 5)
+    batch.columns["ids"] = torch.arange(4 * 5 * 2).view(4, 5, 2).float()
+    given = {POLICY: [0, 1, 3], "teacher": [2]}
+    roles.forward_each(given, batch, ["log_probs"], columns=["ids"], wide={"both": 2})
+    asked = [sorted(row for [share] in group.stored[at : at + 2] for row in share.rows.tolist()) for at in (0, 2)]
+    assert asked == [[0, 1, 3], [0, 2]]
+    for [share] in group.stored:
+        assert torch.equal(torch.tensor(share.columns["ids"]), torch.cat([batch.columns["ids"][row] for row in share.rows]))
+    rows = torch.arange(4.0)[:, None].expand(4, 5)
+    assert torch.equal(batch.columns["log_probs"], rows)
+    assert torch.equal(batch.columns["both"], torch.stack([2 * rows, 3 * rows], dim=-1))
+    with pytest.raises(ValueError, match="was answered with 3 columns; there must be 4"):
+        roles.forward_each(given, batch, ["log_probs"], wide={"both": 3})
 
 
 def test_examples_that_are_mixed_in_follow_in_micro_batches_and_with_columns_of_their_own() -> None:
