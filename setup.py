@@ -18,6 +18,7 @@ REQUIRES = [
     # SGLang 0.5.23 is written against exactly this one, and the trainer must tokenise as the engine does
     "transformers==5.19.0",
     "safetensors>=0.5",
+    "huggingface_hub>=1.33,<2",  # models and data sets by their ids; tested with 1.33
     "pydantic>=2.10,<3",  # use_attribute_docstrings on dataclasses
     "PyYAML>=6.0.2",
     "rich>=13.7",
