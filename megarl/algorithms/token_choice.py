@@ -32,9 +32,11 @@ def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     Returns:
         float64 `[N]`, in the order of `tensor[mask]`; its mean is the covariance of the two.
     """
-    chosen_from = [values[mask].double() for values in (log_probs, advantages)]
-    centred = [values - values.mean() for values in chosen_from]
-    return centred[0] * centred[1]
+    of_log_probs = log_probs[mask].double()
+    of_log_probs -= of_log_probs.mean()
+    of_advantages = advantages[mask].double()
+    of_advantages -= of_advantages.mean()
+    return of_log_probs.mul_(of_advantages)
 
 
 def tokens_within_covariances(
@@ -65,8 +67,8 @@ def tokens_within_covariances(
     """
     found = covariance(log_probs, advantages, mask)
     eligible = (found > low) & (found < high)
-    order = torch.where(eligible, _drawn(seeds, mask), 2.0).argsort(stable=True)
-    return _at(order[: min(_count(share, len(found)), int(eligible.sum()))], mask)
+    count = min(_count(share, len(found)), int(eligible.sum()))
+    return _at(_drawn(seeds, mask).masked_fill_(~eligible, 2.0).topk(count, largest=False).indices, mask)
 
 
 def tokens_of_largest_covariance(
@@ -85,8 +87,13 @@ def tokens_of_largest_covariance(
         bool `[B, T]`.
     """
     found = covariance(log_probs, advantages, mask)
-    order = (found * PER_NAT).round().argsort(descending=True, stable=True)
-    return _at(order[: _count(share, len(found))], mask)
+    if not len(found):
+        return mask
+    count, rounded = _count(share, len(found)), found.mul_(PER_NAT).round_()
+    threshold = _largest(rounded, count)
+    above = rounded > threshold
+    level = (rounded == threshold).nonzero().squeeze(1)[: count - int(above.sum())]
+    return _at(torch.cat([above.nonzero().squeeze(1), level]), mask)
 
 
 CHOICES: dict[str, Callable[..., Tensor]] = {
@@ -108,11 +115,11 @@ def top_entropies(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
     Returns:
         bool `[B, T]` (arXiv 2506.01939).
     """
-    rounded = (entropy[mask].double() * PER_NAT).round()
+    rounded = entropy[mask].mul_(PER_NAT).round_()
     if not len(rounded):
         return mask
-    threshold = rounded.sort(descending=True).values[_count(share, len(rounded)) - 1]
-    return mask.masked_scatter(mask, rounded >= threshold)
+    threshold = _largest(rounded, _count(share, len(rounded)))
+    return mask & (entropy.mul(PER_NAT).round_() >= threshold)
 
 
 def _drawn(seeds: Sequence[int], mask: Tensor) -> Tensor:
@@ -125,6 +132,11 @@ def _drawn(seeds: Sequence[int], mask: Tensor) -> Tensor:
 def _count(share: float, tokens: int) -> int:
     """`share` of `tokens`, rounded down and at least 1; 0 of none. What is a whole number but for rounding is that number."""
     return min(max(math.floor(share * tokens + 1e-9), 1), tokens)
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """The `count`-th largest of `values` `[N]`."""
+    return values.kthvalue(len(values) - count + 1).values
 
 
 def _at(places: Tensor, mask: Tensor) -> Tensor:

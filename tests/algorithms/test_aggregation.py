@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, LossSettings, kl_per_token, token_weights
 from megarl.errors import ConfigError
+from tests.algorithms.batches import given_to
 
 NORM_LENGTH = 11
 
@@ -85,8 +86,9 @@ def step_gradient(parts: list[list[int]], mode: str, loss_name: str, data: dict[
         mask = data["mask"][rows]
         response = torch.arange(len(rows))[:, None].expand_as(mask)[mask]
         new, old = logits[rows].log_softmax(-1)[..., 0][mask], data["old"][rows][mask]
+        more = dict.fromkeys(given_to(loss_name, 0), data["chosen"][rows][mask])
         per_token, _ = POLICY_LOSSES.resolve(loss_name)(
-            new, old, data["advantages"][rows][mask], response=response, settings=LossSettings()
+            new, old, data["advantages"][rows][mask], response=response, settings=LossSettings(), **more
         )
         loss = (weights[rows][mask] * (per_token + 0.1 * kl_per_token(new, old, "k3"))).sum()
         loss.backward()
@@ -110,6 +112,7 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(
         "logits": logits,
         "old": logits.log_softmax(-1)[..., 0] + 0.3 * torch.randn(7, 9, generator=generator, dtype=torch.float64),
         "advantages": torch.randn(7, 1, generator=generator, dtype=torch.float64).expand(7, 9),
+        "chosen": (torch.rand(7, 9, generator=generator) < 0.3).double(),
     }
     parts = [[row for row in order if assignment[row] == part] for part in range(4)]
     total, gradient = step_gradient(parts, mode, loss_name, data)

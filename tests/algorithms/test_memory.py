@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from megarl.algorithms import (
     ADVANTAGES,
     AGGREGATIONS,
+    CHOICES,
     CORRECTIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
@@ -24,8 +25,10 @@ from megarl.algorithms import (
     masked_whiten,
     mismatch_sums,
     token_weights,
+    top_entropies,
     value_loss,
 )
+from tests.algorithms.batches import given_to
 
 B, T = 64, 1024
 TIMES = 3
@@ -94,13 +97,23 @@ def test_a_correction_allocates_at_most_three_times_its_inputs(mode: str) -> Non
 def test_a_policy_loss_allocates_at_most_three_times_its_inputs(name: str) -> None:
     new, old, advantages, _ = NOISE.flatten(1).unbind()
     response = torch.arange(B).repeat_interleave(T)
-    new = new.clone().requires_grad_()
+    new, more = new.clone().requires_grad_(), given_to(name, B * T)
+    loss = POLICY_LOSSES.resolve(name)
     used = peak_bytes(
-        lambda: (
-            POLICY_LOSSES.resolve(name)(new, old, advantages, response=response, settings=LossSettings())[0].sum().backward()
-        )
+        lambda: loss(new, old, advantages, response=response, settings=LossSettings(), **more)[0].sum().backward()
     )
     assert used <= TIMES * size(new, old, advantages, response)
+
+
+@pytest.mark.parametrize("name", sorted(CHOICES))
+def test_a_choice_of_tokens_allocates_at_most_three_times_its_inputs(name: str) -> None:
+    budget = TIMES * size(NOISE[0], NOISE[1], MASK)
+    assert peak_bytes(lambda: CHOICES[name](NOISE[0], NOISE[1], MASK, range(B))) <= budget
+
+
+def test_the_top_share_of_entropies_allocates_at_most_three_times_its_inputs_and_its_answer() -> None:
+    answer = MASK
+    assert peak_bytes(lambda: top_entropies(NOISE[0], MASK, 0.2)) <= TIMES * size(NOISE[0], MASK, answer)
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
