@@ -100,20 +100,17 @@ class _Turns:
         """int64 `[B, T]`, −1 at tokens that were not sampled."""
         self.number = torch.cat([self.of_token, self.of_token.new_full((len(self.of_token), 1), -1)], 1).amax(1) + 1
         """int64 `[B]`: turns of each response."""
-        self.most = int(self.number.max()) if len(self.number) else 0
+        self.most = max(1, int(self.number.max()) if len(self.number) else 0)
         self.exists = torch.arange(self.most) < self.number[:, None]
         """bool `[B, U]`."""
         self.returns = torch.zeros(len(inputs.mask), self.most, dtype=torch.float64)
         """`[B, U]`: Σ_{v≥u} γ^(v−u) r_v, where r_v is the reward of turn v with the penalties of its tokens."""
-        if self.most:
-            rewards = torch.where(inputs.mask, inputs.token_penalty + inputs.turn_rewards, 0).double()
-            self.returns.scatter_add_(1, self.of_token.clamp(min=0), rewards)
+        rewards = torch.where(inputs.mask, inputs.token_penalty + inputs.turn_rewards, 0).double()
+        self.returns.scatter_add_(1, self.of_token.clamp(min=0), rewards)
         for turn in reversed(range(self.most - 1)):
             self.returns[:, turn] += inputs.gamma * self.returns[:, turn + 1]
 
     def at_tokens(self, table: Tensor, inputs: AdvantageInputs) -> Tensor:
         """`table` `[B, U]` at the sampled tokens of each turn `[B, T]`, in the dtype of the scores."""
-        if not self.most:
-            return torch.zeros(inputs.mask.shape, dtype=inputs.scores.dtype)
         of_tokens = table.to(inputs.scores.dtype).gather(1, self.of_token.clamp(min=0))
         return torch.where(inputs.mask, of_tokens, 0)

@@ -296,7 +296,7 @@ def rewards_by_source(samples: Sequence[Sample]) -> dict[str, Tensor]:
 
 
 def state_numbers(samples: Sequence[Sample], turns: Tensor) -> Tensor:
-    """Number of the state before the turn of each sampled token, int64 `[B, T]`, −1 where none is named; by `turns` `[B, T]`."""
+    """Number of the state before the turn of each sampled token, int64 `[B, T]` as `turns`; −1 where none is named."""
     numbers: dict[str, int] = {}
     states = torch.full(turns.shape, -1)
     for row, sample in enumerate(samples):
