@@ -57,10 +57,10 @@ ENVIRONMENT = "rollout.episode={kind: environment, tools: ['a:B']}"
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["algorithm.advantage=pass_at_k"], r"'pass_at_k' needs algorithm\.advantage_args\.k: set it to a whole number of at least 1"),
+        (["algorithm.advantage=pass_at_k"], r"'pass_at_k' needs algorithm\.advantage_args\.k: set it to a whole number of"),
         *[
-            (["algorithm.advantage=pass_at_k", f"algorithm.advantage_args={{k: {k}}}", "rollout.samples_per_prompt=4"], sentence)
-            for k, sentence in (
+            (["algorithm.advantage=pass_at_k", f"algorithm.advantage_args={{k: {k}}}", "rollout.samples_per_prompt=4"], why)
+            for k, why in (
                 ("4", r"advantage_args\.k is 4; it must be less than rollout\.samples_per_prompt = 4"),
                 ("5", r"advantage_args\.k is 5; it must be less than rollout\.samples_per_prompt = 4"),
                 ("0", r"advantage_args\.k is 0; it must be a whole number of at least 1"),
