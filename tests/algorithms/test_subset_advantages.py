@@ -71,6 +71,15 @@ def test_of_rewards_of_0_and_1_it_is_the_published_closed_form(right: int, k: in
     same(got, torch.tensor(want if 0 < mean < 1 else [0.0] * size, dtype=torch.float64)[:, None].expand(size, 2))
 
 
+def test_subsets_that_all_have_one_reward_teach_exactly_nothing() -> None:
+    """Eight of nine are right, so that every pair has a right one; ε is 0."""
+    scores = torch.full((B,), 0.1, dtype=torch.float64)
+    scores[4] = -1
+    inputs = batch(0, scores=scores, groups=torch.zeros(B, dtype=torch.long), eps=0.0)
+    assert ADVANTAGES.resolve("pass_at_k")(inputs, k=1).advantages.any()
+    assert bool((ADVANTAGES.resolve("pass_at_k")(inputs, k=2).advantages == 0).all())
+
+
 def test_a_subset_that_is_the_whole_group_teaches_nothing() -> None:
     inputs = batch(0, groups=torch.zeros(B, dtype=torch.long))
     assert ADVANTAGES.resolve("pass_at_k")(inputs, k=B - 1).advantages.any()
