@@ -37,6 +37,7 @@ from megarl.algorithms import (
     mismatch_sums,
     token_rewards,
     token_weights,
+    turn_numbers,
     value_loss,
 )
 
@@ -63,11 +64,26 @@ def advantage_cases(mask: Tensor, noise: Tensor) -> Iterator[Case]:
         greedy_scores=binary,
         step_rewards=noise[1],
         step_ends=torch.rand(mask.shape) < 1 / STEP_TOKENS,
+        rewards_by_source={"a": binary, "b": 1 - binary},
+        reward_weights={"a": 1.0, "b": 0.5},
+        turns=turn_numbers(mask),
+        turn_rewards=noise[1],
+        states=turn_numbers(mask),
+        old_log_probs=-noise[0].abs(),
+        collision=noise[1].abs(),
     )
-    more = {"gae": [inputs.values], "grpo_process": [inputs.step_rewards, inputs.step_ends]}
+    of_turns = [inputs.turns, inputs.turn_rewards]
+    more = {
+        "gae": [inputs.values],
+        "grpo_process": [inputs.step_rewards, inputs.step_ends],
+        "optimal_token_baseline": [inputs.old_log_probs, inputs.collision],
+        "turn_rloo": of_turns,
+        "gigpo": [*of_turns, inputs.states],
+    }
+    arguments: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 4}}
     for name in ADVANTAGES:
         read = [inputs.token_penalty, mask, *(x for x in more.get(name, []) if x is not None)]
-        yield f"advantage/{name}", read, lambda name=name: ADVANTAGES.resolve(name)(inputs)
+        yield f"advantage/{name}", read, lambda name=name: ADVANTAGES.resolve(name)(inputs, **arguments.get(name, {}))
 
 
 def batch_cases(mask: Tensor, noise: Tensor) -> Iterator[Case]:

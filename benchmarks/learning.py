@@ -25,6 +25,11 @@ MODEL = str(ROOT / "models/tiny-arithmetic")
 THRESHOLD, LAST_STEPS = 0.9, 5
 LR = {"estimator": 5e-4, "loss": 3e-4}
 """Losses make two updates a step."""
+TWICE: dict[str, Any] = {
+    "rollout": {"episode": {"kind": f"{Path(__file__).with_name('learning_twice.py')}:twice"}, "max_new_tokens": 16},
+    "rewards": [{"name": "environment"}],
+}
+"""Every sum is asked twice: two turns, each with a reward."""
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": {
         "algorithm": {"advantage_normalisation": "none"},
@@ -50,6 +55,16 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
     "remax": {},
     "opo": {},
     "gpg": {},
+    "gdpo": {
+        "rewards": [
+            {"name": "exact_number", "weight": 0.5},
+            {"name": "edit_distance", "weight": 0.5},
+        ]
+    },
+    "pass_at_k": {"algorithm": {"advantage_args": {"k": 4}}},
+    "optimal_token_baseline": {},
+    "turn_rloo": {"algorithm": {"gamma": 0.5}, **TWICE},
+    "gigpo": TWICE,
 }
 LOSSES: dict[str, dict[str, Any]] = {
     "clip": {},
@@ -77,7 +92,8 @@ def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[s
     else:
         algorithm |= {"advantage": "grpo", "policy_loss": name, "mini_batches": 2, **LOSSES[name]}
     more = ESTIMATORS[name] if kind == "estimator" else {}
-    return {
+    rollout = {"engine": "embedded", "prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4}
+    tree = {
         "run": {"name": f"{kind}-{name}-{seed}", "folder": folder, "steps": steps, "seed": seed, "log_samples": 0},
         "model": {"path": MODEL, "dtype": "float32"},
         "policy": {
@@ -86,10 +102,11 @@ def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[s
         },
         "algorithm": algorithm,
         "data": {"train": source, "chat_template": "never", "max_prompt_tokens": 8},
-        "rollout": {"engine": "embedded", "prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4},
+        "rollout": rollout,
         "rewards": [{"name": "exact_number"}],
-        **{section: fields for section, fields in more.items() if section != "algorithm"},
     }  # fmt: skip
+    changed = {section: fields for section, fields in more.items() if section != "algorithm"}
+    return tree | changed | {"rollout": rollout | more.get("rollout", {})}
 
 
 def learn(row: tuple[str, str, int], steps: int) -> dict[str, Any]:

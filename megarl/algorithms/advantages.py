@@ -81,14 +81,24 @@ class AdvantageInputs:
     """bool `[B, T]`: tokens that end a step; those outside the mask take no part (`grpo_process`)."""
     rewards_by_source: Mapping[str, Tensor] = field(default_factory=dict)
     """By label of a source of reward, float `[B]`: what it gave each response, without weight and shaping."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """By label of a source of reward, its weight in the sum of all (`gdpo`)."""
     turns: Tensor | None = None
     """int64 `[B, T]`: which turn of the policy each sampled token is in, from 0; −1 at the others."""
+    turn_rewards: Tensor | None = None
+    """float `[B, T]`: reward of the turn that ends at this token, 0 elsewhere; a response's sum to its score (`turn_rloo`,
+    `gigpo`)."""
+    states: Tensor | None = None
+    """int64 `[B, T]`: number of the state before the turn that a sampled token is in, equal for equal states; −1 where nobody
+    named it (`gigpo`)."""
     rollout_log_probs: Tensor | None = None
     """float `[B, T]`: the engine's log-probs, as it sampled."""
     old_log_probs: Tensor | None = None
     """float `[B, T]`: the policy's log-probs at the start of the step."""
     entropy: Tensor | None = None
     """float `[B, T]`: its entropy before each token."""
+    collision: Tensor | None = None
+    """float `[B, T]`: Σ_v π(v)² before each token, over the vocabulary (`optimal_token_baseline`)."""
     reference_log_probs: Tensor | None = None
     """float `[B, T]`: the reference's log-probs of the sampled tokens."""
     teacher_log_probs: Tensor | None = None
@@ -238,7 +248,7 @@ def estimator(name: str) -> Callable[[Estimator], Estimator]:
 
     def file(function: Estimator) -> Estimator:
         @wraps(function)
-        def estimate(inputs: AdvantageInputs, **arguments: float) -> AdvantageOutputs:
+        def estimate(inputs: AdvantageInputs, **arguments: Any) -> AdvantageOutputs:
             return normalised(function(inputs, **arguments), inputs, ESTIMATORS[name])
 
         return ADVANTAGES.register(name)(estimate)

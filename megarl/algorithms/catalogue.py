@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 ESTIMATOR_SETTINGS = ("gamma", "lam", "eps", "unbiased")
@@ -20,7 +20,7 @@ NORMALISATIONS = ("none", "batch", "group", "batch_rms", "group_rms")
 
 @dataclass(frozen=True)
 class Argument:
-    """A number that a built-in function takes by name from the config, and where it must lie."""
+    """What a built-in function takes by name from the config: a number and where it must lie, or a switch."""
 
     name: str
     least: float = 0.0
@@ -28,18 +28,28 @@ class Argument:
     most: float = math.inf
     """Its upper bound, which it may equal unless it is infinite."""
     least_allowed: bool = False
+    kind: Literal["number", "whole", "switch"] = "number"
+    required: bool = False
+    """It has no default."""
+    below_group: bool = False
+    """It must be less than `rollout.samples_per_prompt`."""
 
     def allows(self, value: object) -> bool:
-        """Whether `value` is a finite number within the bounds."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        """Whether `value` is a finite number within the bounds and whole if it must be, or of a switch true or false."""
+        if self.kind == "switch" or isinstance(value, bool):
+            return self.kind == "switch" and isinstance(value, bool)
+        if not isinstance(value, int if self.kind == "whole" else int | float) or not math.isfinite(value):
             return False
         return self.least < value <= self.most or (self.least_allowed and value == self.least)
 
     @property
     def allowed(self) -> str:
         """What it must be, in words."""
+        if self.kind == "switch":
+            return "true or false"
         upper = "" if self.most == math.inf else f" and at most {self.most:g}"
-        return f"a number {'of at least' if self.least_allowed else 'above'} {self.least:g}{upper}"
+        what = "a whole number" if self.kind == "whole" else "a number"
+        return f"{what} {'of at least' if self.least_allowed else 'above'} {self.least:g}{upper}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +72,18 @@ class EstimatorNeeds:
     """It reads `old_log_probs`: a step begins with a pass of the policy."""
     entropy: bool = False
     """It reads `entropy`, which the same pass gives."""
+    collision: bool = False
+    """It reads `collision`, which the same pass gives."""
     reference_log_probs: bool = False
     """It reads `reference_log_probs`, so the reference is loaded whatever `algorithm.kl.coef` is."""
     teacher_log_probs: bool = False
     """It reads `teacher_log_probs`, so `teacher.path` must be set."""
+    sources: bool = False
+    """It reads each source of reward and its weight in place of their sum, so nothing may be shaped."""
+    turn_rewards: bool = False
+    """It reads the rewards of turns, so that of a whole response may not be normalised or clipped; `gamma` is per turn."""
+    turn_states: bool = False
+    """It reads the state before each turn, which only an environment, or an episode of the user's own, can name."""
     normalisation: str = "none"
     """What is done with its advantages if the config does not say, one of `NORMALISATIONS`."""
     per_response: bool = False
@@ -73,7 +91,12 @@ class EstimatorNeeds:
     settings: tuple[str, ...] = ESTIMATOR_SETTINGS
     """The constants that it reads; of a user's own estimator nobody knows, so all."""
     arguments: tuple[Argument, ...] = ()
-    """Of a built-in estimator: the numbers that it takes by name from `algorithm.advantage_args`."""
+    """Of a built-in estimator: what it takes by name from `algorithm.advantage_args`."""
+
+    @property
+    def reads_policy(self) -> bool:
+        """Whether it reads what a pass of the policy at the start of the step gives."""
+        return self.old_log_probs or self.entropy or self.collision
 
 
 SETTINGS = ("clip_low", "clip_high", "dual_clip", "kl_coef")
@@ -140,6 +163,24 @@ ESTIMATORS: dict[str, EstimatorNeeds] = {
     "remax": EstimatorNeeds(greedy=True, settings=()),
     "opo": EstimatorNeeds(group=True, per_response=True, settings=()),
     "gpg": EstimatorNeeds(group=True, per_response=True, settings=()),
+    "gdpo": EstimatorNeeds(
+        group=True, sources=True, token_penalty=False, normalisation="batch", per_response=True, settings=("eps", "unbiased")
+    ),
+    "pass_at_k": EstimatorNeeds(
+        group=True,
+        per_response=True,
+        settings=("eps",),
+        arguments=(Argument("k", 1, least_allowed=True, kind="whole", required=True, below_group=True),),
+    ),
+    "optimal_token_baseline": EstimatorNeeds(group=True, old_log_probs=True, collision=True, settings=()),
+    "turn_rloo": EstimatorNeeds(group=True, turn_rewards=True, settings=("gamma",)),
+    "gigpo": EstimatorNeeds(
+        group=True,
+        turn_rewards=True,
+        turn_states=True,
+        settings=("gamma", "eps", "unbiased"),
+        arguments=(Argument("step_weight", least_allowed=True), Argument("divide_by_std", kind="switch")),
+    ),
 }
 """Advantage estimators by name."""
 
@@ -193,10 +234,12 @@ def needs(
     reference_log_probs: bool = False,
     teacher_log_probs: bool = False,
     entropy: bool = False,
+    collision: bool = False,
 ) -> Callable[[F], F]:
     """Decorator by which a user's own function says what it needs: see `EstimatorNeeds` and `LossNeeds`.
 
-    The last four are for estimators and losses, the others for an estimator. A function without the decorator needs nothing.
+    `rollout_log_probs` to `entropy` are for estimators and losses, the others for an estimator. A function without the
+    decorator needs nothing.
     """
     shared: dict[str, Any] = {
         "rollout_log_probs": rollout_log_probs,
@@ -214,6 +257,7 @@ def needs(
             step_rewards=step_rewards,
             token_penalty=token_penalty,
             old_log_probs=old_log_probs,
+            collision=collision,
             **shared,
         )
         marked.loss_needs = LossNeeds(**shared)

@@ -11,10 +11,7 @@ arXiv 2402.14740. Where a docstring says that advantages are divided or whitened
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from megarl.algorithms.advantages import (
     AdvantageInputs,
@@ -24,6 +21,7 @@ from megarl.algorithms.advantages import (
     per_token,
     token_rewards,
 )
+from megarl.algorithms.group_statistics import GroupStatistics, response_statistics
 
 
 @estimator("reinforce_plus_plus_baseline")
@@ -32,7 +30,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Token penalties stand at their tokens. Responses alone in their group are dropped first.
     """
-    group = _responses(inputs, inputs.scores.double())
+    group = response_statistics(inputs, inputs.scores.double())
     kept = inputs.mask & ~group.alone[:, None]
     centred = group.centred.to(inputs.scores.dtype)
     to_go = discounted_sum(token_rewards(centred, inputs.token_penalty, kept), kept, 1.0)
@@ -58,14 +56,14 @@ def grpo_process(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     if inputs.step_rewards is None or inputs.step_ends is None:
         raise ValueError("grpo_process needs step_rewards and step_ends, but one of them is missing")
-    group = _responses(inputs)
+    group = response_statistics(inputs)
     ends = inputs.step_ends & inputs.mask & ~group.alone[:, None]
     rows, _ = ends.nonzero(as_tuple=True)
     so_far = torch.where(inputs.mask, inputs.token_penalty, 0).cumsum(1)[ends].double()
     before = torch.cat([so_far.new_zeros(1), so_far[:-1]])[: len(so_far)]
     is_first = torch.cat([rows.new_full((1,), -1), rows[:-1]])[: len(rows)] != rows
     rewards = inputs.step_rewards[ends].double() + so_far - torch.where(is_first, 0, before)
-    steps = _GroupStatistics.of(rewards, group.index[rows], group.count)
+    steps = GroupStatistics.of(rewards, group.index[rows], group.count)
     standardised = torch.zeros_like(inputs.step_rewards)
     standardised[ends] = steps.standardised(inputs).to(standardised.dtype)
     advantages = discounted_sum(standardised, inputs.mask, 1.0)
@@ -84,7 +82,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Computed as (R − mean)·G/(G−1), which is the same.
     """
-    group = _responses(inputs)
+    group = response_statistics(inputs)
     advantages = group.centred * group.size / (group.size - 1).clamp(min=1)
     return AdvantageOutputs(advantages=per_token(inputs, advantages), dropped=group.alone)
 
@@ -96,7 +94,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     The length-weighted mean is the baseline of least variance where a response's squared gradient norm grows with its
     number of sampled tokens |o_j|. Meant for exact on-policy steps.
     """
-    group = _responses(inputs)
+    group = response_statistics(inputs)
     lengths = inputs.mask.sum(1)
     # Weighing distances from the plain mean leaves the same baseline and keeps large scores exact.
     shift = group.total(lengths * group.centred) / group.total(lengths).clamp(min=1)
@@ -111,68 +109,32 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     B is the number of responses of the batch and M of those in tied groups, which have no gradient but do count in the
     denominators: α gives the mean gradient of the others. Dropped responses and those without sampled tokens are in neither.
     """
-    group = _responses(inputs)
+    group = response_statistics(inputs)
     compared = inputs.mask.any(1) & ~group.alone
     live = int((compared & ~group.tied).sum())
     alpha = int(compared.sum()) / max(live, 1)
     return AdvantageOutputs(advantages=per_token(inputs, alpha * group.centred), dropped=group.alone)
 
 
+@estimator("gdpo")
+def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Σ_k w_k·(r_k − mean of the group)/(std of the group + eps) over the sources of reward, whitened over the responses of the
+    batch (arXiv 2601.05242).
+
+    Reads `rewards_by_source` and `reward_weights` in place of `scores` and token penalties.
+
+    Raises:
+        ValueError: there are no weights, or a source that has one did not judge every response.
+    """
+    if not inputs.reward_weights or not inputs.reward_weights.keys() <= inputs.rewards_by_source.keys():
+        raise ValueError("gdpo needs reward_weights, and rewards_by_source of every source in them, but one of them is missing")
+    total = torch.zeros(len(inputs.scores), dtype=torch.float64)
+    for source, weight in inputs.reward_weights.items():
+        group = response_statistics(inputs, inputs.rewards_by_source[source].double())
+        total += weight * group.standardised(inputs)
+    return AdvantageOutputs(advantages=per_token(inputs, total), dropped=group.alone)
+
+
 def _less_group_mean(inputs: AdvantageInputs) -> AdvantageOutputs:
-    group = _responses(inputs)
+    group = response_statistics(inputs)
     return AdvantageOutputs(advantages=per_token(inputs, group.centred), dropped=group.alone)
-
-
-@dataclass(frozen=True)
-class _GroupStatistics:
-    """Values of N responses or steps, and for each of them its group's statistics, `[N]`; only members count in any."""
-
-    index: Tensor
-    """int64: groups numbered from 0."""
-    count: int
-    """Number of groups."""
-    centred: Tensor
-    """float64: value − mean; exactly 0 in tied groups and for those that are no members."""
-    size: Tensor
-    """int64: members."""
-    tied: Tensor
-    """bool: all values are equal."""
-    alone: Tensor
-    """bool: a member without another."""
-
-    @classmethod
-    def of(cls, values: Tensor, index: Tensor, count: int, member: Tensor | None = None) -> _GroupStatistics:
-        """Statistics of `values` float64 `[N]` by `index` int64 `[N]`; `member` bool `[N]`, None: all are."""
-        member = torch.ones_like(index, dtype=torch.bool) if member is None else member
-
-        def extreme(reduction: str, ignored: float) -> Tensor:
-            among = torch.where(member, values, ignored)
-            return among.new_zeros(count).scatter_reduce(0, index, among, reduction, include_self=False)[index]
-
-        tied = extreme("amin", torch.inf) == extreme("amax", -torch.inf)
-        size = _total(member.long(), index, count)
-        mean = _total(torch.where(member, values, 0), index, count) / size.clamp(min=1)
-        return cls(index, count, torch.where(member & ~tied, values - mean, 0), size, tied, member & (size == 1))
-
-    def total(self, x: Tensor) -> Tensor:
-        """Sum of `x` `[N]` over each one's group, `[N]`."""
-        return _total(x, self.index, self.count)
-
-    def standardised(self, inputs: AdvantageInputs) -> Tensor:
-        """(value − mean) / (std + eps), float64 `[N]`, with `eps` and `unbiased` of `inputs`; exactly 0 in tied groups."""
-        freedom = (self.size - int(inputs.unbiased)).clamp(min=1)
-        deviation = (self.total(self.centred * self.centred) / freedom).sqrt() + inputs.eps
-        return torch.where(self.tied, 0, self.centred / deviation)
-
-
-def _responses(inputs: AdvantageInputs, values: Tensor | None = None) -> _GroupStatistics:
-    """Statistics of `values` float64 `[B]` by `inputs.groups` (None: of R); responses without sampled tokens are no members."""
-    if values is None:
-        values = inputs.scores.double() + torch.where(inputs.mask, inputs.token_penalty, 0).sum(1, dtype=torch.float64)
-    _, index = inputs.groups.unique(return_inverse=True)
-    count = int(index.max()) + 1 if len(index) else 0
-    return _GroupStatistics.of(values, index, count, inputs.mask.any(1))
-
-
-def _total(x: Tensor, index: Tensor, count: int) -> Tensor:
-    return x.new_zeros(count).index_add(0, index, x)[index]

@@ -167,8 +167,7 @@ class AlgorithmConfig(Section):
     """Advantage estimator (docs/methods.md#advantages), or your own as `package.module:function` or
     `path/to/file.py:function`."""
     advantage_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of an estimator of your own, or of `gae`: `critic_lambda` (that of the advantages) and `length_alpha`
-    (docs/methods.md#advantage-gae)."""
+    """Keyword arguments of an estimator of your own, or of `gae`, `pass_at_k` or `gigpo` (docs/methods.md#advantages)."""
     policy_loss: PolicyLossName | UserFunction = "clip"
     """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
     `path/to/file.py:function`."""
@@ -193,7 +192,7 @@ class AlgorithmConfig(Section):
     mini_batches: Positive = 1
     """Number of mini-batches that the sequences of a step are split into; each is one optimizer step."""
     gamma: Fraction = 1.0
-    """Discount factor per token."""
+    """Discount factor per token; per turn for `turn_rloo` and `gigpo`."""
     gae_lambda: Fraction = 1.0
     """Lambda of generalised advantage estimation (GAE)."""
     advantage_normalisation: NormalisationName = "none"

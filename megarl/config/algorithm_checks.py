@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.algorithms.catalogue import COVARIANCE_BOUNDS, ESTIMATORS, POLICY_LOSSES, WEIGHTS, Argument
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.estimator_checks import check_estimator
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
 
@@ -26,13 +27,7 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError.of(
             "algorithm.policy_loss_args.low", low, allowed=f"less than algorithm.policy_loss_args.high = {high}"
         )
-    if needed.group and config.rollout.samples_per_prompt < 2:
-        raise ConfigError.of(
-            "rollout.samples_per_prompt",
-            config.rollout.samples_per_prompt,
-            f"gives algorithm.advantage = '{algorithm.advantage}' no two responses of a prompt to compare",
-            allowed="at least 2",
-        )
+    check_estimator(config)
     if algorithm.advantage_normalisation.startswith("group") and config.rollout.samples_per_prompt < 2:
         reason = "compares advantages in groups, and rollout.samples_per_prompt = 1 gives a group one response"
         allowed = "'none', 'batch' or 'batch_rms'"
@@ -54,17 +49,6 @@ def check_algorithm(config: Config) -> None:
             algorithm.shaping.overlong_tokens,
             allowed=f"at most rollout.max_new_tokens = {config.rollout.max_new_tokens}",
         )
-    if needed.step_rewards and not (config.reward_model.per_step and config.uses_reward_model):
-        raise ConfigError.needs(
-            f"algorithm.advantage = '{algorithm.advantage}'",
-            "a reward model that scores every step",
-            "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage",
-        )
-    shaping = algorithm.shaping
-    if needed.step_rewards and (shaping.normalise or shaping.clip is not None):
-        field, value, allowed = ("clip", shaping.clip, "null") if shaping.clip is not None else ("normalise", True, "false")
-        reason = f"is for the reward of a response, and algorithm.advantage = '{algorithm.advantage}' reads those of steps"
-        raise ConfigError.of(f"algorithm.shaping.{field}", value, reason, allowed=allowed)
     if config.reward_model.step_aggregation != "mean" and not config.reward_model.per_step:
         remedy = "set reward_model.per_step, or remove reward_model.step_aggregation"
         raise ConfigError.needs("reward_model.step_aggregation", "a reward model that scores every step", remedy)
@@ -81,7 +65,7 @@ def check_algorithm(config: Config) -> None:
 
 
 def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], known: tuple[Argument, ...]) -> None:
-    """Check the arguments of the built-in estimator or loss `name`: numbers in their bounds, each of a name that it takes."""
+    """Check the arguments of the built-in estimator or loss `name`: each of a name that it takes and a value that it allows."""
     field, by_name = f"algorithm.{what}_args", {one.name: one for one in known}
     if arguments and not known:
         reason = f"is for a function of your own, and algorithm.{what} = '{name}' is built in"
@@ -91,6 +75,9 @@ def _check_arguments(what: str, name: str, arguments: Mapping[str, Any], known: 
             raise ConfigError.of(field, argument, f"algorithm.{what} = '{name}' does not take", choices=tuple(by_name))
         if not by_name[argument].allows(value):
             raise ConfigError.of(f"{field}.{argument}", value, allowed=by_name[argument].allowed)
+    for one in known:
+        if one.required and one.name not in arguments:
+            raise ConfigError.needs(f"algorithm.{what} = '{name}'", f"{field}.{one.name}", f"set it to {one.allowed}")
 
 
 def _check_entropy(config: Config) -> None:
@@ -121,7 +108,7 @@ def _check_correction(config: Config) -> None:
             if not (algorithm.loss_needs.ratio or in_reward or algorithm.distillation.in_advantage):
                 reason = f"is for a ratio, and algorithm.policy_loss = '{algorithm.policy_loss}' has none"
                 raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
-            if algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy:
+            if algorithm.estimator_needs.reads_policy:
                 reason = f"leaves out the pass that algorithm.advantage = '{algorithm.advantage}' needs"
                 raise ConfigError.of(f"{field}[{number}].mode", one.mode, reason, allowed="another correction, or none")
             if len(corrections) > 1:
@@ -182,7 +169,7 @@ def _check_kl(config: Config) -> None:
         raise ConfigError.of(
             "algorithm.kl.apply_to",
             "reward",
-            f"needs an advantage per token, and algorithm.advantage = '{advantage}' has one per response",
+            f"penalises each token, which algorithm.advantage = '{advantage}' has no place for",
             allowed="'loss', or set algorithm.kl.coef to 0",
         )
     if kl.coef and kl.apply_to == "reward" and kl.estimator != "k1":

@@ -84,6 +84,11 @@ class Questions(Section):
     def needs_old_log_probs(self) -> bool:
         """Whether a step begins with a pass of the policy over its sequences."""
 
+    @property
+    def needs_collision(self) -> bool:
+        """Whether that pass answers the collision probabilities of the policy's distributions, too."""
+        return False
+
     @abstractmethod
     def batch_rows(self) -> list[tuple[str, str]]:
         """(what, how many) of one training step, as it is printed before the run starts."""

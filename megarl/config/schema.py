@@ -29,6 +29,7 @@ from megarl.config.sections import (
     RunConfig,
     TeacherConfig,
     TrackersConfig,
+    reward_labels,
 )
 
 
@@ -181,12 +182,23 @@ class Config(Questions):
         algorithm = self.algorithm
         if algorithm.bypasses_old_log_probs:
             return False
-        is_read = algorithm.estimator_needs.old_log_probs or algorithm.estimator_needs.entropy
-        is_read |= bool(algorithm.loss_needs.choice) or algorithm.entropy.reads_pass
+        is_read = algorithm.estimator_needs.reads_policy or bool(algorithm.loss_needs.choice) or algorithm.entropy.reads_pass
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
         distilled = algorithm.distillation.in_advantage or algorithm.distillation.asks_policy
         is_read = is_read or in_reward or distilled
         return self.optimizer_steps_per_step > 1 or is_read or bool(algorithm.rollout_correction)
+
+    @property
+    def needs_collision(self) -> bool:
+        """`Σ_v π(v)²` before each token, as the advantage estimator needs it."""
+        return self.algorithm.estimator_needs.collision
+
+    @property
+    def reward_weights(self) -> dict[str, float]:
+        """By label of a source of reward, as in `Sample.rewards`, its weight in the sum of all."""
+        labels = reward_labels([reward.name for reward in self.rewards])
+        weights = {label: reward.weight for label, reward in zip(labels, self.rewards, strict=True)}
+        return weights | ({"reward_model": self.reward_model.weight} if self.uses_reward_model else {})
 
     def batch_rows(self) -> list[tuple[str, str]]:
         """The batch arithmetic."""

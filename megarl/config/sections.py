@@ -5,7 +5,7 @@ Pure values, importable without torch; what two kinds of config share stands her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -387,6 +387,11 @@ class RewardConfig(Section):
     """Weight of this reward in the sum."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward."""
+
+
+def reward_labels(names: Sequence[str]) -> list[str]:
+    """What the sources `names` count under in `Sample.rewards`: a name used again is `name#2`, `name#3` and so on."""
+    return [f"{name}#{names[:place].count(name) + 1}" if name in names[:place] else name for place, name in enumerate(names)]
 
 
 class WorkerDeadlines(Section):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from megarl.data.media import Media
@@ -43,6 +44,9 @@ class Sample:
     in `turns`, as chat messages in order (`assistant`: the policy; `tool` or `user`: what it was told), and
     `response_text` is then the policy's last turn: what a tool said is no answer.
 
+    `turn_rewards` is what an environment gave to each turn of the policy, and `turn_states` a key of the state before it, equal
+    for equal states. Both are empty where nobody said, or have one entry per turn: per run of tokens that the policy sampled.
+
     A response that comes from a data row was sampled by no engine: `rollout_log_probs` and `weight_versions` are both
     empty, and `sampled_mask` is 1 on the tokens to be trained on. `labels` is empty, or has one number from 0 to 1 per
     such token, in their order: whether the step that the token ends is right, or whether the response is desirable.
@@ -64,6 +68,8 @@ class Sample:
     rewards: dict[str, float] = field(default_factory=dict)
     row: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, Any]] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    turn_states: list[str] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
 
@@ -76,6 +82,11 @@ class Sample:
                 f"sample {self.sample_id}: response_ids, sampled_mask, rollout_log_probs and weight_versions must have "
                 f"one entry per response token (the last two may both be empty), got lengths {sorted(lengths)}"
             )
+        turns = sum(one and not before for before, one in pairwise([0, *self.sampled_mask]))
+        for name in ("turn_rewards", "turn_states"):
+            given = len(getattr(self, name))
+            if given not in (0, turns):
+                raise ValueError(f"sample {self.sample_id}: {name} must have one entry per turn, got {given} for {turns} turns")
         if self.labels and len(self.labels) != sum(self.sampled_mask):
             raise ValueError(
                 f"sample {self.sample_id}: labels must have one entry per token in the mask, got {len(self.labels)} "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import AnyConfig, Config, SupervisedConfig, parse_config
+from megarl.config.layout_section import LayoutConfig
 from megarl.config.load import parse_supervised_config
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import load_hf_config
@@ -75,15 +76,15 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
     if config.needs_teacher:
         if config.algorithm.distillation.in_loss:
             tree["algorithm"]["distillation"]["top_k"] = min(config.algorithm.distillation.top_k, len(WORDS))
-        one, *named = (
-            {"path": str(folder / "model"), "layout": None if teacher.layout is None else shrunk_layout(teacher.layout)}
-            for teacher in (config.teacher, *config.teacher.named)
-        )
-        names = (teacher.name for teacher in config.teacher.named)
-        tree["teacher"] = one | {"named": [teacher | {"name": name} for name, teacher in zip(names, named, strict=True)]}
+        named = [_small_teacher(teacher.layout, folder) | {"name": teacher.name} for teacher in config.teacher.named]
+        tree["teacher"] = _small_teacher(config.teacher.layout, folder) | {"named": named}
     if config.uses_critic:
         tree["critic"] = ROLE | {"layout": shrunk_layout(config.critic.layout, _chunk_layers(config))}
     return parse_config(tree)
+
+
+def _small_teacher(layout: LayoutConfig | None, folder: Path) -> dict[str, Any]:
+    return {"path": str(folder / "model"), "layout": None if layout is None else shrunk_layout(layout)}
 
 
 def _small_supervised(config: SupervisedConfig, folder: Path, ray_address: str) -> SupervisedConfig:

@@ -167,5 +167,6 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 temperature=options.temperature,
                 chunk_tokens=options.logit_chunk_tokens,
                 limits=options.sampling_limits,
+                collision=options.collision,
             )
     return model

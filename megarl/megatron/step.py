@@ -69,8 +69,9 @@ def forward(
 
     `progress` is kept up to date, for another thread to look at.
 
-    C is 1 for a value head. A log-prob head gives log-prob and entropy, then the log-probs of the tokens in the column
-    `SCORED_IDS`, if there is one, then the ids of the `top_k` likeliest tokens and their log-probs.
+    C is 1 for a value head. A log-prob head gives log-prob and entropy, with the option `collision` the collision probability,
+    then the log-probs of the tokens in the column `SCORED_IDS`, if there is one, then the ids of the `top_k` likeliest tokens
+    and their log-probs.
 
     Only ranks of the last pipeline stage get a result; others get none.
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from megarl.config.secrets import without_secrets
-from megarl.config.sections import DataConfig
+from megarl.config.sections import DataConfig, reward_labels
 from megarl.data.final_answer import extract_answer
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
@@ -67,17 +67,13 @@ class RewardSetting(Protocol):
 
 
 def build_rewards(configs: Sequence[RewardSetting], data: DataConfig) -> RewardSources:
-    """The sources that `configs` name. A name used again counts under `name#2`, `name#3` and so on.
+    """The sources that `configs` name.
 
     Raises:
         RewardError: a name is neither built in nor a function that can be imported, or it does not take its arguments.
     """
-    sources: list[tuple[str, float, Scorer]] = []
-    for config in configs:
-        earlier = sum(label.partition("#")[0] == config.name for label, _, _ in sources)
-        label = f"{config.name}#{earlier + 1}" if earlier else config.name
-        sources.append((label, config.weight, _scorer(config, data)))
-    return RewardSources(sources)
+    labels = reward_labels([config.name for config in configs])
+    return RewardSources([(label, config.weight, _scorer(config, data)) for label, config in zip(labels, configs, strict=True)])
 
 
 def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:

@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms import AdvantageInputs
+from megarl.algorithms import ADVANTAGES, AdvantageInputs, AdvantageOutputs, rewards_of_turns, turn_numbers
 from megarl.algorithms.catalogue import POLICY_LOSSES
 
 B, T = 9, 8
+ARGUMENTS: dict[str, dict[str, Any]] = {"pass_at_k": {"k": 2}}
+"""What estimators are given by name."""
+
+
+def resolved(name: str) -> Callable[[AdvantageInputs], AdvantageOutputs]:
+    """The estimator `name` with its arguments."""
+    return partial(ADVANTAGES.resolve(name), **ARGUMENTS.get(name, {}))
+
+
+def enriched(inputs: AdvantageInputs, seed: int) -> AdvantageInputs:
+    """`inputs` with two sources of reward, rewards and states of turns, and what a pass of the policy gives.
+
+    A response's source `a` and the rewards of its turns are its score in other words; there are three states.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = inputs.mask.shape
+    turns, scores = turn_numbers(inputs.mask), inputs.scores
+    given = torch.randint(0, 2, shape, generator=generator).double().tolist()
+    states = torch.randint(0, 3, shape, generator=generator)
+    log_probs = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
+    others = 1 - log_probs.exp()
+    more: dict[str, Any] = {
+        "rewards_by_source": {"a": scores, "b": torch.randint(0, 3, (len(scores),), generator=generator).to(scores.dtype)},
+        "reward_weights": {"a": 1.0, "b": 0.5},
+        "turns": turns,
+        "turn_rewards": rewards_of_turns(scores, turns, given),
+        "states": torch.where(inputs.mask, states.gather(1, turns.clamp(min=0)), -1) if shape[1] else states,
+        "old_log_probs": log_probs.masked_fill(~inputs.mask, float("nan")),
+        "collision": (log_probs.exp() ** 2 + others**2 / 4).masked_fill(~inputs.mask, float("nan")),
+    }
+    return dataclasses.replace(inputs, **more)
 
 
 def batch(seed: int = 0, *, penalty: bool = False, **changes: Any) -> AdvantageInputs:
@@ -39,12 +72,15 @@ def batch(seed: int = 0, *, penalty: bool = False, **changes: Any) -> AdvantageI
         step_rewards=noise[2].masked_fill(~(ends & mask), float("nan")),
         step_ends=ends,
     )
-    return dataclasses.replace(inputs, **changes)
+    known = {name: value for name, value in changes.items() if name in ("scores", "mask", "groups", "token_penalty")}
+    inputs = dataclasses.replace(inputs, **known)
+    return dataclasses.replace(enriched(inputs, seed + 1000), **changes)
 
 
 def rows_of(inputs: AdvantageInputs, rows: list[int] | Tensor) -> AdvantageInputs:
     """The responses `rows` alone, in that order."""
     fields = {f.name: getattr(inputs, f.name) for f in dataclasses.fields(inputs)}
+    fields["rewards_by_source"] = {source: given[rows] for source, given in inputs.rewards_by_source.items()}
     return AdvantageInputs(**{name: v[rows] if isinstance(v, Tensor) else v for name, v in fields.items()})
 
 

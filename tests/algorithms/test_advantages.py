@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms import ADVANTAGES, AdvantageInputs, RunningMean, masked_whiten, token_rewards
-from tests.algorithms.batches import B, T, batch, constant, dense, places, rewards_of, rows_of, same
+from tests.algorithms.batches import B, T, batch, constant, dense, places, resolved, rewards_of, rows_of, same
 
 WITH_PENALTY = (
     "gae",
@@ -183,7 +183,7 @@ def test_reinforce_plus_plus_is_the_score_and_the_penalty_to_come_whitened_over_
         penalty = [float(inputs.token_penalty[i, t]) for t in places(inputs, i)]
         rewards = [*penalty[:-1], penalty[-1] + score]
         rows[i] = [sum(gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))) for k in range(len(rewards))]
-    same(ADVANTAGES.resolve(name)(inputs).advantages, dense(inputs, plain_whiten(rows, unbiased, 0.01)))
+    same(resolved(name)(inputs).advantages, dense(inputs, plain_whiten(rows, unbiased, 0.01)))
 
 
 def test_remax_subtracts_the_greedy_score_at_every_token() -> None:
@@ -197,7 +197,7 @@ def test_remax_subtracts_the_greedy_score_at_every_token() -> None:
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "reinforce_plus_plus_baseline"])
 def test_equal_scores_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
     scores = torch.full((B,), 0.1, dtype=dtype)  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
-    outputs = ADVANTAGES.resolve(name)(batch(scores=scores, eps=0.0, gamma=1.0))
+    outputs = resolved(name)(batch(scores=scores, eps=0.0, gamma=1.0))
     assert outputs.advantages.dtype == dtype
     assert bool((outputs.advantages == 0).all())
 
@@ -209,9 +209,9 @@ def test_advantages_do_not_depend_on_the_order_of_the_responses(name: str, order
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.linspace(0, 1, B, dtype=torch.float64)}
     inputs = batch(seed, penalty=name in WITH_PENALTY, **extra)
     shuffled = rows_of(inputs, list(order))
-    outputs = ADVANTAGES.resolve(name)(inputs)
+    outputs = resolved(name)(inputs)
     assert bool((outputs.advantages[~inputs.mask] == 0).all())
-    same(ADVANTAGES.resolve(name)(shuffled).advantages, outputs.advantages[order])
+    same(resolved(name)(shuffled).advantages, outputs.advantages[order])
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
@@ -219,8 +219,10 @@ def test_a_batch_in_which_nothing_was_sampled_has_no_advantages(name: str) -> No
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.zeros(B), "mask": torch.zeros(B, T, dtype=torch.bool)}
     for changes in (extra, extra | {"mask": torch.zeros(B, 0, dtype=torch.bool), "token_penalty": torch.zeros(B, 0),
                                     "values": torch.zeros(B, 0),
-                                    "step_rewards": torch.zeros(B, 0), "step_ends": torch.zeros(B, 0).bool()}):  # fmt: skip
-        outputs = ADVANTAGES.resolve(name)(batch(**changes))
+                                    "step_rewards": torch.zeros(B, 0), "step_ends": torch.zeros(B, 0).bool(),
+                                    "turns": torch.zeros(B, 0).long(), "turn_rewards": torch.zeros(B, 0),
+                                    "states": torch.zeros(B, 0).long()}):  # fmt: skip
+        outputs = resolved(name)(batch(**changes))
         assert outputs.advantages.shape == changes["mask"].shape
         assert not outputs.advantages.any()
         assert outputs.baseline in (None, RunningMean(3, 0.5))
@@ -237,7 +239,7 @@ def test_a_batch_in_which_nothing_was_sampled_has_no_advantages(name: str) -> No
 )
 def test_what_an_estimator_lacks_is_named(name: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
-        ADVANTAGES.resolve(name)(batch(**changes))
+        resolved(name)(batch(**changes))
 
 
 def test_the_score_is_at_the_last_sampled_token_and_before_it_only_the_penalty() -> None:
@@ -270,9 +272,9 @@ def test_the_block_of_columns_that_is_converted_at_a_time_changes_nothing(
 ) -> None:
     extra = {"baseline": RunningMean(3, 0.5), "greedy_scores": torch.linspace(0, 1, B, dtype=torch.float64)}
     inputs = batch(4, penalty=name in WITH_PENALTY, bootstrap_truncated=True, bootstrap_values=torch.arange(B), **extra)
-    whole = ADVANTAGES.resolve(name)(inputs)
+    whole = resolved(name)(inputs)
     monkeypatch.setattr("megarl.algorithms.advantages.COLUMNS", columns)
-    in_blocks = ADVANTAGES.resolve(name)(inputs)
+    in_blocks = resolved(name)(inputs)
     same(in_blocks.advantages, whole.advantages)
     if whole.returns is not None:
         assert in_blocks.returns is not None

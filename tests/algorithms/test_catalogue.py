@@ -25,12 +25,17 @@ from megarl.algorithms import (
 )
 from megarl.algorithms.catalogue import ESTIMATOR_SETTINGS, ESTIMATORS, NORMALISATIONS, SETTINGS, Argument
 from megarl.config.presets import AdvantageName, PolicyLossName
-from tests.algorithms.batches import B, batch, given_to
+from tests.algorithms.batches import ARGUMENTS, B, batch, given_to, resolved
 
 GIVEN_FOR: dict[str, dict[str, Any]] = {
     "values": {"values": None},
     "greedy": {"greedy_scores": None},
     "step_rewards": {"step_rewards": None, "step_ends": None},
+    "old_log_probs": {"old_log_probs": None},
+    "collision": {"collision": None},
+    "sources": {"rewards_by_source": {}, "reward_weights": {}},
+    "turn_rewards": {"turn_rewards": None},
+    "turn_states": {"states": None},
 }
 """What an estimator is not given if it does not have the need."""
 
@@ -45,7 +50,7 @@ def differs(name: str, **changes: Any) -> bool:
     """Whether the estimator answers something else, or cannot answer, with these inputs changed."""
 
     def answer(inputs: AdvantageInputs) -> AdvantageOutputs:
-        outputs: AdvantageOutputs = ADVANTAGES.resolve(name)(inputs)
+        outputs: AdvantageOutputs = resolved(name)(inputs)
         return outputs
 
     before = answer(everything(name))
@@ -72,7 +77,7 @@ def test_an_estimator_reads_what_it_says_it_needs_and_nothing_else(name: str, ne
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_an_estimator_with_a_critic_answers_what_the_critic_is_trained_on(name: str) -> None:
-    outputs: AdvantageOutputs = ADVANTAGES.resolve(name)(everything(name))
+    outputs: AdvantageOutputs = resolved(name)(everything(name))
     assert (outputs.returns is not None) is ESTIMATORS[name].values
 
 
@@ -80,7 +85,7 @@ def test_an_estimator_with_a_critic_answers_what_the_critic_is_trained_on(name: 
 def test_an_estimator_compares_groups_if_it_says_so(name: str) -> None:
     alone = everything(name).groups.clone()
     alone[:] = torch.arange(B)
-    outputs: AdvantageOutputs = ADVANTAGES.resolve(name)(everything(name, groups=alone))
+    outputs: AdvantageOutputs = resolved(name)(everything(name, groups=alone))
     assert (outputs.dropped is not None and bool(outputs.dropped.all())) is ESTIMATORS[name].group
     assert differs(name, groups=alone) is ESTIMATORS[name].group
 
@@ -88,14 +93,13 @@ def test_an_estimator_compares_groups_if_it_says_so(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_an_estimator_has_a_place_for_a_token_penalty(name: str) -> None:
     penalty = torch.linspace(-1, 0, 72, dtype=torch.float64).reshape(9, 8)
-    assert ESTIMATORS[name].token_penalty
-    assert differs(name, token_penalty=penalty)
+    assert differs(name, token_penalty=penalty) is ESTIMATORS[name].token_penalty
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_an_estimator_says_whether_it_gives_one_number_to_a_response(name: str) -> None:
     inputs = everything(name, token_penalty=torch.linspace(-1, 0, 72, dtype=torch.float64).reshape(9, 8))
-    advantages = ADVANTAGES.resolve(name)(inputs).advantages
+    advantages = resolved(name)(inputs).advantages
     spread = [row[mask].max() - row[mask].min() for row, mask in zip(advantages, inputs.mask, strict=True)]
     assert bool(max(spread) == 0) is ESTIMATORS[name].per_response
 
@@ -112,7 +116,7 @@ def test_an_estimator_normalises_by_itself_as_it_says(name: str) -> None:
 def test_an_estimator_reads_the_constants_that_it_says_it_reads(name: str, setting: str) -> None:
     changed = {"unbiased": False}.get(setting, 0.5)
     raw = functools.partial(everything, name, normalisation="none")
-    before, after = (ADVANTAGES.resolve(name)(raw(**change)).advantages for change in ({}, {setting: changed}))
+    before, after = (resolved(name)(raw(**change)).advantages for change in ({}, {setting: changed}))
     assert (not torch.equal(before, after)) is (setting in ESTIMATORS[name].settings)
 
 
@@ -154,12 +158,17 @@ def test_a_loss_and_its_choice_take_the_arguments_that_the_config_may_give_them(
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_an_estimator_takes_the_arguments_that_the_config_may_give_it(name: str) -> None:
-    assert list(optional_arguments(ADVANTAGES.resolve(name))) == [one.name for one in ESTIMATORS[name].arguments]
+    """Those that it must be given have no default there, and each changes what it answers."""
+    parameters = list(inspect.signature(inspect.unwrap(ADVANTAGES.resolve(name))).parameters.values())[1:]
+    assert [(one.name, one.default is one.empty) for one in parameters] == [
+        (one.name, one.required) for one in ESTIMATORS[name].arguments
+    ]
     for one in ESTIMATORS[name].arguments:
-        outputs = [ADVANTAGES.resolve(name)(everything(name), **given) for given in ({}, {one.name: 0.25})]
-        assert not (
-            torch.equal(outputs[0].advantages, outputs[1].advantages) and torch.equal(outputs[0].returns, outputs[1].returns)
-        )
+        assert not one.required or one.allows(ARGUMENTS[name][one.name])
+        other = ARGUMENTS.get(name, {}) | {one.name: {"number": 0.25, "whole": 1, "switch": False}[one.kind]}
+        before, after = resolved(name)(everything(name)), ADVANTAGES.resolve(name)(everything(name), **other)
+        same_returns = before.returns is None or torch.equal(before.returns, after.returns)
+        assert not (torch.equal(before.advantages, after.advantages) and same_returns)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +177,11 @@ def test_an_estimator_takes_the_arguments_that_the_config_may_give_it(name: str)
         (Argument("x"), "a number above 0", {1: True, 0: False, -1: False, math.inf: False, math.nan: False}),
         (Argument("x", most=1), "a number above 0 and at most 1", {1.0: True, 0.5: True, 0.0: False, 1.01: False}),
         (Argument("x", most=1, least_allowed=True), "a number of at least 0 and at most 1", {0: True, 1.0: True, -0.1: False}),
+        (Argument("x", 1, least_allowed=True, kind="whole"), "a whole number of at least 1", {1: True, 0: False, 1.5: False}),
+        (Argument("x", kind="switch"), "true or false", {True: True, False: True, 2: False, 0.5: False}),
     ],
 )
 def test_an_argument_allows_what_its_sentence_says(argument: Argument, allowed: str, values: dict[Any, bool]) -> None:
     assert argument.allowed == allowed
-    assert not any(argument.allows(value) for value in ("1", True, None))
+    assert not any(argument.allows(value) for value in ("1", None, *([] if argument.kind == "switch" else [True])))
     assert {value: argument.allows(value) for value in values} == values

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megarl.algorithms import ADVANTAGES, AdvantageInputs
-from tests.algorithms.batches import B, T, batch, constant, dense, places, rows_of, same
+from tests.algorithms.batches import ARGUMENTS, B, T, batch, constant, dense, enriched, places, resolved, rows_of, same
 
 OUTCOME = ("grpo", "dr_grpo", "rloo", "opo", "gpg")
-GROUPED = (*OUTCOME, "grpo_process", "reinforce_plus_plus_baseline")
+BY_TURN = ("turn_rloo", "gigpo")
+GROUPED = (
+    *OUTCOME, "grpo_process", "reinforce_plus_plus_baseline", "gdpo", "pass_at_k", "optimal_token_baseline", *BY_TURN
+)  # fmt: skip
+TOO_SMALL = {name: ARGUMENTS[name]["k"] if name in ARGUMENTS else 1 for name in GROUPED}
+"""The largest group that is dropped."""
 
 
 def members(inputs: AdvantageInputs, row: int) -> list[int]:
@@ -61,7 +66,7 @@ def plain(name: str, inputs: AdvantageInputs) -> list[float]:
 @pytest.mark.parametrize("name", OUTCOME)
 def test_every_outcome_estimator_is_its_row_of_methods(name: str, seed: int, unbiased: bool) -> None:
     inputs = batch(seed, unbiased=unbiased, eps=0.01)
-    outputs = ADVANTAGES.resolve(name)(inputs)
+    outputs = resolved(name)(inputs)
     same(outputs.advantages, constant(inputs, plain(name, inputs)))
     assert outputs.dropped is not None
     assert not outputs.dropped.any()
@@ -96,11 +101,43 @@ def test_one_step_at_the_end_of_each_response_makes_the_process_form_the_outcome
     same(process.advantages, ADVANTAGES.resolve("grpo")(inputs).advantages)
 
 
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_gdpo_normalises_each_source_in_its_group_and_their_weighted_sum_over_the_batch(seed: int, unbiased: bool) -> None:
+    inputs = batch(seed, unbiased=unbiased, eps=0.01, groups=torch.tensor([8, 2, 2, 5, 8, 5, 8, 5, 8]))
+    inputs.mask[3] = False
+    rows = [i for i in range(B) if i != 3]
+    sums = dict.fromkeys(rows, 0.0)
+    for source, weight in inputs.reward_weights.items():
+        given = [float(x) for x in inputs.rewards_by_source[source]]
+        for i in rows:
+            group = [given[j] for j in members(inputs, i)]
+            spread = std_of(group, unbiased)
+            sums[i] += weight * (given[i] - statistics.fmean(group)) / (spread + 0.01) if len({*group}) > 1 else 0.0
+    mean, spread = statistics.fmean(sums.values()), std_of([*sums.values()], unbiased)
+    want = [(sums[i] - mean) / (spread + 0.01) if i in sums else 0.0 for i in range(B)]
+    same(resolved("gdpo")(inputs).advantages, constant(inputs, want))
+    untouched = dataclasses.replace(inputs, scores=torch.full((B,), 1e6, dtype=torch.float64))
+    same(resolved("gdpo")(untouched).advantages, constant(inputs, want))
+
+
+def test_gdpo_tells_combinations_of_rewards_apart_whose_sums_are_equal() -> None:
+    """(1, 0) and (0, 1) have one sum; of the source that fewer responses satisfy, the normalised reward is larger."""
+    sources = {"a": torch.tensor([1.0, 0, 0, 0, 0, 0, 0, 0, 1]), "b": torch.tensor([0.0, 1, 1, 1, 1, 1, 1, 0, 0])}
+    inputs = batch(
+        groups=torch.zeros(B, dtype=torch.long), scores=sources["a"] + sources["b"], rewards_by_source=sources,
+        reward_weights={"a": 1.0, "b": 1.0}, token_penalty=torch.zeros(B, T),
+    )  # fmt: skip
+    by_source, by_sum = (resolved(name)(inputs).advantages[:, 0] for name in ("gdpo", "grpo"))
+    assert by_sum[0] == by_sum[1]
+    assert by_source[0] > by_source[1] + 0.3
+
+
 def test_opo_has_the_baseline_of_least_variance_for_gradients_that_grow_with_length() -> None:
     """Σ|o|·(r − b)² is least at OPO's b, so it is less than at the plain mean."""
     inputs = batch(0, groups=torch.zeros(B, dtype=torch.long))
     lengths = inputs.mask.sum(1)
-    opo, mean = (ADVANTAGES.resolve(name)(inputs).advantages.sum(1) / lengths for name in ("opo", "dr_grpo"))
+    opo, mean = (resolved(name)(inputs).advantages.sum(1) / lengths for name in ("opo", "dr_grpo"))
     assert abs((lengths * opo).sum()) < 1e-12
     assert (lengths * opo**2).sum() < (lengths * mean**2).sum()
 
@@ -119,25 +156,28 @@ def test_gpg_keeps_the_mean_gradient_of_the_groups_that_have_one() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in BY_TURN])
 def test_equal_rewards_give_exactly_zero(name: str, dtype: torch.dtype) -> None:
     value = 0.1  # 0.1 + 0.1 + 0.1 divided by 3 is not 0.1
-    equal = {"scores": torch.full((B,), value, dtype=dtype), "step_rewards": torch.full((B, T), value, dtype=dtype)}
-    outputs = ADVANTAGES.resolve(name)(batch(**equal, eps=0.0))
+    equal: dict[str, Any] = {
+        "scores": torch.full((B,), value, dtype=dtype),
+        "step_rewards": torch.full((B, T), value, dtype=dtype),
+        "rewards_by_source": dict.fromkeys("ab", torch.full((B,), value, dtype=dtype)),
+    }
+    outputs = resolved(name)(batch(**equal, eps=0.0))
     assert outputs.advantages.dtype == dtype
     assert bool((outputs.advantages == 0).all())
 
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_is_zero_dropped_and_invisible_to_the_others(name: str) -> None:
-    inputs = batch(2, penalty=True)
-    inputs.groups[4] = 999
-    outputs = ADVANTAGES.resolve(name)(inputs)
+    inputs = batch(2, penalty=True, groups=torch.tensor([0, 0, 0, 0, 999, 1, 1, 1, 1]))
+    outputs = resolved(name)(inputs)
     assert outputs.dropped is not None
     assert outputs.dropped.tolist() == [i == 4 for i in range(B)]
     assert bool((outputs.advantages[4] == 0).all())
     rest = [i for i in range(B) if i != 4]
-    others = ADVANTAGES.resolve(name)(rows_of(inputs, rest))
+    others = resolved(name)(rows_of(inputs, rest))
     assert others.dropped is not None
     assert not others.dropped.any()
     same(outputs.advantages[rest], others.advantages)
@@ -148,9 +188,9 @@ def test_a_response_without_sampled_tokens_counts_in_no_statistic(name: str) -> 
     inputs = batch(3)
     inputs.mask[0] = False
     inputs.scores[0] = 1e6
-    got = ADVANTAGES.resolve(name)(inputs).advantages
+    got = resolved(name)(inputs).advantages
     assert not got[0].any()
-    same(got[1:], ADVANTAGES.resolve(name)(rows_of(inputs, list(range(1, B)))).advantages)
+    same(got[1:], resolved(name)(rows_of(inputs, list(range(1, B)))).advantages)
 
 
 def random_groups(groups: list[int], scores: list[int], seed: int) -> AdvantageInputs:
@@ -158,14 +198,16 @@ def random_groups(groups: list[int], scores: list[int], seed: int) -> AdvantageI
     generator = torch.Generator().manual_seed(seed)
     size = len(groups)
     mask = torch.rand(size, 4, generator=generator) < 0.6
-    return AdvantageInputs(
+    inputs = AdvantageInputs(
         scores=torch.tensor(scores, dtype=torch.float64),
         token_penalty=torch.zeros(size, 4, dtype=torch.float64),
         mask=mask,
         groups=torch.tensor(groups),
         step_rewards=torch.randint(-1, 2, (size, 4), generator=generator).double(),
         step_ends=torch.rand(size, 4, generator=generator) < 0.6,
+        gamma=0.9,
     )
+    return enriched(inputs, seed)
 
 
 MANY_GROUPS = st.integers(1, 12).flatmap(
@@ -184,15 +226,15 @@ MANY_GROUPS = st.integers(1, 12).flatmap(
 def test_any_mixture_of_groups_is_handled_group_by_group(name: str, drawn: tuple[list[int], list[int], list[int], int]) -> None:
     groups, scores, order, seed = drawn
     inputs = random_groups(groups, scores, seed)
-    outputs = ADVANTAGES.resolve(name)(inputs)
+    outputs = resolved(name)(inputs)
     assert bool(outputs.advantages.isfinite().all())
     assert bool((outputs.advantages[~inputs.mask] == 0).all())
     assert outputs.dropped is not None
     sampled = [i for i in range(len(groups)) if inputs.mask[i].any()]
-    assert outputs.dropped.tolist() == [i in sampled and len(members(inputs, i)) == 1 for i in range(len(groups))]
-    shuffled = ADVANTAGES.resolve(name)(rows_of(inputs, list(order)))
+    assert outputs.dropped.tolist() == [i in sampled and len(members(inputs, i)) <= TOO_SMALL[name] for i in range(len(groups))]
+    shuffled = resolved(name)(rows_of(inputs, list(order)))
     same(shuffled.advantages, outputs.advantages[order])
-    renamed = ADVANTAGES.resolve(name)(dataclasses.replace(inputs, groups=5 - inputs.groups))
+    renamed = resolved(name)(dataclasses.replace(inputs, groups=5 - inputs.groups))
     same(renamed.advantages, outputs.advantages)
     if name in OUTCOME:
         dropped = set(outputs.dropped.nonzero().flatten().tolist())
@@ -201,17 +243,17 @@ def test_any_mixture_of_groups_is_handled_group_by_group(name: str, drawn: tuple
         same(outputs.advantages, constant(inputs, [0.0 if i in dropped else a for i, a in enumerate(plain(name, kept))]))
 
 
-@pytest.mark.parametrize("name", [n for n in GROUPED if n not in ("gpg", "reinforce_plus_plus_baseline")])
+@pytest.mark.parametrize("name", [n for n in GROUPED if n not in ("gpg", "reinforce_plus_plus_baseline", "gdpo")])
 @settings(max_examples=30, deadline=None)
 @given(drawn=MANY_GROUPS)
 def test_a_group_does_not_see_the_others(name: str, drawn: tuple[list[int], list[int], list[int], int]) -> None:
     """Uneven groups never mix: each group's advantages are those it has in a batch of its own."""
     groups, scores, _, seed = drawn
     inputs = random_groups(groups, scores, seed)
-    together = ADVANTAGES.resolve(name)(inputs).advantages
+    together = resolved(name)(inputs).advantages
     for group in set(groups):
         rows = [i for i in range(len(groups)) if groups[i] == group]
-        same(together[rows], ADVANTAGES.resolve(name)(rows_of(inputs, rows)).advantages)
+        same(together[rows], resolved(name)(rows_of(inputs, rows)).advantages)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -223,7 +265,7 @@ def test_a_penalty_in_the_reward_is_part_of_what_is_compared(name: str, seed: in
     folded = dataclasses.replace(
         inputs, scores=torch.tensor(whole, dtype=torch.float64), token_penalty=torch.zeros_like(inputs.token_penalty)
     )
-    same(ADVANTAGES.resolve(name)(inputs).advantages, constant(inputs, plain(name, folded)))
+    same(resolved(name)(inputs).advantages, constant(inputs, plain(name, folded)))
 
 
 def test_a_penalty_in_the_reward_counts_to_the_step_that_it_is_in() -> None:
@@ -249,11 +291,19 @@ def test_a_penalty_in_the_reward_counts_to_the_step_that_it_is_in() -> None:
     [
         ("grpo_process", {"step_rewards": None}, "step_rewards"),
         ("grpo_process", {"step_ends": None}, "step_ends"),
+        ("gdpo", {"reward_weights": {}}, "reward_weights"),
+        ("gdpo", {"rewards_by_source": {"a": torch.zeros(B)}}, "rewards_by_source"),
+        ("optimal_token_baseline", {"old_log_probs": None}, "old_log_probs"),
+        ("optimal_token_baseline", {"collision": None}, "collision"),
+        ("turn_rloo", {"turns": None}, "turns"),
+        ("turn_rloo", {"turn_rewards": None}, "turn_rewards"),
+        ("gigpo", {"turn_rewards": None}, "turn_rewards"),
+        ("gigpo", {"states": None}, "states"),
     ],
 )
 def test_what_a_group_estimator_lacks_is_named(name: str, changes: dict[str, Any], missing: str) -> None:
     with pytest.raises(ValueError, match=missing):
-        ADVANTAGES.resolve(name)(batch(**changes))
+        resolved(name)(batch(**changes))
 
 
 def test_group_statistics_are_exact_for_scores_far_from_zero() -> None:

@@ -26,9 +26,10 @@ from megarl.algorithms import (
     mismatch_sums,
     token_weights,
     top_entropies,
+    turn_numbers,
     value_loss,
 )
-from tests.algorithms.batches import given_to
+from tests.algorithms.batches import given_to, resolved
 
 B, T = 64, 1024
 TIMES = 3
@@ -77,8 +78,17 @@ def test_an_estimator_allocates_at_most_three_times_its_inputs(name: str) -> Non
     if name == "grpo_process":
         inputs.step_rewards, inputs.step_ends = NOISE[0], ENDS
         read += [NOISE[0], ENDS]
+    if name == "gdpo":
+        inputs.rewards_by_source, inputs.reward_weights = {"a": binary}, {"a": 1.0}
+    if name == "optimal_token_baseline":
+        inputs.old_log_probs, inputs.collision = -NOISE[0].abs(), NOISE[1].abs()
+        read += [inputs.old_log_probs, inputs.collision]
+    if name in ("turn_rloo", "gigpo"):
+        inputs.turns = turn_numbers(MASK)
+        inputs.turn_rewards, inputs.states = NOISE[0], inputs.turns
+        read += [inputs.turns, inputs.turn_rewards]
     inputs.baseline, inputs.greedy_scores = RunningMean(), binary
-    assert peak_bytes(lambda: ADVANTAGES.resolve(name)(inputs)) <= TIMES * size(*read)
+    assert peak_bytes(lambda: resolved(name)(inputs)) <= TIMES * size(*read)
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)

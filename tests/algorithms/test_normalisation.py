@@ -12,7 +12,7 @@ import torch
 
 from megarl.algorithms import ADVANTAGES, AdvantageInputs, RunningMean
 from megarl.algorithms.catalogue import ESTIMATORS, NORMALISATIONS
-from tests.algorithms.batches import B, batch, dense, places, same
+from tests.algorithms.batches import B, batch, dense, places, resolved, same
 
 EPS = 0.01
 
@@ -46,12 +46,12 @@ def plain(
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_every_estimator_is_normalised_as_the_config_says(name: str, mode: str, unbiased: bool) -> None:
     inputs = full(1, unbiased=unbiased, normalisation="none")
-    raw = ADVANTAGES.resolve(name)(inputs)
+    raw = resolved(name)(inputs)
     dropped = raw.dropped if raw.dropped is not None else torch.zeros(B, dtype=torch.bool)
     values = {i: [float(raw.advantages[i, t]) for t in places(inputs, i)] for i in range(B) if not dropped[i]}
     rows = plain(values, inputs.groups.tolist(), mode, per_response=ESTIMATORS[name].per_response, unbiased=unbiased)
     inputs.normalisation = mode
-    got = ADVANTAGES.resolve(name)(inputs)
+    got = resolved(name)(inputs)
     same(got.advantages, dense(inputs, {i: rows.get(i, [0.0] * len(places(inputs, i))) for i in range(B)}))
     if raw.returns is not None:
         assert got.returns is not None

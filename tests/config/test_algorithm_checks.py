@@ -51,6 +51,74 @@ def test_the_kl_estimator_follows_where_the_penalty_is(overrides: list[str], est
     assert config(*overrides).algorithm.kl.estimator == estimator
 
 
+ENVIRONMENT = "rollout.episode={kind: environment, tools: ['a:B']}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm.advantage=pass_at_k"], r"'pass_at_k' needs algorithm\.advantage_args\.k: set it to a whole number of"),
+        *[
+            (["algorithm.advantage=pass_at_k", f"algorithm.advantage_args={{k: {k}}}", "rollout.samples_per_prompt=4"], why)
+            for k, why in (
+                ("4", r"advantage_args\.k is 4; it must be less than rollout\.samples_per_prompt = 4"),
+                ("5", r"advantage_args\.k is 5; it must be less than rollout\.samples_per_prompt = 4"),
+                ("0", r"advantage_args\.k is 0; it must be a whole number of at least 1"),
+                ("1.5", r"advantage_args\.k is 1\.5; it must be a whole number of at least 1"),
+                ("true", r"advantage_args\.k is true; it must be a whole number of at least 1"),
+            )
+        ],
+        (["algorithm.advantage=pass_at_k", "algorithm.advantage_args={k: 2, j: 1}"], "is 'j', which .*; it must be 'k'"),
+        (["algorithm.advantage=gigpo"], "'gigpo' needs the state before each turn, which an environment names"),
+        (["algorithm.advantage=gigpo", "rollout.episode={kind: tools, tools: ['a:b']}"], "needs the state before each turn"),
+        (["algorithm.advantage=gigpo", ENVIRONMENT, "algorithm.advantage_args={step_weight: -1}"], "a number of at least 0"),
+        (["algorithm.advantage=gigpo", ENVIRONMENT, "algorithm.advantage_args={step_weight: true}"], "a number of at least 0"),
+        (["algorithm.advantage=gigpo", ENVIRONMENT, "algorithm.advantage_args={divide_by_std: 1}"], "must be true or false"),
+        (["algorithm.advantage=gigpo", ENVIRONMENT, "rollout.samples_per_prompt=1"], "'gigpo' no two responses of a prompt"),
+        (["algorithm.advantage=gigpo", ENVIRONMENT, "algorithm.gae_lambda=0.9"], "gae_lambda is 0.9, which .* does not read"),
+        *[
+            (["algorithm.advantage=gdpo", f"algorithm.shaping={{{field}}}"], "changes the sum of the rewards, and .*'gdpo'")
+            for field in ("overlong_tokens: 4", "length_penalty: 0.1", "normalise: true", "clip: 1")
+        ],
+        (["algorithm.advantage=gdpo", "algorithm.kl.apply_to=reward"], "penalises each token, which .*'gdpo' has no place for"),
+        (["algorithm.advantage=turn_rloo", "algorithm.shaping.clip=1"], "clip is 1.0, which is for the reward of a response"),
+        (["algorithm.advantage=turn_rloo", "algorithm.shaping.normalise=true"], "'turn_rloo' reads those of turns"),
+        (["algorithm.advantage=optimal_token_baseline", "algorithm.gamma=0.9"], "gamma is 0.9, which .* does not read"),
+        (
+            ["algorithm.advantage=optimal_token_baseline", "algorithm.rollout_correction={mode: bypass}", "algorithm.epochs=2"],
+            "leaves out the pass that .*'optimal_token_baseline' needs",
+        ),
+        (["algorithm.advantage=rloo", "algorithm.advantage_args={k: 2}"], "is for a function of your own"),
+    ],
+)  # fmt: skip
+def test_what_an_estimator_contradicts_is_one_sentence(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        config(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_of_built_in_estimators_are_kept_as_given() -> None:
+    subsets = config("algorithm.advantage=pass_at_k", "algorithm.advantage_args={k: 3}", "rollout.samples_per_prompt=4")
+    assert subsets.algorithm.advantage_args == {"k": 3}
+    turns = config(
+        "algorithm.advantage=gigpo", ENVIRONMENT, "algorithm.advantage_args={step_weight: 0.5}", "algorithm.gamma=0.9"
+    )
+    assert (turns.algorithm.advantage_args, turns.algorithm.gamma) == ({"step_weight": 0.5}, 0.9)
+
+
+def test_the_collision_probability_is_asked_for_where_it_is_read_and_nowhere_else() -> None:
+    reads = config("algorithm.advantage=optimal_token_baseline")
+    assert (reads.needs_collision, reads.needs_old_log_probs) == (True, True)
+    assert (config().needs_collision, config().needs_old_log_probs) == (False, False)
+
+
+def test_weights_of_sources_have_the_labels_that_samples_have() -> None:
+    sources = "rewards=[{name: exact_number}, {name: 'a:b', weight: 0.5}, {name: exact_number, weight: 2}]"
+    weights = {"exact_number": 1.0, "a:b": 0.5, "exact_number#2": 2.0}
+    assert config(sources).reward_weights == weights
+    assert config(sources, "reward_model={path: there, weight: 3}").reward_weights == weights | {"reward_model": 3.0}
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
 def test_only_k1_is_a_penalty_in_the_reward(estimator: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.kl.estimator is '{estimator}', which is no penalty in the reward"):

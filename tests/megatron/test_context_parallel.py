@@ -1,5 +1,5 @@
-"""Context parallelism and pipelines change where a token is computed, never what: log-probs, entropies, values and every
-gradient element are those of one rank and of Hugging Face, and recomputation changes no bit of them."""
+"""Context parallelism and pipelines change where a token is computed, never what: log-probs, entropies, values, collision
+probabilities and every gradient element are those of one rank and of Hugging Face, and recomputation changes no bit of them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run_cases(rank: int, world_size: int, folder: str, layout: Layout, names: li
         head, shared, per_micro_batch, recompute, multiple = CASES[name]
         options = ModelOptions(
             f"{folder}/{head}", layout, head=head, temperature=TEMPERATURE, logit_chunk_tokens=5, recompute=recompute,
-            token_multiple=multiple,
+            token_multiple=multiple, collision=head == "log_probs",
         )  # fmt: skip
         role = RankModel(options, OptimizerOptions(lr=1e-3))
         mine = units(layout.dp, head)[layout.coords(rank).dp]
@@ -138,17 +138,18 @@ def hugging_face(folder: Path, head: str) -> tuple[dict[int, Tensor], dict[str, 
     for unit in split_shared_prompts(units(1, head)[0]):
         (response,) = unit.responses
         ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
-        start = len(unit.prompt_ids)
+        start, further = len(unit.prompt_ids), torch.zeros(len(response.token_ids), 0)
         if head == "value":
             output = model.score(model.model(ids).last_hidden_state[0, start:])
         else:
             log_p = (model(ids).logits[0, start - 1 : -1] / TEMPERATURE).log_softmax(-1)
             picked = log_p.gather(1, response.token_ids[:, None])
             output = torch.cat([picked, -(log_p.exp() * log_p).sum(-1, keepdim=True)], dim=1)
+            further = log_p.detach().exp().square().sum(-1, keepdim=True)
         scored = (output * torch.tensor([1.0, 0.3])[: output.shape[1]]).sum(1)
         total = (response.columns["weights"] * scored)[response.mask].sum()
         (-total.square() - total).backward()
-        values[response.index] = output.detach() * response.mask[:, None]
+        values[response.index] = torch.cat([output.detach(), further], dim=1) * response.mask[:, None]
     return values, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 

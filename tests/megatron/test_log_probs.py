@@ -52,6 +52,34 @@ def test_log_probs_entropy_and_gradients_equal_dense_float64(temperature: float,
     assert not weight.grad[vocab:].any()
 
 
+class OutputLayer:
+    """As far as `LogProbHead` asks: `[V, H]`, and a group of one."""
+
+    config, tp_group = None, OneRank()
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = torch.nn.Parameter(weight)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_head_that_is_asked_answers_collision_probabilities_too(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients Σ p² of every row, padding left out; with gradients what any head answers."""
+    monkeypatch.setattr(heads, "_enter_tensor_parallel_region", lambda hidden, config, group: hidden)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(10, 1, 16, generator=generator), torch.randn(40, 16, generator=generator)
+    rows, targets = torch.tensor([0, 2, 3, 7, 9]), torch.randint(0, 37, (5,), generator=generator)
+    settings: dict[str, Any] = {"vocab_size": 37, "temperature": temperature, "chunk_tokens": 2}
+    made = {asked: heads.LogProbHead(OutputLayer(weight), collision=asked, **settings) for asked in (True, False)}  # type: ignore[arg-type]
+    for head in made.values():
+        head.request = heads.HeadRequest(rows, targets)
+    with torch.no_grad():
+        found, plain = (made[asked](hidden)[0][:, 0] for asked in (True, False))
+    p = (hidden[rows, 0].double() @ weight[:37].double().T / temperature).softmax(-1)
+    torch.testing.assert_close(found[:, 2].double(), p.square().sum(-1), rtol=1e-5, atol=1e-7)
+    assert torch.equal(found[:, :2], plain)
+    assert torch.equal(made[True](hidden)[0][:, 0], plain)
+
+
 def test_a_gpu_computes_sixteen_times_the_rows_at_once() -> None:
     assert (default_chunk_tokens("cpu", 131072), default_chunk_tokens("cuda", 131072)) == (128, 2048)
 
@@ -71,8 +99,8 @@ def test_a_small_vocabulary_slice_has_larger_chunks(monkeypatch: pytest.MonkeyPa
         assert seen.pop() == expected
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_two_buffers_of_logits_exist_at_once_and_no_more(backward: bool) -> None:
+@pytest.mark.parametrize(("backward", "collision"), [(False, False), (False, True), (True, False)])
+def test_two_buffers_of_logits_exist_at_once_and_no_more(backward: bool, collision: bool) -> None:
     """Beyond the gradients of its inputs the head allocates two chunks of logits, whatever the number of tokens."""
     tokens, hidden_size, vocab, chunk_tokens = 512, 8, 4000, 16
     generator = torch.Generator().manual_seed(0)
@@ -81,6 +109,9 @@ def test_two_buffers_of_logits_exist_at_once_and_no_more(backward: bool) -> None
     targets = torch.randint(0, vocab, (tokens,), generator=generator)
 
     def run() -> object:
+        if collision:
+            vocabulary = heads._Slice(weight, 0, vocab, 1.0, OneRank())  # type: ignore[arg-type]
+            return heads._forward(hidden, vocabulary, targets, chunk_tokens, heads.Asked(collision=True))
         outputs = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, 1.0, chunk_tokens, OneRank())
         if backward:
             (outputs[0].sum() + outputs[1].sum()).backward()

@@ -166,6 +166,25 @@ class CountingAwaited(Counting):
         return Counting.step(self, text)
 
 
+class Named(Counting):
+    """Says what state it is in, in ever more words."""
+
+    def state_key(self) -> Any:
+        return {"log": self.log, "last": self.last}
+
+
+class NamedAwaited(CountingAwaited):
+    """The same on the event loop, in few words."""
+
+    async def state_key(self) -> Any:
+        return self.last
+
+
+class Unnameable(Counting):
+    def state_key(self) -> Any:
+        return object()
+
+
 class Silent(Counting):
     """Begins with the prompt as it is."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import time
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.media import Media
-from megarl.data.sample import Sample
+from megarl.data.sample import Sample, read_record
 from megarl.errors import EpisodeError, RewardError
 from megarl.rewards import build_rewards
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
@@ -77,6 +79,30 @@ def test_rewards_count_as_far_as_the_episode_came() -> None:
     assert (aborted.rewards, aborted.finish_reason) == ({"environment": 0.5}, "abort")
 
 
+def test_each_turn_keeps_what_it_was_given_and_the_state_that_it_was_taken_in() -> None:
+    assert run("Counting").turn_rewards == [0.5, 0.5, 1.5]
+    assert run("Counting").turn_states == []
+    named = run("Named")
+    assert named.turn_rewards == [0.5, 0.5, 1.5]
+    log = ["made", "reset train-7", "step one", "step two"]
+    keys = [json.dumps({"last": turn, "log": log[: 2 + turn]}) for turn in range(3)]
+    assert named.turn_states == [*keys[:2], hashlib.sha256(keys[2].encode()).hexdigest()]  # of a long one the hash
+    assert run("Named").turn_states == named.turn_states
+    assert run("NamedAwaited").turn_states == ["0", "1", "2"]
+    cut = run("NamedAwaited", max_new_tokens=38)
+    assert (cut.turn_rewards, cut.turn_states) == ([0.5, 0.0], ["0", "1"])
+    assert run("Named", [(ids_of("tw"), "abort")]).turn_rewards == []
+    assert read_record(Sample, named.to_dict()) == named
+    old = {name: value for name, value in named.to_dict().items() if not name.startswith("turn_")}
+    assert read_record(Sample, old).turn_rewards == []
+
+
+@pytest.mark.parametrize("name", ["turn_rewards", "turn_states"])
+def test_a_sample_has_as_many_rewards_and_states_as_turns(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must have one entry per turn, got 2 for 3 turns"):
+        replace(run("Counting"), **{name: getattr(run("NamedAwaited"), name)[:2]})
+
+
 def test_the_budget_holds_for_all_turns_together() -> None:
     """For every budget: never more tokens than it, a sampled token at the end, and the same tokens as with more budget."""
     whole = run("Counting").response_ids
@@ -105,6 +131,10 @@ def test_the_reward_environment_is_what_the_environment_gave() -> None:
         ("Wordless", "observed a int; it must be text or a list of chat messages"),
         ("Worthless", "the reward nan; it must be a finite number"),
         ("Paired", r"step returned a tuple; it must return \(observation, reward, done\)"),
+        (
+            "Unnameable",
+            "state_key of the environment .*Unnameable returned <object .*; it must return text, a number",
+        ),
         ("Talkative", "begins row train-7 with 1019 tokens, but data.max_prompt_tokens is 512"),
     ],
 )

@@ -43,6 +43,8 @@ def samples_with_tools() -> list[Sample]:
         prompt = Prompt(f"g{number // 2}", f"g{number // 2}", [7, 8, 9], "")
         script = Script([([*call, END], "stop")] * number + [([*ids_of("so it is"), END], "stop")])
         samples.append(asyncio.run(episode(prompt, number, script, context)))
+        samples[-1].rewards["exact_number"] = REWARDS[number]
+        samples[-1].turn_states = [f"{turn} calls" for turn in range(number + 1)]
     return samples
 
 
@@ -55,7 +57,7 @@ def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str
     settings = config(*overrides)
     batch = Batch(samples)
     generator = torch.Generator().manual_seed(1)
-    for name in ("old_log_probs", "reference_log_probs", "values", "values_after", "step_rewards"):
+    for name in ("old_log_probs", "old_collision", "reference_log_probs", "values", "values_after", "step_rewards"):
         batch.columns[name] = -torch.rand(batch.mask.shape, generator=generator)
     batch.columns["rollout_log_probs"] = batch.columns["old_log_probs"] + 0.01 * torch.rand(
         batch.mask.shape, generator=generator
@@ -92,9 +94,14 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+FURTHER = {
+    "grpo_process": ["reward_model.path=somewhere", "reward_model.per_step=true"],
+    "pass_at_k": ["algorithm.advantage_args={k: 1}"],
+    "gigpo": ["rollout.episode={kind: environment, tools: ['a:B']}"],
+}
+"""What some estimators must be given."""
 OPTIONS = [
-    *[["algorithm.advantage=" + name] for name in ADVANTAGES if name != "grpo_process"],
-    ["algorithm.advantage=grpo_process", "reward_model.path=somewhere", "reward_model.per_step=true"],
+    *[["algorithm.advantage=" + name, *FURTHER.get(name, [])] for name in ADVANTAGES],
     *[["algorithm.policy_loss=" + name] for name in POLICY_LOSSES],
     *[["algorithm.aggregation=" + name] for name in AGGREGATIONS],
     *[[f"algorithm.rollout_correction={{mode: {name}, low: 0.1, high: 3}}"] for name in CORRECTIONS],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.catalogue import ESTIMATORS
 from megarl.config import Config, parse_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
@@ -420,6 +421,111 @@ def test_an_estimator_of_the_users_gets_what_built_in_ones_get_and_its_arguments
         base = gap + 10 * 0.5 + 0.5 * row + 1000 * 0.25
         turns = [0, 0, 1, 1] if row == 2 else [0] * LENGTHS[row]
         assert of_row(made, row) == pytest.approx([base + 100 * turn for turn in turns], rel=1e-5)
+
+
+def of_turns(rewards: list[list[float]], states: list[list[str]]) -> Batch:
+    """Two groups of two responses of two turns, a token of two being told between them; a source judges whole responses."""
+    samples = [
+        Sample(
+            sample_id=f"{number}", group_id=f"g{number // 2}", row_id="r", prompt_ids=[1], response_ids=[5] * 5,
+            sampled_mask=[1, 1, 0, 1, 1], rollout_log_probs=[-1.0] * 5, weight_versions=[0] * 5, finish_reason="stop",
+            rewards={"environment": sum(given), "judge": number / 10}, turn_rewards=given, turn_states=named,
+        )
+        for number, (given, named) in enumerate(zip(rewards, states, strict=True))
+    ]  # fmt: skip
+    return Batch(samples)
+
+
+SOURCES = "rewards=[{name: environment, weight: 2.0}, {name: 'a:judge'}]"
+TURN_REWARDS = [[1.0, 0.0], [0.0, 3.0], [1.0, 1.0], [0.0, 0.0]]
+TURN_STATES = [["start", "left"], ["start", "left"], ["start", "left"], ["start", "right"]]
+
+
+def test_turns_are_credited_with_their_own_and_later_rewards_discounted_by_turn() -> None:
+    """The environment's rewards are weighted; what other sources gave is the last turn's."""
+    made = of_turns(TURN_REWARDS, TURN_STATES)
+    totals = [2 * sum(given) + 0.1 * number for number, given in enumerate(TURN_REWARDS)]
+    settings = config("algorithm.advantage=turn_rloo", "algorithm.gamma=0.5", "algorithm.kl.coef=0", SOURCES)
+    Experience(settings).estimate(made, totals)
+    last = [2 * given[1] + 0.1 * number for number, given in enumerate(TURN_REWARDS)]
+    first = [2 * given[0] + 0.5 * later for given, later in zip(TURN_REWARDS, last, strict=True)]
+    for row in range(4):
+        other = row + 1 - 2 * (row % 2)
+        values = [first[row] - first[other], last[row] - last[other]]
+        assert of_row(made, row) == pytest.approx([value for value in values for _ in range(2)], abs=1e-6)
+
+
+def test_turns_of_one_state_are_compared_within_their_group() -> None:
+    made = of_turns(TURN_REWARDS, TURN_STATES)
+    totals = [2.0 * sum(given) for given in TURN_REWARDS]
+    own = ["algorithm.advantage=gigpo", "algorithm.advantage_args={step_weight: 0.5, divide_by_std: false}"]
+    environment = ["rollout.episode={kind: environment, tools: ['a:B']}", "rewards=[{name: environment, weight: 2.0}]"]
+    Experience(config(*own, *environment, "algorithm.gamma=0.5", "algorithm.kl.coef=0")).estimate(made, totals)
+    first, last = [[2 * a + b for a, b in TURN_REWARDS], [2 * b for _, b in TURN_REWARDS]]
+    for row in range(4):
+        other = row + 1 - 2 * (row % 2)
+        episode = (totals[row] - totals[other]) / 2
+        alone = row > 1  # nobody else of its group was in the state before its second turn
+        steps = [(first[row] - first[other]) / 2, 0 if alone else (last[row] - last[other]) / 2]
+        want = [episode + 0.5 * step for step in steps for _ in range(2)]
+        assert of_row(made, row) == pytest.approx(want, abs=1e-6)
+
+
+def test_an_episode_that_names_no_states_is_one_sentence() -> None:
+    environment = ["rollout.episode={kind: environment, tools: ['a:B']}", "rewards=[{name: environment}]"]
+    with pytest.raises(ConfigError, match="give the environment a method state_key"):
+        Experience(config("algorithm.advantage=gigpo", *environment, "algorithm.kl.coef=0")).estimate(
+            of_turns(TURN_REWARDS, [[]] * 4), [0.0] * 4
+        )
+
+
+def test_every_source_is_normalised_by_itself_and_weighted() -> None:
+    made = of_turns(TURN_REWARDS, TURN_STATES)
+    for sample in made.samples:
+        sample.rewards["a:judge"] = sample.rewards.pop("judge")
+    settings = config("algorithm.advantage=gdpo", "algorithm.kl.coef=0", "algorithm.advantage_normalisation=none", SOURCES)
+    Experience(settings).estimate(made, [0.0] * 4)  # their sum is not read
+    environment, judge = [-1, 1, 1, -1], [-1, 1, -1, 1]  # in a pair the larger is half the difference over std = 1/√2
+    for row in range(4):
+        want = (2.0 * environment[row] + judge[row]) / math.sqrt(2)
+        assert of_row(made, row) == pytest.approx([want] * 4, abs=1e-4)
+
+
+def test_k_of_pass_at_k_comes_from_the_config() -> None:
+    answers = {}
+    for k in (1, 2):
+        made = batch()
+        for sample in made.samples:
+            sample.group_id = "g0"
+        made = Batch(made.samples)
+        own = ["algorithm.advantage=pass_at_k", f"algorithm.advantage_args={{k: {k}}}", "rollout.samples_per_prompt=4"]
+        Experience(config(*own, "algorithm.kl.coef=0")).estimate(made, [1.0, 0.0, 0.0, 0.0])
+        answers[k] = [of_row(made, row)[0] for row in range(4)]
+    assert answers[1] == pytest.approx([0.75 / math.sqrt(3) * 4, *[-0.25 / math.sqrt(3) * 4] * 3], abs=1e-4)
+    assert answers[2] == pytest.approx([0.5 / 0.5, *[(1 / 3 - 1 / 2) / 0.5] * 3], abs=1e-4)
+
+
+def test_the_optimal_token_baseline_reads_what_the_pass_of_the_policy_answers() -> None:
+    made = batch()
+    made.columns["old_log_probs"] = torch.tensor([0.5, 0.25, 0.5, 0.8]).log()[:, None] * made.mask
+    made.columns["old_collision"] = torch.tensor([0.5, 0.25, 0.375, 0.66])[:, None] * made.mask
+    Experience(config("algorithm.advantage=optimal_token_baseline", "algorithm.kl.coef=0")).estimate(made, REWARDS)
+    for one, other, of_one, of_other in ((0, 1, 0.5, 0.75), (2, 3, 0.375, 0.06)):
+        baseline = (REWARDS[one] * of_one + REWARDS[other] * of_other) / (of_one + of_other)
+        shared = min(LENGTHS[one], LENGTHS[other])
+        for row in (one, other):
+            want = [REWARDS[row] - baseline] * shared + [0.0] * (LENGTHS[row] - shared)
+            assert of_row(made, row) == pytest.approx(want, abs=1e-6)
+
+
+def test_a_group_is_uniform_only_if_nothing_that_is_compared_differs() -> None:
+    samples = of_turns([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], [[]] * 4).samples
+    for sample in samples:
+        sample.rewards = {"a": 1.0, "b": 0.0}
+    samples[3].rewards = {"a": 0.0, "b": 1.0}
+    groups = [[(sample, 1.0) for sample in samples[start : start + 2]] for start in (0, 2)]
+    for name, expected in (("grpo", [True, True]), ("turn_rloo", [False, True]), ("gdpo", [True, False])):
+        assert [is_tied(group, ESTIMATORS[name]) for group in groups] == expected
 
 
 def test_a_teacher_is_asked_for_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:

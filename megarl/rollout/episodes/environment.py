@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import inspect
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -25,13 +27,15 @@ from megarl.system.user_code import describe
 
 REWARD = "environment"
 """Where an episode's summed rewards are in `Sample.rewards`."""
+STATE_KEY_CHARACTERS = 64
+"""A longer name of a state is kept as its hash."""
 
 
 async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
     """Turns of the policy until the environment is done (`stop`), or tokens or turns are spent (`length`).
 
-    A turn that was cut is no action: the environment does not see it. The rewards of all steps are summed under
-    `environment` in the sample's rewards. What no longer fits the budget, with a token of an answer, is not told.
+    A turn that was cut is no action: the environment does not see it, and gives it nothing. The rewards of all steps are summed
+    under `environment` in the sample's rewards. What no longer fits the budget, with a token of an answer, is not told.
     """
     assert context.chat is not None
     assert context.environment is not None
@@ -39,14 +43,14 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
     try:
         prompt = await _opening(prompt, await _ask(environment.reset, context.tool_timeout_s, prompt), context)
         transcript = Transcript(prompt, context.max_new_tokens)
-        reward, finish_reason = 0.0, "length"
+        finish_reason = "length"
         for turn in range(1, context.max_turns + 1):
-            generation, text = await transcript.take_turn(sample, context)
+            generation, text = await transcript.take_turn(sample, context, await _state_key(environment, context))
             if generation.finish_reason != "stop":
                 finish_reason = generation.finish_reason
                 break
             observation, gained, done = _checked(await _ask(environment.step, context.tool_timeout_s, text))
-            reward += gained
+            transcript.reward_turn(gained)
             if done:
                 finish_reason = "stop"
                 break
@@ -57,12 +61,28 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
             if len(told.ids) >= transcript.room:
                 break
             transcript.append_observation(told.ids, context.as_turns(messages), told.media)
-        return transcript.sample(prompt, number, finish_reason, {REWARD: reward})
+        return transcript.sample(prompt, number, finish_reason, {REWARD: sum(transcript.turn_rewards, 0.0)})
     finally:
         close = getattr(environment, "close", None)
         if close is not None:
             with contextlib.suppress(EpisodeError):  # nothing depends on it, and it may follow another error
                 await asyncio.shield(_ask(close, context.tool_timeout_s))
+
+
+async def _state_key(environment: Any, context: EpisodeContext) -> str | None:
+    """A text that is equal for equal states of the environment: what its `state_key` says, or a hash of it if that is long."""
+    ask = getattr(environment, "state_key", None)
+    if ask is None:
+        return None
+    state = await _ask(ask, context.tool_timeout_s)
+    try:
+        key = json.dumps(state, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError):
+        raise EpisodeError(
+            f"state_key of the environment {context.environment_name} returned {state!r:.80}; it must return text, a number, "
+            "or lists and dictionaries of these"
+        ) from None
+    return key if len(key) <= STATE_KEY_CHARACTERS else hashlib.sha256(key.encode()).hexdigest()
 
 
 async def _opening(prompt: Prompt, observation: Any, context: EpisodeContext) -> Prompt:

@@ -23,6 +23,8 @@ class Transcript:
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.turns: list[dict[str, Any]] = []
+        self.turn_rewards: list[float] = []
+        self.turn_states: list[str] = []
 
     @property
     def ids(self) -> list[int]:
@@ -34,21 +36,33 @@ class Transcript:
         """Tokens that may still come."""
         return self.max_new_tokens - len(self.response_ids)
 
-    def append_turn(self, generation: Generation, text: str) -> None:
-        """Take over a turn of the policy, token for token; `text` is for readers and rewards."""
+    def append_turn(self, generation: Generation, text: str, state: str | None = None) -> None:
+        """Take over a turn of the policy, token for token; `text` is for readers and rewards.
+
+        `state` is a key of the state that the turn was taken in, equal for equal states; None: nobody knows.
+        """
         self.response_ids += generation.response_ids
         self.sampled_mask += [1] * len(generation.response_ids)
         self.log_probs += generation.log_probs
         self.versions += generation.weight_versions
         self.turns.append({"role": "assistant", "content": text})
+        if generation.response_ids:
+            self.turn_rewards.append(0.0)
+            self.turn_states += [] if state is None else [state]
 
-    async def take_turn(self, sample: SampleTokens, context: EpisodeContext) -> tuple[Generation, str]:
-        """Let the policy take a turn of a conversation, take it over, and return it with its text."""
+    def reward_turn(self, gained: float) -> None:
+        """Add `gained` to what the last turn was given."""
+        self.turn_rewards[-1] += gained
+
+    async def take_turn(
+        self, sample: SampleTokens, context: EpisodeContext, state: str | None = None
+    ) -> tuple[Generation, str]:
+        """Let the policy take a turn of a conversation, in `state`, take it over, and return it with its text."""
         assert context.chat is not None
         generation = await sample(self.ids, self.room, self.media)
         context.counts["turns"] += 1
         text = context.chat.turn_text(generation)
-        self.append_turn(generation, text)
+        self.append_turn(generation, text, state)
         return generation, text
 
     def append_observation(self, ids: list[int], turns: list[dict[str, Any]], media: Sequence[Media] = ()) -> None:
@@ -82,5 +96,7 @@ class Transcript:
             rewards=dict(rewards or {}),
             row=prompt.row,
             turns=self.turns if len(self.turns) > 1 else [],
+            turn_rewards=self.turn_rewards if any(self.turn_rewards) else [],
+            turn_states=self.turn_states if len(self.turn_states) == len(self.turn_rewards) else [],
             media=self.media,
         )

@@ -27,6 +27,7 @@ from megarl.algorithms import (
     length_penalty,
     normalised,
     overlong_penalty,
+    rewards_of_turns,
     token_weights,
     turn_numbers,
 )
@@ -35,11 +36,13 @@ from megarl.config import Config
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
 from megarl.errors import ConfigError, MegarlError
+from megarl.rollout.episodes.environment import REWARD
 from megarl.system.user_code import describe
 
 COLUMNS_READ = {
     "old_log_probs": "old_log_probs",
     "entropy": "old_entropy",
+    "collision": "old_collision",
     "reference_log_probs": "reference_log_probs",
     "teacher_log_probs": "teacher_log_probs",
 }
@@ -70,9 +73,18 @@ def group_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> list[l
     return list(groups.values())
 
 
-def is_tied(group: Sequence[tuple[Sample, float]]) -> bool:
-    """Whether all rewards of a group agree."""
-    return len({reward for _, reward in group}) == 1
+def is_tied(group: Sequence[tuple[Sample, float]], needed: EstimatorNeeds | None = None) -> bool:
+    """Whether all rewards of a group agree; with `needed`, those of each source or turn that this estimator compares, too."""
+    needed = needed or EstimatorNeeds()
+    compared = {
+        (
+            reward,
+            tuple(sorted(sample.rewards.items())) if needed.sources else (),
+            tuple(sample.turn_rewards) if needed.turn_rewards else (),
+        )
+        for sample, reward in group
+    }
+    return len(compared) == 1
 
 
 class Experience:
@@ -142,7 +154,10 @@ class Experience:
                 step_rewards=batch.columns.get("step_rewards"),
                 step_ends=batch.columns["step_ends"].bool() if "step_ends" in batch.columns else None,
                 rewards_by_source=rewards_by_source(batch.samples),
+                reward_weights=self.config.reward_weights,
                 turns=turns,
+                turn_rewards=self._turn_rewards(scores, turns, batch),
+                states=state_numbers(batch.samples, turns),
                 rollout_log_probs=batch.columns["rollout_log_probs"],
                 **read,
             ),
@@ -235,6 +250,13 @@ class Experience:
             scores = self.normaliser.normalise(scores, batch.mask.any(1) & counted)
         return scores if shaping.clip is None else clip_rewards(scores, -shaping.clip, shaping.clip)
 
+    def _turn_rewards(self, scores: Tensor, turns: Tensor, batch: Batch) -> Tensor:
+        """What each turn was given, at its last token `[B, T]`: by the environment, with its weight; all else is the last's."""
+        weights = self.config.reward_weights
+        weight = sum(value for label, value in weights.items() if label.partition("#")[0] == REWARD)
+        given = [[weight * gained for gained in sample.turn_rewards] if weight else [] for sample in batch.samples]
+        return rewards_of_turns(scores, turns, given)
+
     def _greedy_scores(self, greedy: Sequence[tuple[Sample, float]] | None, batch: Batch) -> Tensor | None:
         """The reward of the greedy response to each row's prompt, float `[B]`, shaped as those of the rows were."""
         if greedy is None:
@@ -273,10 +295,21 @@ def rewards_by_source(samples: Sequence[Sample]) -> dict[str, Tensor]:
     return {label: torch.tensor([sample.rewards[label] for sample in samples]) for label in labels}
 
 
+def state_numbers(samples: Sequence[Sample], turns: Tensor) -> Tensor:
+    """Number of the state before the turn of each sampled token, int64 `[B, T]` as `turns`; −1 where none is named."""
+    numbers: dict[str, int] = {}
+    states = torch.full(turns.shape, -1)
+    for row, sample in enumerate(samples):
+        if sample.turn_states:
+            of_turns = torch.tensor([numbers.setdefault(state, len(numbers)) for state in sample.turn_states])
+            states[row] = torch.where(turns[row] >= 0, of_turns[turns[row].clamp(min=0)], -1)
+    return states
+
+
 def estimated(
     name: str, needed: EstimatorNeeds, inputs: AdvantageInputs, arguments: Mapping[str, Any] | None = None
 ) -> AdvantageOutputs:
-    """What the estimator `name` answers to `inputs`, and a user's own to `arguments` of the config.
+    """What the estimator `name` answers to `inputs` and `arguments` of the config.
 
     A user's own may be wrong in ways that nothing later would name.
 

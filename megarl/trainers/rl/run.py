@@ -185,14 +185,13 @@ class RlRun(Run):
         if not rounds:
             return samples, rewards
         wanted = self.config.rollout.prompts_per_step
-        groups = group_rewards(samples, rewards)
+        groups, needed = group_rewards(samples, rewards), self.config.algorithm.estimator_needs
         spent = 0
-        while spent < rounds and sum(not is_tied(group) for group in groups) < wanted:
-            missing = wanted - sum(not is_tied(group) for group in groups)
+        while spent < rounds and (missing := wanted - sum(not is_tied(group, needed) for group in groups)) > 0:
             more = self.generate(missing)
             groups += group_rewards(more, self.score(more))
             spent += 1
-        chosen = sorted(groups, key=is_tied)[:wanted]
+        chosen = sorted(groups, key=lambda group: is_tied(group, needed))[:wanted]
         self.metrics |= {"rollout/dynamic_sampling_rounds": spent, "rollout/discarded_groups": len(groups) - wanted}
         pairs = [pair for group in chosen for pair in group]
         return [sample for sample, _ in pairs], [reward for _, reward in pairs]
@@ -204,7 +203,7 @@ class RlRun(Run):
         with self.phases("log_probs"):
             if config.needs_old_log_probs:
                 limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
-                names = ["old_log_probs", "old_entropy", *limited]
+                names = ["old_log_probs", "old_entropy", *limited, *(["old_collision"] if config.needs_collision else [])]
                 self.roles.forward(POLICY, batch, names, **self.teachers.asked_of_policy())
                 for name in limited:  # the engine's are over all tokens
                     batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]

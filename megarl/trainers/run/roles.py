@@ -127,6 +127,7 @@ class Roles:
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
             media_folder=str(config.data.kept_in(config.run_folder)),
+            collision=role == POLICY and config.needs_collision,
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",
         )

@@ -1,0 +1,44 @@
+"""Checks of the advantage estimator against the fields that it reads or leaves unread: one sentence per contradiction."""
+
+from __future__ import annotations
+
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.schema import Config
+from megarl.errors import ConfigError
+
+
+def check_estimator(config: Config) -> None:
+    """Raise ConfigError for the first field that the estimator contradicts."""
+    algorithm, needed = config.algorithm, config.algorithm.estimator_needs
+    estimator = f"algorithm.advantage = '{algorithm.advantage}'"
+    if needed.group and config.rollout.samples_per_prompt < 2:
+        reason = f"gives {estimator} no two responses of a prompt to compare"
+        raise ConfigError.of("rollout.samples_per_prompt", config.rollout.samples_per_prompt, reason, allowed="at least 2")
+    for argument in needed.arguments:
+        given = algorithm.advantage_args.get(argument.name)
+        if argument.below_group and given is not None and given >= config.rollout.samples_per_prompt:
+            allowed = f"less than rollout.samples_per_prompt = {config.rollout.samples_per_prompt}"
+            raise ConfigError.of(f"algorithm.advantage_args.{argument.name}", given, allowed=allowed)
+    if needed.step_rewards and not (config.reward_model.per_step and config.uses_reward_model):
+        remedy = "set reward_model.path and reward_model.per_step, or choose another algorithm.advantage"
+        raise ConfigError.needs(estimator, "a reward model that scores every step", remedy)
+    if needed.turn_states and config.rollout.episode.kind in ("single", "tools"):
+        remedy = "set rollout.episode.kind to 'environment', or choose another algorithm.advantage"
+        raise ConfigError.needs(estimator, "the state before each turn, which an environment names", remedy)
+    if needed.sources:
+        reason = f"changes the sum of the rewards, and {estimator} reads each of them by itself"
+        _check_unshaped(algorithm, ("overlong_tokens", "length_penalty", "normalise", "clip"), reason)
+    if needed.step_rewards or needed.turn_rewards:
+        parts = "steps" if needed.step_rewards else "turns"
+        _check_unshaped(
+            algorithm, ("normalise", "clip"), f"is for the reward of a response, and {estimator} reads those of {parts}"
+        )
+
+
+def _check_unshaped(algorithm: AlgorithmConfig, fields: tuple[str, ...], reason: str) -> None:
+    default = AlgorithmConfig().shaping
+    for field in fields:
+        value, unset = getattr(algorithm.shaping, field), getattr(default, field)
+        if value != unset:
+            allowed = "null" if unset is None else str(unset).lower()
+            raise ConfigError.of(f"algorithm.shaping.{field}", value, reason, allowed=allowed)
