@@ -20,7 +20,7 @@ from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
 from megarl.config.sections import CurriculumConfig, ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole, weight_at
-from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, SupervisedConfig
+from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 
 PROCEDURAL_ROWS = 1000
@@ -120,11 +120,12 @@ def _check_objective(config: SupervisedConfig) -> None:
     objective, data = config.objective, config.data
     for field, losses in OBJECTIVE_FIELDS.items():
         value, unset = getattr(objective, field), type(objective).model_fields[field].default
-        if objective.name not in losses and value != unset:
+        if not {*objective.losses} & {*losses} and value != unset:
             shown = str(unset).lower() if isinstance(unset, bool) else str(unset)
             reason = f"objective.name = '{objective.name}' does not read"
             raise ConfigError.of(f"objective.{field}", value, reason, allowed=shown)
-    if objective.name in OBJECTIVE_FIELDS["label_smoothing"] and not objective.label_smoothing:
+    _check_mixture(objective)
+    if {*objective.losses} & {*OBJECTIVE_FIELDS["label_smoothing"]} and not objective.label_smoothing:
         remedy = "set it above 0, or set objective.name to 'dpo', which is the same without it"
         raise ConfigError.needs(f"objective.name = '{objective.name}'", "objective.label_smoothing", remedy)
     if data.margin_key is not None and objective.name != "reward_model":
@@ -133,6 +134,18 @@ def _check_objective(config: SupervisedConfig) -> None:
     if objective.name == "kto" and data.rows_per_step < 2:
         reason = "leaves objective.name = 'kto' no other row to pair a prompt with"
         raise ConfigError.of("data.rows_per_step", data.rows_per_step, reason, allowed="at least 2")
+
+
+def _check_mixture(objective: ObjectiveConfig) -> None:
+    if objective.name != "mixture" and objective.mixture:
+        reason = f"objective.name = '{objective.name}' does not read"
+        raise ConfigError.of("objective.mixture", objective.mixture, reason, allowed="{}, or set objective.name to 'mixture'")
+    if objective.name == "mixture" and not {*objective.mixture} - {"sft"}:
+        remedy = "set objective.mixture, such as to {dpo: 0.8, bco_pair: 0.2, sft: 1.0}"
+        raise ConfigError.needs("objective.name = 'mixture'", "a pair loss in objective.mixture", remedy)
+    if objective.name == "mixture" and objective.rpo_alpha:
+        reason = "would count once for every pair loss of objective.mixture"
+        raise ConfigError.of("objective.rpo_alpha", objective.rpo_alpha, reason, allowed="0.0: set the weight of sft instead")
 
 
 def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:

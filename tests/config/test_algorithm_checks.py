@@ -243,7 +243,15 @@ OBJECTIVES = [
     ("objective={name: kto, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
     ("objective={name: sft, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
     ("objective={name: dft, beta: 1}", "objective.beta is 1.0, which objective.name = 'dft' does not read"),
-    ("objective={name: dpo, length_normalised: true}", "it must be false"),
+    ("objective={name: simpo, length_normalised: true}", "it must be false"),
+    ("objective={name: dpo, mixture: {ipo: 1}}", "objective.mixture is a section (ipo), which objective.name = 'dpo' does not"),
+    ("objective={name: mixture}", "objective.name = 'mixture' needs a pair loss in objective.mixture"),
+    ("objective={name: mixture, mixture: {sft: 1}}", "needs a pair loss in objective.mixture"),
+    ("objective={name: mixture, mixture: {dpo: 1, sft: 1}, rpo_alpha: 1}", "it must be 0.0: set the weight of sft instead"),
+    ("objective={name: mixture, mixture: {dpo: 1}, target_margin: 1}", "objective.name = 'mixture' does not read"),
+    ("objective={name: mixture, mixture: {cdpo: 1, bco_pair: 1}}", "needs objective.label_smoothing"),
+    ("objective={name: mixture, mixture: {dpo: 0}}", "objective.mixture"),
+    ("objective={name: mixture, mixture: {kto: 1}}", "objective.mixture"),
     ("objective={name: reward_model, beta: 0.2}", "objective.beta is 0.2"),
     ("objective={name: dpo, desirable_weight: 2}", "objective.desirable_weight is 2.0"),
     ("objective={name: dpo, aggregation: seq_mean_token_mean}", "it must be token_mean"),
@@ -281,6 +289,23 @@ def test_a_loss_without_a_reference_loads_none_and_has_a_beta_of_its_own(name: s
     assert ("pairs per step", "32") in resolved.batch_rows()
     assert parse_supervised_config(yaml.safe_load(to_yaml(resolved))) == resolved
     assert supervised(f"objective.name={name}", *smoothing, "objective.beta=0.1").objective.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("mixture", "roles"),
+    [
+        ("{dpo: 0.8, bco_pair: 0.2, sft: 1}", ["policy", "reference"]),
+        ("{simpo: 1, sft: 0.1}", ["policy"]),
+        ("{orpo: 1, apo_zero: 1}", ["policy", "reference"]),
+    ],
+)
+def test_a_mixture_of_pair_losses_reads_what_its_losses_read(mixture: str, roles: list[str]) -> None:
+    resolved = supervised(f"objective={{name: mixture, mixture: {mixture}}}")
+    assert [role.name for role in resolved.roles] == roles
+    assert ("pairs per step", "32") in resolved.batch_rows()
+    assert parse_supervised_config(yaml.safe_load(to_yaml(resolved))) == resolved
+    if "simpo" in mixture:
+        assert supervised(f"objective={{name: mixture, mixture: {mixture}, target_margin: 1}}").objective.target_margin == 1
 
 
 def test_dft_averages_tokens_as_sft_does() -> None:

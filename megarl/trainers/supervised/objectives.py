@@ -16,6 +16,7 @@ from torch import Tensor
 from megarl.algorithms import (
     PREFERENCE_LOSSES,
     PreferenceSettings,
+    bco,
     dft_loss,
     kto,
     pairwise_reward_loss,
@@ -79,14 +80,24 @@ class KtoObjective:
 
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
-        sums = per_response(output[:, 0], stream)
-        reference = per_response(stream.columns["reference_log_probs"], stream)
-        desirable = _first(stream.columns["labels"], stream).bool()
+        sums, reference, desirable = _labelled(output, stream)
         kl_reference = torch.full((), self.kl_reference, device=output.device)
         losses, figures = kto(sums, reference, desirable, kl_reference, self.settings)
-        moved = sums.detach() - reference
-        right = torch.where(desirable, moved > 0, moved < 0).sum()
-        return _mean(losses, figures | {"accuracy": right}, self.responses)
+        return _mean(losses, figures | {"accuracy": _right(sums, reference, desirable)}, self.responses)
+
+
+@dataclass(frozen=True)
+class BcoObjective:
+    """BCO on labelled responses. Columns it reads: those of `KtoObjective`."""
+
+    settings: PreferenceSettings
+    responses: int
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[N, 2]` (log-prob, entropy)."""
+        sums, reference, desirable = _labelled(output, stream)
+        losses, figures = bco(sums, reference, desirable, self.settings)
+        return _mean(losses, figures | {"accuracy": _right(sums, reference, desirable)}, self.responses)
 
 
 @dataclass(frozen=True)
@@ -112,6 +123,18 @@ class ProcessRewardObjective:
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 1]`, the scores at the N step ends."""
         return _mean(*process_reward_loss(output[:, 0], stream.columns["labels"]), self.steps)
+
+
+def _labelled(output: Tensor, stream: PackedStream) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each response `[R]` its log-prob, the reference's, and whether it is desirable."""
+    reference = per_response(stream.columns["reference_log_probs"], stream)
+    return per_response(output[:, 0], stream), reference, _first(stream.columns["labels"], stream).bool()
+
+
+def _right(log_probs: Tensor, reference: Tensor, desirable: Tensor) -> Tensor:
+    """The number of responses that have moved to their label's side of the reference."""
+    moved = log_probs.detach() - reference
+    return torch.where(desirable, moved > 0, moved < 0).sum()
 
 
 def per_response(values: Tensor, stream: PackedStream) -> Tensor:
