@@ -211,13 +211,3 @@ def _check_kl(config: Config) -> None:
             "the KL penalty in the loss",
             "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
         )
-    if config.reference.reset_every and not config.uses_reference:
-        raise ConfigError.needs(
-            "reference.reset_every", "a reference model", "set algorithm.kl.coef above 0, or remove reference.reset_every"
-        )
-    if config.reference.reset_every and config.reference.layout is not None:
-        raise ConfigError.needs(
-            "reference.reset_every",
-            "the reference in the policy's processes",
-            "remove reference.layout, or remove reference.reset_every",
-        )

@@ -19,7 +19,16 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
-from megarl.config.sections import CurriculumConfig, ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole, weight_at
+from megarl.config.sections import (
+    CurriculumConfig,
+    ModelConfig,
+    PictureFields,
+    ReferenceConfig,
+    RunConfig,
+    SourceConfig,
+    TrainedRole,
+    weight_at,
+)
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 
@@ -74,6 +83,7 @@ def check_fields_agree(config: Config) -> None:
         "the reward model": config.uses_reward_model,
     }
     check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
+    _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else "algorithm.kl.coef above 0")
     batch_arithmetic(config)
 
 
@@ -110,10 +120,30 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_profile(config.profile, config.run.steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
     check_fp8(config.model, trained={"policy": config.policy}, frozen=["the reference"] if config.uses_reference else [])
-    if config.reference.reset_every:
-        raise ConfigError.of(
-            "reference.reset_every", config.reference.reset_every, "only reinforcement learning uses", allowed="0"
+    loader = "objective.name to a loss with a reference"
+    _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else loader)
+
+
+def _check_reset(reference: ReferenceConfig, model: ModelConfig, *, needed_by: str | None) -> None:
+    """Refuse to move a reference that is not there or that the policy's ranks do not hold.
+
+    `needed_by`: what would load a reference, where there is none.
+    """
+    if reference.reset_every and needed_by is not None:
+        remedy = f"set {needed_by}, or remove reference.reset_every"
+        raise ConfigError.needs("reference.reset_every", "a reference model", remedy)
+    if reference.reset_every and reference.layout is not None:
+        raise ConfigError.needs(
+            "reference.reset_every",
+            "the reference in the policy's processes",
+            "remove reference.layout, or remove reference.reset_every",
         )
+    if reference.reset_share != 1 and not reference.reset_every:
+        remedy = "set reference.reset_every, or remove reference.reset_share"
+        raise ConfigError.needs("reference.reset_share", "steps after which the reference moves", remedy)
+    if reference.reset_share != 1 and model.fp8_param:
+        reason = "would be lost in weights of FP8 (model.fp8_param)"
+        raise ConfigError.of("reference.reset_share", reference.reset_share, reason, allowed="1.0, or remove model.fp8_param")
 
 
 def _check_objective(config: SupervisedConfig) -> None:

@@ -262,6 +262,9 @@ OBJECTIVES = [
     ("objective={name: simpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1"),
     ("objective={name: simpo, target_margin: -1}", "objective.target_margin is -1"),
     ("data.margin_key=m", "data.margin_key needs the loss of a reward model"),
+    ("reference.reset_every=2", "reference.reset_every needs a reference model: set objective.name to a loss with a reference"),
+    ("reference.reset_share=0.5", "reference.reset_share needs steps after which the reference moves"),
+    ("reference.reset_share=0", "reference.reset_share is 0"),
 ]
 
 

@@ -209,7 +209,7 @@ class RlRun(Run):
                 for name in limited:  # the engine's are over all tokens
                     batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
             if config.uses_reference:
-                self._reset_reference_if_due()
+                self.reset_reference_if_due()
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
             elif self.step == 0:
                 # No KL term, but the policy must still start out as the reference: loaded, compared once, dropped.
@@ -347,11 +347,6 @@ class RlRun(Run):
         greedy, self._greedy = self._greedy, []
         with self.phases("reward"):
             return list(zip(greedy, self._score(greedy), strict=True))
-
-    def _reset_reference_if_due(self) -> None:
-        every = self.config.reference.reset_every
-        if every and self.step and self.step % every == 0:
-            self.roles.copy_weights(POLICY, REFERENCE)
 
     def _policy_objective(self, batch: Batch) -> PolicyObjective:
         algorithm, distilled = self.config.algorithm, self.config.algorithm.distillation

@@ -117,6 +117,8 @@ class SupervisedRun(Run):
 
     def next_batch(self) -> Batch:
         """The next rows as a batch with everything that the loss reads."""
+        with self.phases("reference"):
+            self.reset_reference_if_due()
         return self.prepare(self.sampler.next(self.config.data.rows_per_step))
 
     def prepare(self, samples: Sequence[Sample]) -> Batch:
