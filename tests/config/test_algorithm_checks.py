@@ -238,6 +238,35 @@ def test_shaping_of_whole_rewards_is_refused_for_step_rewards() -> None:
     assert config(*model, "algorithm.shaping.length_penalty=0.1").algorithm.shaping.length_penalty == 0.1
 
 
+ONLINE_DPO = [
+    (["algorithm.advantage=gae"], "algorithm.advantage is 'gae', which ranks no responses of a prompt"),
+    (["algorithm.advantage=grpo_process", "reward_model={path: x, per_step: true}"], "ranks no responses of a prompt"),
+    (["algorithm.aggregation=token_mean"], "algorithm.aggregation is 'token_mean', which weighs tokens of a response"),
+    (["algorithm.rollout_correction={mode: tis_token}"], "algorithm.rollout_correction[0].mode is 'tis_token', which corrects"),
+    (["algorithm.mini_batches=4", "rollout={prompts_per_step: 2, samples_per_prompt: 4}"], "it must be a multiple of 4 and"),
+    (["algorithm.entropy.top_share=0.2"], "algorithm.entropy.top_share is 0.2, which leaves out tokens"),
+    (["rollout.top_p=0.9"], "rollout.top_p is 0.9, which samples from fewer tokens"),
+    (["algorithm.clip_high=0.3"], "algorithm.clip_high is 0.3"),
+    (["algorithm.policy_loss_args={beat: 1}"], "policy_loss_args is 'beat', which algorithm.policy_loss = 'dpo' does not take"),
+    (["algorithm.policy_loss_args={beta: 0}"], "algorithm.policy_loss_args.beta is 0"),
+    (["rollout.samples_per_prompt=1"], "it must be at least 2"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), ONLINE_DPO)
+def test_what_pairs_cannot_have_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config("algorithm.name=online_dpo", *overrides)
+    assert sentence in str(raised.value)
+
+
+def test_online_dpo_loads_a_reference_though_it_has_no_kl_of_its_own() -> None:
+    resolved = config("algorithm.name=online_dpo", "algorithm.policy_loss_args={beta: 0.3}", "algorithm.epochs=2")
+    assert (resolved.algorithm.policy_loss, resolved.algorithm.kl.coef, resolved.uses_reference) == ("dpo", 0.0, True)
+    assert not [doubt for doubt in doubtful_choices(resolved) if "updates" in doubt]
+    assert config("algorithm={name: online_dpo, policy_loss: ipo}").algorithm.loss_needs.pairs
+
+
 OBJECTIVES = [
     ("objective={name: dpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1, which objective.name = 'dpo' does not"),
     ("objective={name: kto, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),

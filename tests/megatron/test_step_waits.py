@@ -83,7 +83,14 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
     pairs += [PairObjective(name, PreferenceSettings(), 6, has_reference=False) for name in ("simpo", "orpo")]
     labelled = [KtoObjective(settings, 6, 0.1), BcoObjective(settings, 6)]
     losses: dict[str, list[Any]] = {
-        "log_probs": [policy, chooses, SupervisedObjective(), *pairs, *labelled],
+        "log_probs": [
+            policy,
+            chooses,
+            PolicyObjective("dpo", of_pairs=settings),
+            SupervisedObjective(),
+            *pairs,
+            *labelled,
+        ],
         "value": [ValueObjective(0.2), RewardModelObjective(3), ProcessRewardObjective(30)],
     }
     found: dict[str, Counter[str]] = {}
@@ -106,7 +113,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "llama")
     found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
-    assert len(found) == 18
+    assert len(found) == 19
     # megatron-core's unfused attention asks which random numbers it is to use
     assert {loss: set(seen) for loss, seen in found.items()} == {loss: {"item"} for loss in found}
 

@@ -23,6 +23,7 @@ from megarl.algorithms import (
     process_reward_loss,
 )
 from megarl.data.stream import PackedStream
+from megarl.trainers.run.pairs import first_of_each, per_response, sides
 
 Answer = tuple[Tensor, dict[str, Any]]
 """(loss, metrics), both this micro-batch's part of a sum."""
@@ -110,7 +111,7 @@ class RewardModelObjective:
         """`output` float32 `[R, 1]`, the score at the last token of each response."""
         chosen, rejected = sides(stream)
         margin = stream.columns.get("margin")
-        of_pair = _first(margin, stream)[chosen] if margin is not None else None
+        of_pair = first_of_each(margin, stream)[chosen] if margin is not None else None
         return _mean(*pairwise_reward_loss(output[chosen, 0], output[rejected, 0], of_pair), self.pairs)
 
 
@@ -128,33 +129,13 @@ class ProcessRewardObjective:
 def _labelled(output: Tensor, stream: PackedStream) -> tuple[Tensor, Tensor, Tensor]:
     """Of each response `[R]` its log-prob, the reference's, and whether it is desirable."""
     reference = per_response(stream.columns["reference_log_probs"], stream)
-    return per_response(output[:, 0], stream), reference, _first(stream.columns["labels"], stream).bool()
+    return per_response(output[:, 0], stream), reference, first_of_each(stream.columns["labels"], stream).bool()
 
 
 def _right(log_probs: Tensor, reference: Tensor, desirable: Tensor) -> Tensor:
     """The number of responses that have moved to their label's side of the reference."""
     moved = log_probs.detach() - reference
     return torch.where(desirable, moved > 0, moved < 0).sum()
-
-
-def per_response(values: Tensor, stream: PackedStream) -> Tensor:
-    """Sums of per-token `values` `[N]` over each response of the stream, `[R]` in the order of its owners."""
-    return values.new_zeros(len(stream.owners)).index_add(0, stream.response, values)
-
-
-def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
-    """Places (int64 `[P]` each) of the chosen and of the rejected responses among the owners, paired by the column `pair`.
-
-    Every pair has both sides in the stream: picking by a mask would ask the device how many there are.
-    """
-    pair, is_chosen = _first(stream.columns["pair"], stream), _first(stream.columns["is_chosen"], stream)
-    order = (2 * pair.long() + (1 - is_chosen.long())).argsort()
-    return order[0::2], order[1::2]
-
-
-def _first(column: Tensor, stream: PackedStream) -> Tensor:
-    """The value of each response's first scored token, `[R]`; every response has one."""
-    return column[stream.lengths.cumsum(0) - stream.lengths]
 
 
 def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> Answer:
