@@ -130,6 +130,8 @@ class LossNeeds:
     """It takes `reference_log_probs` float `[N]`, so the reference is loaded whatever `algorithm.kl.coef` is."""
     teacher_log_probs: bool = False
     """It takes `teacher_log_probs` float `[N]`, so `teacher.path` must be set."""
+    pairs: bool = False
+    """It compares the best response of a prompt with the worst, by their advantages, and is no function of single tokens."""
     entropy: bool = False
     """It takes `entropy` float `[N]`, of the policy in training before each token; gradients flow through it."""
 
@@ -204,6 +206,14 @@ POLICY_LOSSES: dict[str, LossNeeds] = {
 
 COVARIANCE_BOUNDS = (1.0, 5.0)
 """`low` and `high` of `clip_cov` if the config does not say."""
+
+_OF_PAIRS = LossNeeds(
+    settings=(), arguments=(Argument("beta"), Argument("rpo_alpha")), ratio=False, reference_log_probs=True, pairs=True
+)
+PAIR_POLICY_LOSSES: dict[str, LossNeeds] = {"dpo": _OF_PAIRS, "ipo": _OF_PAIRS}
+"""The preference losses of pairs (`preference.PREFERENCE_LOSSES`) that can be policy losses, by name."""
+LOSS_NEEDS = POLICY_LOSSES | PAIR_POLICY_LOSSES
+"""What each name of `algorithm.policy_loss` needs."""
 
 CORRECTION_BOUNDS: dict[str, tuple[float, float]] = {
     "tis_token": (0.0, 2.0),

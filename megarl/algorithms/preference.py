@@ -1,4 +1,5 @@
-"""Preference losses: pairs (DPO and its variants, SimPO, ORPO, with the RPO term) by name, and KTO for single responses.
+"""Preference losses: pairs (DPO and its variants, APO, BCO, SimPO, ORPO, with the RPO term) by name; KTO and BCO for single
+responses.
 
 Formulas and sources: docs/methods.md#objectives.
 
@@ -8,8 +9,8 @@ number of them in the whole optimizer step, over every rank and micro-batch, bef
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,9 +31,13 @@ class PreferenceSettings:
     target_margin: float = 0.5
     """γ of `simpo`, at least 0: by how much the chosen reward should exceed the other one."""
     length_normalised: bool = False
-    """`ipo`: log-ratios are means over a response's tokens (true) or sums (false)."""
+    """Of the pair losses with a reference: log-ratios are means over a response's tokens (true) or sums (false)."""
     rpo_alpha: float = 0.0
     """α of every pair loss but `orpo`, which has it as 1: adds α·(−logp_w/|y_w|), the RPO term."""
+    reward_shift: float = 0.0
+    """δ of `bco` and `bco_pair`: the mean of all rewards β(logp − ref) of earlier optimizer steps, 0 before the first."""
+    mixture: Mapping[str, float] = field(default_factory=dict)
+    """Of `mixture`: weights of pair losses by name, and of `sft`, −logp_w/|y_w|."""
     desirable_weight: float = 1.0
     """λ_D of `kto`."""
     undesirable_weight: float = 1.0
@@ -54,7 +59,7 @@ class PreferenceLoss(Protocol):
     Returns:
         The loss `[P]`, and scalar sums over the pairs without gradient: `accuracy`, the number of pairs whose chosen
         response has the greater reward; `chosen_reward` and `rejected_reward`, Σβ(logp − ref), of `simpo` and `orpo`
-        Σβ·logp/|y|; `margin`, their difference.
+        Σβ·logp/|y|; `margin`, their difference. `bco_pair` adds `reward`, the sum of both sides' mean reward, which δ follows.
     """
 
     def __call__(
@@ -80,6 +85,21 @@ def _rpo_term(chosen: Tensor, chosen_tokens: Tensor, settings: PreferenceSetting
     return -settings.rpo_alpha * chosen / chosen_tokens if settings.rpo_alpha else 0.0
 
 
+def _log_ratios(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, Tensor]:
+    """(h_w, h_l) `[P]`, h = logp − ref; with `length_normalised` divided by |y| (Tülu 3, arXiv 2411.15124)."""
+    if settings.length_normalised:
+        return (chosen - ref_chosen) / chosen_tokens, (rejected - ref_rejected) / rejected_tokens
+    return chosen - ref_chosen, rejected - ref_rejected
+
+
 def _sums(chosen_ratio: Tensor, rejected_ratio: Tensor, settings: PreferenceSettings) -> dict[str, Tensor]:
     chosen, rejected = (settings.beta * ratio.detach().float() for ratio in (chosen_ratio, rejected_ratio))
     return {
@@ -102,7 +122,9 @@ def dpo(
     settings: PreferenceSettings,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """−log σ(β·[(logp_w − ref_w) − (logp_l − ref_l)]) (arXiv 2305.18290), plus the RPO term. See `PreferenceLoss`."""
-    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
     loss = -logsigmoid(settings.beta * (chosen_ratio - rejected_ratio))
     return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
 
@@ -122,7 +144,9 @@ def cdpo(
 
     Conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); the RPO term is not smoothed. See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
     margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
     loss = -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
     return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
@@ -144,7 +168,9 @@ def robust_dpo(
     Over labels that are swapped with probability s its mean is `dpo` of the true labels. The RPO term is left as it is.
     See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
     margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
     loss = (share * logsigmoid(-margin) - (1 - share) * logsigmoid(margin)) / (1 - 2 * share)
     return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
@@ -210,13 +236,139 @@ def ipo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(h − 1/(2β))² with h = (logp_w − ref_w) − (logp_l − ref_l) (arXiv 2310.12036 eq. 17), plus the RPO term.
 
-    With `length_normalised` both log-ratios are divided by their response's tokens, and the sums follow. See `PreferenceLoss`.
+    See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = chosen - ref_chosen, rejected - ref_rejected
-    if settings.length_normalised:
-        chosen_ratio, rejected_ratio = chosen_ratio / chosen_tokens, rejected_ratio / rejected_tokens
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
     loss = (chosen_ratio - rejected_ratio - 1 / (2 * settings.beta)) ** 2
     return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("apo_zero")
+def apo_zero(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(1 − σ(β(logp_w − ref_w))) + σ(β(logp_l − ref_l)): chosen responses up, rejected ones down (arXiv 2408.06266).
+
+    For pairs whose chosen response is better than what the policy says. Plus the RPO term. See `PreferenceLoss`.
+    """
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
+    loss = torch.sigmoid(-settings.beta * chosen_ratio) + torch.sigmoid(settings.beta * rejected_ratio)
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("apo_down")
+def apo_down(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """σ(β·h_w) + (1 − σ(β(h_w − h_l))), h = logp − ref: both responses down, rejected ones further (arXiv 2408.06266).
+
+    For pairs whose chosen response is worse than what the policy says. Plus the RPO term. See `PreferenceLoss`.
+    """
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
+    loss = torch.sigmoid(settings.beta * chosen_ratio) + torch.sigmoid(settings.beta * (rejected_ratio - chosen_ratio))
+    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+
+
+@PREFERENCE_LOSSES.register("bco_pair")
+def bco_pair(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−log σ(β·h_w − δ) − log σ(δ − β·h_l), h = logp − ref and δ = `reward_shift` (arXiv 2404.04656), plus the RPO term.
+
+    A classifier of single responses: both sides are judged against δ, not against each other. See `PreferenceLoss`.
+    """
+    chosen_ratio, rejected_ratio = _log_ratios(
+        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
+    )
+    shift = settings.reward_shift
+    loss = -logsigmoid(settings.beta * chosen_ratio - shift) - logsigmoid(shift - settings.beta * rejected_ratio)
+    sums = _sums(chosen_ratio, rejected_ratio, settings)
+    sums["reward"] = (sums["chosen_reward"] + sums["rejected_reward"]) / 2
+    return loss + _rpo_term(chosen, chosen_tokens, settings), sums
+
+
+@PREFERENCE_LOSSES.register("mixture")
+def mixture(
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    chosen_tokens: Tensor,
+    rejected_tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The sum of the losses in `settings.mixture`, each times its weight, as InternVL's MPO mixes them (arXiv 2411.10442).
+
+    All read the same settings. The sums are those of the first loss that has them, and `<name>_loss` of every loss by itself.
+    See `PreferenceLoss`.
+    """
+    total = torch.zeros_like(chosen)
+    sums: dict[str, Tensor] = {}
+    for name, weight in settings.mixture.items():
+        of_loss: dict[str, Tensor] = {}
+        if name == "sft":
+            loss = -chosen / chosen_tokens
+        else:
+            loss, of_loss = PREFERENCE_LOSSES.resolve(name)(
+                chosen,
+                rejected,
+                ref_chosen,
+                ref_rejected,
+                chosen_tokens=chosen_tokens,
+                rejected_tokens=rejected_tokens,
+                settings=settings,
+            )
+        total = total + weight * loss
+        sums = of_loss | sums | {f"{name}_loss": loss.detach().sum()}
+    return total, sums
+
+
+def bco(
+    log_probs: Tensor, ref_log_probs: Tensor, desirable: Tensor, settings: PreferenceSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """−log σ(β·h − δ) for a desirable response, −log σ(δ − β·h) for another, h = logp − ref (arXiv 2404.04656).
+
+    Args:
+        log_probs: float `[B]`, log π_θ(y|x), summed over the response's tokens, in nats; gradients flow through it.
+        ref_log_probs: float `[B]`, log π_ref(y|x); no gradient.
+        desirable: bool `[B]`.
+        settings: β and δ.
+
+    Returns:
+        The loss `[B]`, and scalar sums without gradient: those of `kto`, and `reward`, Σβ(logp − ref), which δ follows.
+    """
+    centred = settings.beta * (log_probs - ref_log_probs) - settings.reward_shift
+    loss = -logsigmoid(torch.where(desirable, centred, -centred))
+    sums = _labelled_sums(log_probs - ref_log_probs, desirable, settings)
+    return loss, sums | {"reward": sums["desirable_reward"] + sums["undesirable_reward"]}
 
 
 def kto(
@@ -239,8 +391,12 @@ def kto(
     distance = settings.beta * (ratio - kl_reference.detach())
     gain = settings.desirable_weight * torch.sigmoid(-distance)
     loss = torch.where(desirable, gain, settings.undesirable_weight * torch.sigmoid(distance))
+    return loss, _labelled_sums(ratio, desirable, settings)
+
+
+def _labelled_sums(ratio: Tensor, desirable: Tensor, settings: PreferenceSettings) -> dict[str, Tensor]:
     reward = settings.beta * ratio.detach().float()
-    return loss, {
+    return {
         "desirable": desirable.float().sum(),
         # A mask as an index would have the host wait for the number of its elements.
         "desirable_reward": reward.where(desirable, 0).sum(),

@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, EstimatorNeeds, LossNeeds
+from megarl.algorithms.catalogue import ESTIMATORS, LOSS_NEEDS, EstimatorNeeds, LossNeeds
 from megarl.errors import ConfigError, MegarlError
 from megarl.system.user_code import load_user_function, why_not_called
 
@@ -57,8 +57,8 @@ def estimator_needs(name: str, arguments: tuple[str, ...] = ()) -> EstimatorNeed
 
 def loss_needs(name: str, arguments: tuple[str, ...] = ()) -> LossNeeds:
     """`estimator_needs` for policy losses."""
-    if name in POLICY_LOSSES:
-        return POLICY_LOSSES[name]
+    if name in LOSS_NEEDS:
+        return LOSS_NEEDS[name]
     answer = _asked(_LOSS, name, str(Path.cwd()), arguments)
     return LossNeeds(**answer | {name: tuple(answer[name]) for name in ("settings", "clip", "arguments", "choice")})
 

@@ -37,8 +37,10 @@ COMMANDS = (
 OBJECTIVES = {
     "sft": ("sft", "dft"),
     "reward-model": ("reward_model", "process_reward_model"),
-    "preference": ("dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"),
-}
+    "preference": (
+        "dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo", "mixture", "kto", "bco",
+    ),
+}  # fmt: skip
 """The commands that are `train` for some objectives alone, and what `objective.name` must be."""
 
 
@@ -153,7 +155,7 @@ def _training_commands(commands: Any) -> None:
     for command, what in (
         ("sft", "on demonstrations or conversations"),
         ("reward-model", "a scalar head on pairs (outcome) or on judged steps (process)"),
-        ("preference", "on pairs by dpo, cdpo, robust_dpo, ipo, simpo or orpo, or on labelled responses by kto"),
+        ("preference", "on pairs by DPO and its variants or a mixture of them, or on labelled responses by KTO or BCO"),
     ):
         supervised = commands.add_parser(
             command,

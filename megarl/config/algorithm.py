@@ -172,7 +172,7 @@ class AlgorithmConfig(Section):
     """Policy loss per token (docs/methods.md#policy-losses), or your own as `package.module:function` or
     `path/to/file.py:function`."""
     policy_loss_args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of a policy loss of your own, or of `sapo`, `clip_cov` or `kl_cov`
+    """Keyword arguments of a policy loss of your own, or of `sapo`, `clip_cov`, `kl_cov`, `dpo` or `ipo`
     (docs/methods.md#policy-losses)."""
     aggregation: AggregationName = "seq_mean_token_mean"
     """How token losses are averaged into one number (docs/methods.md#aggregation)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.algorithms.catalogue import COVARIANCE_BOUNDS, ESTIMATORS, POLICY_LOSSES, WEIGHTS, Argument
+from megarl.algorithms.catalogue import COVARIANCE_BOUNDS, ESTIMATORS, LOSS_NEEDS, WEIGHTS, Argument
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.estimator_checks import check_estimator
 from megarl.config.schema import Config
@@ -17,7 +17,7 @@ def check_algorithm(config: Config) -> None:
     algorithm, needed = config.algorithm, config.algorithm.estimator_needs
     if algorithm.advantage in ESTIMATORS:
         _check_arguments("advantage", algorithm.advantage, algorithm.advantage_args, needed.arguments)
-    if algorithm.policy_loss in POLICY_LOSSES:
+    if algorithm.policy_loss in LOSS_NEEDS:
         of_loss = algorithm.loss_needs.choice + algorithm.loss_needs.arguments
         _check_arguments("policy_loss", algorithm.policy_loss, algorithm.policy_loss_args, of_loss)
     low, high = (
@@ -34,6 +34,8 @@ def check_algorithm(config: Config) -> None:
         raise ConfigError.of("algorithm.advantage_normalisation", algorithm.advantage_normalisation, reason, allowed=allowed)
     _check_kl(config)
     _check_unread(config)
+    if algorithm.loss_needs.pairs:
+        _check_pairs(config)
     _check_correction(config)
     _check_entropy(config)
     if algorithm.truncated_responses == "bootstrap" and not needed.values:
@@ -97,6 +99,36 @@ def _check_entropy(config: Config) -> None:
     if algorithm.positive_nll.threshold and not algorithm.positive_nll.coef:
         what, remedy = "a weight", "set algorithm.positive_nll.coef, or remove algorithm.positive_nll.threshold"
         raise ConfigError.needs("algorithm.positive_nll.threshold", what, remedy)
+
+
+def _check_pairs(config: Config) -> None:
+    """Refuse what a loss that compares two responses of a prompt cannot have."""
+    algorithm, loss = config.algorithm, f"algorithm.policy_loss = '{config.algorithm.policy_loss}'"
+    needed = algorithm.estimator_needs
+    if not (needed.group and needed.per_response):
+        reason = f"ranks no responses of a prompt, which {loss} takes the best and the worst of"
+        raise ConfigError.of(
+            "algorithm.advantage", algorithm.advantage, reason, allowed="'dr_grpo', 'grpo', 'rloo', 'opo' or 'gpg'"
+        )
+    if algorithm.aggregation != "seq_mean_token_sum":
+        reason = f"weighs tokens of a response by its length, and {loss} is a mean over pairs"
+        raise ConfigError.of("algorithm.aggregation", algorithm.aggregation, reason, allowed="'seq_mean_token_sum'")
+    if algorithm.rollout_correction:
+        reason = f"corrects single responses by a ratio, and {loss} reads none"
+        raise ConfigError.of(
+            "algorithm.rollout_correction[0].mode", algorithm.rollout_correction[0].mode, reason, allowed="'none'"
+        )
+    if algorithm.entropy.top_share != 1:
+        reason = f"leaves out tokens, and {loss} compares whole responses"
+        raise ConfigError.of("algorithm.entropy.top_share", algorithm.entropy.top_share, reason, allowed="1.0")
+    for limit, value in config.rollout.sampling_limits.items():
+        reason = f"samples from fewer tokens than {loss} compares log-probs over"
+        raise ConfigError.of(f"rollout.{limit}", value, reason, allowed=str(type(config.rollout).model_fields[limit].default))
+    share, prompts = algorithm.mini_batches * config.policy.layout.dp, config.rollout.prompts_per_step
+    if prompts % algorithm.mini_batches or prompts < share:
+        reason = f"gives {loss} one pair each, which algorithm.mini_batches and policy.layout.dp do not share"
+        allowed = f"a multiple of {algorithm.mini_batches} and at least {share}"
+        raise ConfigError.of("rollout.prompts_per_step", prompts, reason, allowed=allowed)
 
 
 def _check_correction(config: Config) -> None:
@@ -197,14 +229,4 @@ def _check_kl(config: Config) -> None:
             "algorithm.kl.unbiased",
             "the KL penalty in the loss",
             "set algorithm.kl.apply_to to 'loss', or remove algorithm.kl.unbiased",
-        )
-    if config.reference.reset_every and not config.uses_reference:
-        raise ConfigError.needs(
-            "reference.reset_every", "a reference model", "set algorithm.kl.coef above 0, or remove reference.reset_every"
-        )
-    if config.reference.reset_every and config.reference.layout is not None:
-        raise ConfigError.needs(
-            "reference.reset_every",
-            "the reference in the policy's processes",
-            "remove reference.layout, or remove reference.reset_every",
         )

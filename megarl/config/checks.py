@@ -19,8 +19,17 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
-from megarl.config.sections import CurriculumConfig, ModelConfig, PictureFields, RunConfig, SourceConfig, TrainedRole, weight_at
-from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, SupervisedConfig
+from megarl.config.sections import (
+    CurriculumConfig,
+    ModelConfig,
+    PictureFields,
+    ReferenceConfig,
+    RunConfig,
+    SourceConfig,
+    TrainedRole,
+    weight_at,
+)
+from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.errors import ConfigError
 
 PROCEDURAL_ROWS = 1000
@@ -74,6 +83,7 @@ def check_fields_agree(config: Config) -> None:
         "the reward model": config.uses_reward_model,
     }
     check_fp8(config.model, trained=trained, frozen=[name for name, is_there in frozen.items() if is_there])
+    _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else "algorithm.kl.coef above 0")
     batch_arithmetic(config)
 
 
@@ -110,21 +120,42 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_profile(config.profile, config.run.steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
     check_fp8(config.model, trained={"policy": config.policy}, frozen=["the reference"] if config.uses_reference else [])
-    if config.reference.reset_every:
-        raise ConfigError.of(
-            "reference.reset_every", config.reference.reset_every, "only reinforcement learning uses", allowed="0"
+    loader = "objective.name to a loss with a reference"
+    _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else loader)
+
+
+def _check_reset(reference: ReferenceConfig, model: ModelConfig, *, needed_by: str | None) -> None:
+    """Refuse to move a reference that is not there or that the policy's ranks do not hold.
+
+    `needed_by`: what would load a reference, where there is none.
+    """
+    if reference.reset_every and needed_by is not None:
+        remedy = f"set {needed_by}, or remove reference.reset_every"
+        raise ConfigError.needs("reference.reset_every", "a reference model", remedy)
+    if reference.reset_every and reference.layout is not None:
+        raise ConfigError.needs(
+            "reference.reset_every",
+            "the reference in the policy's processes",
+            "remove reference.layout, or remove reference.reset_every",
         )
+    if reference.reset_share != 1 and not reference.reset_every:
+        remedy = "set reference.reset_every, or remove reference.reset_share"
+        raise ConfigError.needs("reference.reset_share", "steps after which the reference moves", remedy)
+    if reference.reset_share != 1 and model.fp8_param:
+        reason = "would be lost in weights of FP8 (model.fp8_param)"
+        raise ConfigError.of("reference.reset_share", reference.reset_share, reason, allowed="1.0, or remove model.fp8_param")
 
 
 def _check_objective(config: SupervisedConfig) -> None:
     objective, data = config.objective, config.data
     for field, losses in OBJECTIVE_FIELDS.items():
         value, unset = getattr(objective, field), type(objective).model_fields[field].default
-        if objective.name not in losses and value != unset:
+        if not {*objective.losses} & {*losses} and value != unset:
             shown = str(unset).lower() if isinstance(unset, bool) else str(unset)
             reason = f"objective.name = '{objective.name}' does not read"
             raise ConfigError.of(f"objective.{field}", value, reason, allowed=shown)
-    if objective.name in OBJECTIVE_FIELDS["label_smoothing"] and not objective.label_smoothing:
+    _check_mixture(objective)
+    if {*objective.losses} & {*OBJECTIVE_FIELDS["label_smoothing"]} and not objective.label_smoothing:
         remedy = "set it above 0, or set objective.name to 'dpo', which is the same without it"
         raise ConfigError.needs(f"objective.name = '{objective.name}'", "objective.label_smoothing", remedy)
     if data.margin_key is not None and objective.name != "reward_model":
@@ -133,6 +164,18 @@ def _check_objective(config: SupervisedConfig) -> None:
     if objective.name == "kto" and data.rows_per_step < 2:
         reason = "leaves objective.name = 'kto' no other row to pair a prompt with"
         raise ConfigError.of("data.rows_per_step", data.rows_per_step, reason, allowed="at least 2")
+
+
+def _check_mixture(objective: ObjectiveConfig) -> None:
+    if objective.name != "mixture" and objective.mixture:
+        reason = f"objective.name = '{objective.name}' does not read"
+        raise ConfigError.of("objective.mixture", objective.mixture, reason, allowed="{}, or set objective.name to 'mixture'")
+    if objective.name == "mixture" and not {*objective.mixture} - {"sft"}:
+        remedy = "set objective.mixture, such as to {dpo: 0.8, bco_pair: 0.2, sft: 1.0}"
+        raise ConfigError.needs("objective.name = 'mixture'", "a pair loss in objective.mixture", remedy)
+    if objective.name == "mixture" and objective.rpo_alpha:
+        reason = "would count once for every pair loss of objective.mixture"
+        raise ConfigError.of("objective.rpo_alpha", objective.rpo_alpha, reason, allowed="0.0: set the weight of sft instead")
 
 
 def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:

@@ -11,13 +11,13 @@ WIDEST_SEQUENCE_CLIP = 0.02
 def doubtful_choices(config: Config) -> list[str]:
     """What is doubtful in `config`, and what to set instead."""
     algorithm, rollout, found = config.algorithm, config.rollout, []
-    if rollout.schedule.mode != "sync" and not algorithm.rollout_correction:
+    if rollout.schedule.mode != "sync" and not algorithm.rollout_correction and not algorithm.loss_needs.pairs:
         found.append(
             f"rollout.schedule.mode = '{rollout.schedule.mode}' trains tokens of older weights as if the policy had sampled "
             "them; set algorithm.rollout_correction, such as {mode: tis_token}"
         )
     updates = config.optimizer_steps_per_step
-    if updates > 1 and not algorithm.loss_needs.ratio:
+    if updates > 1 and not algorithm.loss_needs.ratio and not algorithm.loss_needs.pairs:
         found.append(
             f"algorithm.policy_loss = '{algorithm.policy_loss}' is right for the first of a step's {updates} updates only; "
             "choose a loss with a ratio, such as 'clip', or set algorithm.mini_batches and algorithm.epochs to 1"

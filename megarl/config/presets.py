@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.algorithms.catalogue import ESTIMATORS, POLICY_LOSSES, LossNeeds
+from megarl.algorithms.catalogue import ESTIMATORS, LOSS_NEEDS, LossNeeds
 
 PresetName = Literal[
     "grpo", "ppo", "reinforce_plus_plus", "dapo", "dr_grpo", "gspo", "gmpo", "sapo", "cispo", "rloo", "remax", "opo", "gpg",
-    "opd", "vapo",
+    "opd", "vapo", "online_dpo",
 ]  # fmt: skip
 AggregationName = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 NormalisationName = Literal["none", "batch", "group", "batch_rms", "group_rms"]
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     PolicyLossName = str
 else:
     AdvantageName = Literal[tuple(ESTIMATORS)]
-    PolicyLossName = Literal[tuple(POLICY_LOSSES)]
+    PolicyLossName = Literal[tuple(LOSS_NEEDS)]
 
 _LOSS_KL = {"apply_to": "loss", "estimator": "k3"}
 _REWARD_KL = {"apply_to": "reward", "estimator": "k1"}
@@ -43,7 +43,7 @@ def _preset(
     clip: tuple[float, float] | None = None,
     distillation: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    low, high = clip or POLICY_LOSSES[policy_loss].clip
+    low, high = clip or LOSS_NEEDS[policy_loss].clip
     return {
         "advantage": advantage,
         "policy_loss": policy_loss,
@@ -90,6 +90,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     # responses, no KL; its pre-training of the critic depends on the run
     "vapo": _preset("gae", "clip", "token_mean", _LOSS_KL | {"coef": 0.0}, clip=(0.2, 0.28))
     | {"advantage_args": {"critic_lambda": 1.0, "length_alpha": 0.05}, "positive_nll": {"coef": 0.1}},
+    # OAIF, arXiv 2402.04792: DPO on the best and worst response of a prompt; the KL is DPO's own
+    "online_dpo": _preset("dr_grpo", "dpo", "seq_mean_token_sum", _LOSS_KL | {"coef": 0.0}),
 }
 
 
@@ -115,7 +117,7 @@ def fill_preset(tree: Any) -> Any:
         if "lam" not in known.settings:
             fallback["gae_lambda"] = 1.0
         filled |= {name: value for name, value in fallback.items() if name not in tree}
-    of_loss = POLICY_LOSSES.get(loss, LossNeeds()) if isinstance(loss, str) else LossNeeds()
-    if of_loss.clip != POLICY_LOSSES[preset["policy_loss"]].clip or "clip_high" not in of_loss.settings:
+    of_loss = LOSS_NEEDS.get(loss, LossNeeds()) if isinstance(loss, str) else LossNeeds()
+    if of_loss.clip != LOSS_NEEDS[preset["policy_loss"]].clip or "clip_high" not in of_loss.settings:
         filled |= {name: value for name, value in zip(("clip_low", "clip_high"), of_loss.clip, strict=True) if name not in tree}
     return filled

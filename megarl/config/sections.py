@@ -145,7 +145,7 @@ class CriticConfig(TrainedRole):
 
 
 class ReferenceConfig(Section):
-    """The frozen model of the KL penalty. Loaded only if `algorithm.kl.coef` is above 0."""
+    """The model that the policy is kept near. Loaded only if `algorithm.kl.coef` is above 0 or the objective reads it."""
 
     path: str | None = None
     """Hugging Face folder of the reference model. null: `model.path`."""
@@ -154,7 +154,9 @@ class ReferenceConfig(Section):
     megatron: dict[str, Any] | None = None
     """Fields of megatron-core's TransformerConfig. null: those of `policy.megatron`."""
     reset_every: Count = 0
-    """Copy the policy into the reference every this many steps (iterative GRPO). 0: never."""
+    """Move the reference to the policy every this many steps (iterative GRPO, TR-DPO). 0: never."""
+    reset_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the policy in the reference after `reset_every` (TR-DPO's alpha); the rest stays. 1: copy the policy."""
 
 
 class NamedTeacherConfig(Section):

@@ -22,10 +22,13 @@ from megarl.config.sections import (
     TrackersConfig,
 )
 
-PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo")
-PREFERENCE_LOSSES = (*PAIR_PREFERENCES, "kto")
-PAIR_LOSSES = (*PAIR_PREFERENCES, "reward_model")
+PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo")
+LABELLED_LOSSES = ("kto", "bco")
+PREFERENCE_LOSSES = (*PAIR_PREFERENCES, *LABELLED_LOSSES)
+PAIR_LOSSES = (*PAIR_PREFERENCES, "mixture", "reward_model")
 TOKEN_LOSSES = ("sft", "dft")
+SHIFTED_LOSSES = ("bco_pair", "bco")
+"""The losses that compare rewards with the mean of those of earlier steps."""
 REFERENCE_FREE = ("simpo", "orpo")
 """The preference losses that compare with no reference, so none is loaded."""
 SIMPO_BETA = 2.0
@@ -34,7 +37,7 @@ OBJECTIVE_FIELDS: dict[str, tuple[str, ...]] = {
     "beta": PREFERENCE_LOSSES,
     "label_smoothing": ("cdpo", "robust_dpo"),
     "target_margin": ("simpo",),
-    "length_normalised": ("ipo",),
+    "length_normalised": tuple(name for name in PAIR_PREFERENCES if name not in REFERENCE_FREE),
     "rpo_alpha": tuple(name for name in PAIR_PREFERENCES if name != "orpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
@@ -47,7 +50,8 @@ class ObjectiveConfig(Section):
     """The loss (docs/methods.md#objectives)."""
 
     name: Literal[
-        "sft", "dft", "reward_model", "process_reward_model", "dpo", "cdpo", "robust_dpo", "ipo", "simpo", "orpo", "kto"
+        "sft", "dft", "reward_model", "process_reward_model", "dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down",
+        "bco_pair", "simpo", "orpo", "mixture", "kto", "bco"
     ] = "sft"  # fmt: skip
     """`sft`: cross-entropy on responses. `dft`: the same, weighted by probability. `reward_model`: scalar head on pairs.
     `process_reward_model`: scalar head on steps. The others: preference losses."""
@@ -59,15 +63,26 @@ class ObjectiveConfig(Section):
     target_margin: NonNegative = 0.5
     """Gamma: by how much the chosen response's reward should exceed the other one's (simpo)."""
     length_normalised: bool = False
-    """Divide log-ratios by the length of the response (ipo)."""
+    """Divide log-ratios by the length of the response (pair losses with a reference)."""
     rpo_alpha: NonNegative = 0.0
     """Weight of the chosen response's mean cross-entropy, added to a pair loss (iterative RPO)."""
+    mixture: dict[
+        Literal["dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo", "sft"],
+        Annotated[float, Field(gt=0)],
+    ] = Field(default_factory=dict)
+    """Weights of the losses whose sum is minimised (mixture): pair losses by name, and `sft`, the mean cross-entropy of the
+    chosen response."""
     desirable_weight: NonNegative = 1.0
     """Weight of desirable responses (kto)."""
     undesirable_weight: NonNegative = 1.0
     """Weight of undesirable responses (kto)."""
     aggregation: Literal["token_mean", "seq_mean_token_mean"] = "token_mean"
     """How token losses are averaged into one number (sft, dft)."""
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        """The names of the losses that are computed: of a mixture its parts."""
+        return (*self.mixture,) if self.name == "mixture" else (self.name,)
 
     @model_validator(mode="before")
     @classmethod
@@ -87,16 +102,16 @@ class SupervisedFields(Section):
     prompt_key: str = "prompt"
     """Key of the prompt in a row, text or a list of chat messages. Keys here may be dotted: `a.b` is key `b` inside `a`."""
     response_key: str = "response"
-    """Key of the response (sft, dft, kto): text, or a list of chat messages that begins with the assistant's."""
+    """Key of the response (sft, dft, kto, bco): text, or a list of chat messages that begins with the assistant's."""
     messages_key: str | None = None
-    """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto). null: use prompt and
-    response."""
+    """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto, bco). null: use prompt
+    and response."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"
     """Key of the worse response of a pair."""
     label_key: str = "label"
-    """Key of the label: true, false, 1 or 0 (kto), one number per step (process_reward_model)."""
+    """Key of the label: true, false, 1 or 0 (kto, bco), one number per step (process_reward_model)."""
     steps_key: str = "steps"
     """Key of the list of steps (process_reward_model)."""
     margin_key: str | None = None
@@ -148,7 +163,7 @@ class SupervisedConfig(Questions):
     @property
     def uses_reference(self) -> bool:
         """Whether the loss compares with a frozen model."""
-        return self.objective.name in PREFERENCE_LOSSES and self.objective.name not in REFERENCE_FREE
+        return any(name in PREFERENCE_LOSSES and name not in REFERENCE_FREE for name in self.objective.losses)
 
     @property
     def has_value_head(self) -> bool:

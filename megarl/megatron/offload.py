@@ -64,6 +64,7 @@ class Offload:
         else:
             candidates = [*((tensor, False) for tensor in _gradients(self._role.chunks))]
             candidates += [(tensor, True) for tensor in _remembered(self._role.optimizer)]
+            candidates += [(tensor, True) for tensor in self._role.average.remainders.values()]
         for tensor, is_kept in candidates:
             key, is_weight = _key(tensor), _key(tensor) in weights
             if tensor.device.type == self._device_type and is_weight == (kind == "weights") and key not in found:

@@ -22,6 +22,7 @@ from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
+from megarl.megatron.moving_average import MovingAverage
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
@@ -30,7 +31,7 @@ from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
-from megarl.megatron.weights import Quantiser, export_weights, load_weights
+from megarl.megatron.weights import Quantiser, export_weights, global_tensors, load_weights
 from megarl.models.hf_folder import HFFolder
 from megarl.models.positions import with_positions
 from megarl.models.registry import architecture_for
@@ -50,6 +51,7 @@ class RankModel:
         self.vision = architecture.vision(folder.config)
         self.chunks = build_model(options, folder)
         load_weights(self.chunks, options, folder, self.weight_map)
+        self.average = MovingAverage()
         self.optimizer: Any = None
         if optimizer is not None:
             self.skip_rules = optimizer.skip_rules
@@ -113,12 +115,18 @@ class RankModel:
 
         return [[with_positions(unit, vision) for unit in units] for units in micro_batches]
 
-    def copy_weights_from(self, other: RankModel) -> None:
-        """Take over the weights of a role with the same layout and head. The optimizer, if any, is not touched."""
+    def copy_weights_from(self, other: RankModel, share: float = 1.0) -> None:
+        """Weights ← share·(those of a role with the same layout and head) + (1 − share)·(own); with 1 they are taken over.
+
+        The optimizer, if any, is not touched.
+        """
+        mine, theirs = global_tensors(self.chunks), global_tensors(other.chunks)
+        if share != 1:
+            self.average.follow(mine, theirs, share)
+            return
         with torch.no_grad():
-            for mine, theirs in zip(self.chunks, other.chunks, strict=True):
-                for target, source in zip(mine.parameters(), theirs.parameters(), strict=True):
-                    target.copy_(source)
+            for (_, target), (_, source) in zip(mine, theirs, strict=True):
+                target.copy_(source)
 
     def export(self, quantiser: Quantiser | None = None, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
@@ -128,7 +136,7 @@ class RankModel:
         """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""
         state: dict[str, Any] = self._models()
         if self.optimizer is None:
-            return shards_of(state, [])
+            return shards_of(state | {"average": self.average.sharded_state(global_tensors(self.chunks), state)}, [])
         owned = owned_boxes(self.optimizer, state)
         state |= {"moments": {"step": step_of(self.optimizer)}, "scheduler": self.scheduler.state_dict()}
         state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
@@ -150,6 +158,7 @@ class RankModel:
             make_moments(self.optimizer, self.chunks)
             reader.read(moment_boxes(self.optimizer, models, has_masters=has_masters))
         read_weights(reader, models)
+        self.average.load(reader, global_tensors(self.chunks), models)
         state: dict[str, Any] = {name: reader.kept(objects_of(model)) for name, model in models.items()}
         if self.optimizer is not None and is_same_layout:
             state["rng"] = sharded_rng_state()

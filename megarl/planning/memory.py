@@ -38,6 +38,8 @@ from megarl.reshard.run_plan import ITEMSIZE
 if TYPE_CHECKING:
     from megarl.planning.roles import Engines, PlannedRole, RunShape
 
+REMAINDER_BYTES = 2
+"""Of a bfloat16 weight that is a moving average: what float32 has more, on every rank that has the weight."""
 STATIC = ("parameters", "gradients", "optimizer")
 MOMENTARY = ("activations", "tower activations", "logits", "communication", "optimizer step")
 """Of a forward and backward pass, and of the optimizer's step that follows it."""
@@ -115,6 +117,8 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parameters += 2 * held.products  # FP8 copies for both directions, beside the BF16 weights; without these in their place
     parts = dict.fromkeys((*STATIC, *MOMENTARY), 0.0) | {"parameters": float(parameters)}
     host = 0.0
+    if role.averaged and precision.itemsize == 2:
+        parts["optimizer"] = REMAINDER_BYTES * float(held.dense + held.expert)
     if role.trained is not None:
         share, offloaded = _shard(held, role), role.trained.optimizer.offload_fraction
         of_each, of_head = (role.state_bytes(size, precision.recipe) for size in (precision.itemsize, 4))

@@ -27,7 +27,10 @@ from megarl.reshard.tensors import TensorTable
 
 @dataclass(frozen=True)
 class PlannedRole:
-    """A model of the run. `group` names the processes it lives in; `trained` is None of one that only answers."""
+    """A model of the run. `group` names the processes it lives in; `trained` is None of one that only answers.
+
+    `averaged`: its weights are a moving average of the policy's.
+    """
 
     name: str
     group: str
@@ -37,6 +40,7 @@ class PlannedRole:
     trained: TrainedRole | None
     max_tokens: int
     logit_chunk_tokens: int | None
+    averaged: bool = False
 
     @property
     def freeze(self) -> tuple[ModelPart, ...]:
@@ -174,6 +178,7 @@ def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
         role.trained,
         sizes.max_tokens_per_micro_batch,
         sizes.logit_chunk_tokens,
+        averaged=role.name == "reference" and config.reference.reset_share != 1,
     )
 
 

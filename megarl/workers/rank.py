@@ -112,8 +112,8 @@ class Rank(RankCalls):
         with record_function(f"update {role}"):
             return self.roles[role].update([*chain(*shares)], loss_function, position=position)
 
-    def copy_role(self, source: str, target: str) -> None:
-        self.roles[target].copy_weights_from(self.roles[source])
+    def copy_role(self, source: str, target: str, share: float) -> None:
+        self.roles[target].copy_weights_from(self.roles[source], share)
 
     def export_role(self, role: str, folder: str) -> None:
         write_role(self.roles[role], folder)

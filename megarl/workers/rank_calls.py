@@ -56,8 +56,8 @@ class RankCalls(ABC):
         """One optimizer step on the micro-batches of all `shares`; metric sums of this rank."""
 
     @abstractmethod
-    def copy_role(self, source: str, target: str) -> None:
-        """Give `target` the weights of `source`, which has the same layout and head."""
+    def copy_role(self, source: str, target: str, share: float) -> None:
+        """`target` ← share·`source` + (1 − share)·`target`; both have the same layout and head. 1: copy."""
 
     @abstractmethod
     def export_role(self, role: str, folder: str) -> None:

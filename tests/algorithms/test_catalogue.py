@@ -17,6 +17,7 @@ from megarl.algorithms import (
     ADVANTAGES,
     CHOICES,
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     AdvantageInputs,
     AdvantageOutputs,
     LossSettings,
@@ -66,7 +67,9 @@ def test_the_catalogue_and_the_config_have_the_names_that_are_registered() -> No
     assert set(ESTIMATORS) == set(ADVANTAGES)
     assert set(catalogue.POLICY_LOSSES) == set(POLICY_LOSSES)
     assert set(get_args(AdvantageName)) == set(ADVANTAGES)
-    assert set(get_args(PolicyLossName)) == set(POLICY_LOSSES)
+    assert set(get_args(PolicyLossName)) == {*POLICY_LOSSES, *catalogue.PAIR_POLICY_LOSSES}
+    assert set(catalogue.PAIR_POLICY_LOSSES) < set(PREFERENCE_LOSSES)
+    assert not set(catalogue.PAIR_POLICY_LOSSES) & set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize("need", sorted(GIVEN_FOR))

@@ -5,6 +5,7 @@ log-prob is its weight times its gradient coefficient GC, on random tensors in f
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megarl.algorithms import (
     AdvantageInputs,
     LossSettings,
     PreferenceSettings,
+    bco,
     kl_per_token,
     kto,
     pairwise_reward_loss,
@@ -152,7 +154,8 @@ def test_a_kl_estimators_coefficient_is_its_formula(estimator: str, unbiased: bo
 @pytest.mark.parametrize("name", sorted(PREFERENCE_LOSSES))
 def test_a_preference_losss_coefficient_is_its_formula_at_every_token(name: str, length_normalised: bool) -> None:
     """DPO's is β·σ(−margin) on the chosen response's tokens and minus that on the rejected one's; RPO adds α/|y_w|."""
-    settings = PreferenceSettings(beta=BETA, label_smoothing=0.1, rpo_alpha=0.4, length_normalised=length_normalised)
+    constants: dict[str, Any] = {"label_smoothing": 0.1, "rpo_alpha": 0.4, "reward_shift": 0.3, "mixture": {"dpo": 1.0}}
+    settings = PreferenceSettings(beta=BETA, length_normalised=length_normalised, **constants)
     tokens = -draw(2, R, T, seed=5).abs() * MASK
     reference = draw(2, R, seed=6)
     lengths = MASK.sum(1).double()
@@ -167,14 +170,27 @@ def test_a_preference_losss_coefficient_is_its_formula_at_every_token(name: str,
 
     got = coefficients(loss, tokens)
     h = torch.stack([(tokens[0] * MASK).sum(1), (tokens[1] * rejected_mask).sum(1)]) - reference
-    margin = BETA * (h[0] - h[1])
     per_chosen, per_rejected = torch.ones(R), torch.ones(R)
-    if name == "dpo":
+    if length_normalised and name not in ("simpo", "orpo"):
+        per_chosen, per_rejected = 1 / lengths, 1 / rejected_lengths
+        h = h * torch.stack([per_chosen, per_rejected])
+    margin = BETA * (h[0] - h[1])
+    push: Tensor | None = None  # on the rejected response, where it is not the chosen one's
+    if name in ("dpo", "mixture"):
         pull = BETA * torch.sigmoid(-margin)
     elif name == "cdpo":
         pull = BETA * (0.9 * torch.sigmoid(-margin) - 0.1 * torch.sigmoid(margin))
     elif name == "robust_dpo":
         pull = BETA * (0.9 * torch.sigmoid(-margin) + 0.1 * torch.sigmoid(margin)) / 0.8
+    elif name == "apo_zero":
+        share = torch.sigmoid(BETA * h)
+        pull, push = BETA * share * (1 - share)
+    elif name == "apo_down":
+        push = BETA * torch.sigmoid(margin) * torch.sigmoid(-margin)
+        share = torch.sigmoid(BETA * h[0])
+        pull = push - BETA * share * (1 - share)
+    elif name == "bco_pair":
+        pull, push = BETA * torch.sigmoid(0.3 - BETA * h[0]), BETA * torch.sigmoid(BETA * h[1] - 0.3)
     elif name == "simpo":
         per_chosen, per_rejected = 1 / lengths, 1 / rejected_lengths
         means = (h + reference) * torch.stack([per_chosen, per_rejected])
@@ -185,12 +201,10 @@ def test_a_preference_losss_coefficient_is_its_formula_at_every_token(name: str,
         pull = BETA * odds[1] / (odds[0] + odds[1])
         per_chosen, per_rejected = (1 + odds) / torch.stack([lengths, rejected_lengths])
     else:
-        if length_normalised:
-            per_chosen, per_rejected = 1 / lengths, 1 / rejected_lengths
-        pull = 2 * (1 / (2 * BETA) - (h[0] * per_chosen - h[1] * per_rejected))
+        pull = 2 * (1 / (2 * BETA) - (h[0] - h[1]))
     alpha = 1.0 if name == "orpo" else 0.4
     same(got[0], (pull * per_chosen + alpha / lengths)[:, None] * MASK)
-    same(got[1], (-pull * per_rejected)[:, None] * rejected_mask)
+    same(got[1], (-(pull if push is None else push) * per_rejected)[:, None] * rejected_mask)
 
 
 def test_ktos_coefficient_is_its_formula() -> None:
@@ -200,6 +214,13 @@ def test_ktos_coefficient_is_its_formula() -> None:
     pull = BETA * share * (1 - share)
     got = coefficients(lambda new: kto(new, reference, CORRECT, z, settings)[0], log_probs)
     same(got, torch.where(CORRECT, 1.5 * pull, -0.7 * pull))
+
+
+def test_bcos_coefficient_is_its_formula() -> None:
+    log_probs, reference = draw(2, R, seed=7)
+    reward = BETA * (log_probs - reference)
+    got = coefficients(lambda new: bco(new, reference, CORRECT, PreferenceSettings(beta=BETA, reward_shift=0.3))[0], log_probs)
+    same(got, torch.where(CORRECT, BETA * torch.sigmoid(0.3 - reward), -BETA * torch.sigmoid(reward - 0.3)))
 
 
 def test_reward_models_and_critics_coefficients_are_their_residuals() -> None:

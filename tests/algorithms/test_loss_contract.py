@@ -16,6 +16,7 @@ from megarl.algorithms import (
     PREFERENCE_LOSSES,
     LossSettings,
     PreferenceSettings,
+    bco,
     catalogue,
     kto,
     pairwise_reward_loss,
@@ -25,7 +26,14 @@ from megarl.algorithms import (
 )
 
 ROWS, T = 7, 5
-PAIRS = PreferenceSettings(beta=0.3, label_smoothing=0.1, rpo_alpha=0.2, length_normalised=True)
+PAIRS = PreferenceSettings(
+    beta=0.3,
+    label_smoothing=0.1,
+    rpo_alpha=0.2,
+    length_normalised=True,
+    reward_shift=0.2,
+    mixture={"bco_pair": 0.4, "sft": 0.7},
+)
 
 
 def pair_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
@@ -42,6 +50,7 @@ def pair_loss(name: str) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]:
 PER_ITEM: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     **{name: pair_loss(name) for name in PREFERENCE_LOSSES},
     "kto": lambda x, ref, kind, *_: kto(x, ref, kind > 0, torch.tensor(0.3), PAIRS),
+    "bco": lambda x, ref, kind, *_: bco(x, ref, kind > 0, PAIRS),
     "reward_model": lambda x, rejected, margin, *_: pairwise_reward_loss(x, rejected, margin),
     "process_reward_model": lambda x, label, *_: process_reward_loss(x, label.sigmoid()),
     "value": lambda x, old, returns, *_: value_loss(x, old, returns, 0.2),

@@ -13,10 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings, kto, kto_kl_reference, mismatched_rows
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings, bco, kto, kto_kl_reference, mismatched_rows
 
 P = 12
-SETTINGS = PreferenceSettings(beta=0.3, label_smoothing=0.1, desirable_weight=1.5, undesirable_weight=0.7)
+SETTINGS = PreferenceSettings(
+    beta=0.3,
+    label_smoothing=0.1,
+    desirable_weight=1.5,
+    undesirable_weight=0.7,
+    reward_shift=0.4,
+    mixture={"sft": 1.3, "ipo": 0.8, "bco_pair": 0.2},
+)
 
 
 def pairs(seed: int = 0) -> dict[str, Tensor]:
@@ -47,7 +54,7 @@ def plain(name: str, data: dict[str, Tensor], s: PreferenceSettings) -> list[tup
         h_w, h_l = logp_w - ref_w, logp_l - ref_l
         if name in ("simpo", "orpo"):
             h_w, h_l = logp_w / n_w, logp_l / n_l
-        if name == "ipo" and s.length_normalised:
+        elif s.length_normalised:
             h_w, h_l = h_w / n_w, h_l / n_l
         if name == "simpo":
             loss = -math.log(sigmoid(s.beta * h_w - s.beta * h_l - s.target_margin))
@@ -58,13 +65,24 @@ def plain(name: str, data: dict[str, Tensor], s: PreferenceSettings) -> list[tup
         elif name == "robust_dpo":
             right, swapped = (-math.log(sigmoid(sign * s.beta * (h_w - h_l))) for sign in (1, -1))
             loss = ((1 - s.label_smoothing) * right - s.label_smoothing * swapped) / (1 - 2 * s.label_smoothing)
+        elif name == "apo_zero":
+            loss = 1 - sigmoid(s.beta * h_w) + sigmoid(s.beta * h_l)
+        elif name == "apo_down":
+            loss = sigmoid(s.beta * h_w) + 1 - sigmoid(s.beta * (h_w - h_l))
+        elif name == "bco_pair":
+            loss = -math.log(sigmoid(s.beta * h_w - s.reward_shift)) - math.log(sigmoid(-(s.beta * h_l - s.reward_shift)))
+        elif name == "mixture":
+            loss = 0.8 * (h_w - h_l - 1 / (2 * s.beta)) ** 2 - 1.3 * logp_w / n_w
+            loss -= 0.2 * math.log(sigmoid(s.beta * h_w - s.reward_shift))
+            loss -= 0.2 * math.log(sigmoid(-(s.beta * h_l - s.reward_shift)))
         elif name == "ipo":
             loss = (h_w - h_l - 1 / (2 * s.beta)) ** 2
         else:
             smoothing = s.label_smoothing if name == "cdpo" else 0.0
             loss = -(1 - smoothing) * math.log(sigmoid(s.beta * (h_w - h_l)))
             loss += -smoothing * math.log(sigmoid(-s.beta * (h_w - h_l)))
-        rows.append((loss + s.rpo_alpha * -logp_w / n_w, s.beta * h_w, s.beta * h_l))
+        times = 0.8 + 0.2 if name == "mixture" else 1.0  # the config lets no mixture have it
+        rows.append((loss + times * s.rpo_alpha * -logp_w / n_w, s.beta * h_w, s.beta * h_l))
     return rows
 
 
@@ -88,8 +106,9 @@ def test_every_loss_is_its_row_of_methods(name: str, changes: dict[str, Any]) ->
     [
         ("dpo", {"label_smoothing": 0.3}, False),
         ("cdpo", {"label_smoothing": 0.3}, True),
-        ("ipo", {"length_normalised": True}, True),
-        ("dpo", {"length_normalised": True}, False),
+        *((name, {"length_normalised": True}, name not in ("simpo", "orpo")) for name in PREFERENCE_LOSSES),
+        *((name, {"reward_shift": -1.0}, name in ("bco_pair", "mixture")) for name in PREFERENCE_LOSSES),
+        *((name, {"mixture": {"dpo": 1.0}}, name == "mixture") for name in PREFERENCE_LOSSES),
         ("robust_dpo", {"label_smoothing": 0.3}, True),
         ("simpo", {"target_margin": 1.0}, True),
         ("dpo", {"target_margin": 1.0}, False),
@@ -111,6 +130,47 @@ def test_at_the_reference_dpo_is_log_two_and_ipo_its_target_squared() -> None:
         loss, sums = PREFERENCE_LOSSES.resolve(name)(**data, settings=SETTINGS)
         torch.testing.assert_close(loss, torch.full((P,), want, dtype=torch.float64))
         assert sums["accuracy"].item() == sums["margin"].item() == 0
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_losses_and_gradients_and_tells_each() -> None:
+    """MPO (arXiv 2411.10442) with its published weights."""
+    data, settings = pairs(), dataclasses.replace(SETTINGS, mixture={"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0})
+    both = torch.stack([data["chosen"], data["rejected"]]).requires_grad_()
+    data |= {"chosen": both[0], "rejected": both[1]}
+    loss, sums = PREFERENCE_LOSSES.resolve("mixture")(**data, settings=settings)
+    (gradient,) = torch.autograd.grad(loss.sum(), both)
+    dpo, of_dpo = PREFERENCE_LOSSES.resolve("dpo")(**data, settings=settings)
+    bco_pair, of_bco = PREFERENCE_LOSSES.resolve("bco_pair")(**data, settings=settings)
+    sft = -data["chosen"] / data["chosen_tokens"]
+    want = 0.8 * dpo + 0.2 * bco_pair + sft
+    torch.testing.assert_close(loss, want, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient, torch.autograd.grad(want.sum(), both)[0], rtol=1e-13, atol=1e-15)
+    parts = {"dpo_loss": dpo, "bco_pair_loss": bco_pair, "sft_loss": sft}
+    assert sums == of_dpo | {"reward": of_bco["reward"]} | {name: part.detach().sum() for name, part in parts.items()}
+    assert not any(value.requires_grad for value in sums.values())
+
+
+def test_bco_of_labelled_responses_is_its_row_of_methods() -> None:
+    data = pairs()
+    log_probs = torch.cat([data["chosen"], data["rejected"]])
+    reference = torch.cat([data["ref_chosen"], data["ref_rejected"]])
+    desirable = torch.arange(2 * P) % 3 == 0
+    loss, sums = bco(log_probs, reference, desirable, SETTINGS)
+    rewards = [0.3 * (logp - ref) for logp, ref in zip(log_probs.tolist(), reference.tolist(), strict=True)]
+    want = [-math.log(sigmoid((reward - 0.4) * (1 if good else -1))) for reward, good in zip(rewards, desirable, strict=True)]
+    torch.testing.assert_close(loss, torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+    assert sums["desirable"].item() == 8
+    assert sums["desirable_reward"].item() == pytest.approx(sum(rewards[0::3]), rel=1e-5)
+    assert sums["reward"].item() == pytest.approx(sum(rewards), rel=1e-5)
+
+
+def test_bco_of_a_pair_is_bco_of_its_two_responses() -> None:
+    data = pairs()
+    pair, sums = PREFERENCE_LOSSES.resolve("bco_pair")(**data, settings=SETTINGS)
+    good, of_good = bco(data["chosen"], data["ref_chosen"], torch.ones(P, dtype=torch.bool), SETTINGS)
+    bad, of_bad = bco(data["rejected"], data["ref_rejected"], torch.zeros(P, dtype=torch.bool), SETTINGS)
+    torch.testing.assert_close(pair, good + bad, rtol=1e-14, atol=0)
+    assert sums["reward"].item() == pytest.approx((of_good["reward"] + of_bad["reward"]).item() / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["simpo", "orpo"])

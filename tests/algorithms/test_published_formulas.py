@@ -113,7 +113,8 @@ def response_mean(log_probs: Tensor, row: int) -> Tensor:
 
 
 def published_preference(name: str, new: Tensor, s: PreferenceSettings) -> Tensor:
-    """SimPO (arXiv 2405.14734), ORPO (2403.07691), robust DPO (2403.00409), summed over PAIRS."""
+    """SimPO (arXiv 2405.14734), ORPO (2403.07691), robust DPO (2403.00409), length-normalised DPO (Tülu 3, 2411.15124),
+    APO-zero and APO-down (2408.06266), BCO (2404.04656), summed over PAIRS."""
     total = new.new_zeros(())
     for w, r in PAIRS:
         if name == "simpo":
@@ -123,6 +124,16 @@ def published_preference(name: str, new: Tensor, s: PreferenceSettings) -> Tenso
             p_w, p_l = (response_mean(new, row).exp() for row in (w, r))
             ratio = (p_w / (1 - p_w)) / (p_l / (1 - p_l))
             loss = -response_mean(new, w) + s.beta * -torch.sigmoid(ratio.log()).log()
+        elif name == "dpo":
+            rewards = [s.beta / MASK[row].sum() * (new - OLD)[row, MASK[row]].sum() for row in (w, r)]
+            loss = -torch.sigmoid(rewards[0] - rewards[1]).log()
+        elif name in ("apo_zero", "apo_down", "bco_pair"):
+            r_w, r_l = (s.beta * (new - OLD)[row, MASK[row]].sum() for row in (w, r))
+            loss = {
+                "apo_zero": -torch.sigmoid(r_w) + torch.sigmoid(r_l) + 1,
+                "apo_down": torch.sigmoid(r_w) - torch.sigmoid(r_w - r_l) + 1,
+                "bco_pair": -torch.sigmoid(r_w - s.reward_shift).log() - torch.sigmoid(-(r_l - s.reward_shift)).log(),
+            }[name]
         else:
             h_w, h_l = ((new[row, MASK[row]] - OLD[row, MASK[row]]).sum() for row in (w, r))
             right, swapped = -torch.sigmoid(s.beta * (h_w - h_l)).log(), -torch.sigmoid(s.beta * (h_l - h_w)).log()
@@ -131,10 +142,12 @@ def published_preference(name: str, new: Tensor, s: PreferenceSettings) -> Tenso
     return total
 
 
-@pytest.mark.parametrize("name", ["simpo", "orpo", "robust_dpo"])
-@pytest.mark.parametrize("constants", [{"beta": 2.0, "target_margin": 1.6, "label_smoothing": 0.2}, {"beta": 0.1}])
+@pytest.mark.parametrize("name", ["simpo", "orpo", "robust_dpo", "dpo", "apo_zero", "apo_down", "bco_pair"])
+@pytest.mark.parametrize(
+    "constants", [{"beta": 2.0, "target_margin": 1.6, "label_smoothing": 0.2, "reward_shift": 0.7}, {"beta": 0.1}]
+)
 def test_a_preference_loss_is_the_papers(name: str, constants: dict[str, float]) -> None:
-    settings = PreferenceSettings(**constants)
+    settings = PreferenceSettings(**constants, length_normalised=name == "dpo")
     leaf = (-NEW.abs()).requires_grad_()
     sums = leaf.masked_fill(~MASK, 0).sum(1)
     references, lengths = OLD.masked_fill(~MASK, 0).sum(1), MASK.sum(1)

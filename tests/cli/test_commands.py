@@ -102,7 +102,8 @@ def test_config_lists_every_leaf(capsys) -> None:
         (
             "preference",
             None,
-            "trains by sft, but `megarl preference` trains by dpo or cdpo or robust_dpo or ipo or simpo or orpo or kto",
+            "trains by sft, but `megarl preference` trains by dpo or cdpo or robust_dpo or ipo or apo_zero or apo_down or "
+            "bco_pair or simpo or orpo or mixture or kto or bco",
         ),
     ],
 )

@@ -306,12 +306,49 @@ def test_shaping_of_whole_rewards_is_refused_for_step_rewards() -> None:
     assert config(*model, "algorithm.shaping.length_penalty=0.1").algorithm.shaping.length_penalty == 0.1
 
 
+ONLINE_DPO = [
+    (["algorithm.advantage=gae"], "algorithm.advantage is 'gae', which ranks no responses of a prompt"),
+    (["algorithm.advantage=grpo_process", "reward_model={path: x, per_step: true}"], "ranks no responses of a prompt"),
+    (["algorithm.aggregation=token_mean"], "algorithm.aggregation is 'token_mean', which weighs tokens of a response"),
+    (["algorithm.rollout_correction={mode: tis_token}"], "algorithm.rollout_correction[0].mode is 'tis_token', which corrects"),
+    (["algorithm.mini_batches=4", "rollout={prompts_per_step: 2, samples_per_prompt: 4}"], "it must be a multiple of 4 and"),
+    (["algorithm.entropy.top_share=0.2"], "algorithm.entropy.top_share is 0.2, which leaves out tokens"),
+    (["rollout.top_p=0.9"], "rollout.top_p is 0.9, which samples from fewer tokens"),
+    (["algorithm.clip_high=0.3"], "algorithm.clip_high is 0.3"),
+    (["algorithm.policy_loss_args={beat: 1}"], "policy_loss_args is 'beat', which algorithm.policy_loss = 'dpo' does not take"),
+    (["algorithm.policy_loss_args={beta: 0}"], "algorithm.policy_loss_args.beta is 0"),
+    (["rollout.samples_per_prompt=1"], "it must be at least 2"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), ONLINE_DPO)
+def test_what_pairs_cannot_have_is_refused(overrides: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config("algorithm.name=online_dpo", *overrides)
+    assert sentence in str(raised.value)
+
+
+def test_online_dpo_loads_a_reference_though_it_has_no_kl_of_its_own() -> None:
+    resolved = config("algorithm.name=online_dpo", "algorithm.policy_loss_args={beta: 0.3}", "algorithm.epochs=2")
+    assert (resolved.algorithm.policy_loss, resolved.algorithm.kl.coef, resolved.uses_reference) == ("dpo", 0.0, True)
+    assert not [doubt for doubt in doubtful_choices(resolved) if "updates" in doubt]
+    assert config("algorithm={name: online_dpo, policy_loss: ipo}").algorithm.loss_needs.pairs
+
+
 OBJECTIVES = [
     ("objective={name: dpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1, which objective.name = 'dpo' does not"),
     ("objective={name: kto, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
     ("objective={name: sft, rpo_alpha: 1}", "objective.rpo_alpha is 1.0"),
     ("objective={name: dft, beta: 1}", "objective.beta is 1.0, which objective.name = 'dft' does not read"),
-    ("objective={name: dpo, length_normalised: true}", "it must be false"),
+    ("objective={name: simpo, length_normalised: true}", "it must be false"),
+    ("objective={name: dpo, mixture: {ipo: 1}}", "objective.mixture is a section (ipo), which objective.name = 'dpo' does not"),
+    ("objective={name: mixture}", "objective.name = 'mixture' needs a pair loss in objective.mixture"),
+    ("objective={name: mixture, mixture: {sft: 1}}", "needs a pair loss in objective.mixture"),
+    ("objective={name: mixture, mixture: {dpo: 1, sft: 1}, rpo_alpha: 1}", "it must be 0.0: set the weight of sft instead"),
+    ("objective={name: mixture, mixture: {dpo: 1}, target_margin: 1}", "objective.name = 'mixture' does not read"),
+    ("objective={name: mixture, mixture: {cdpo: 1, bco_pair: 1}}", "needs objective.label_smoothing"),
+    ("objective={name: mixture, mixture: {dpo: 0}}", "objective.mixture"),
+    ("objective={name: mixture, mixture: {kto: 1}}", "objective.mixture"),
     ("objective={name: reward_model, beta: 0.2}", "objective.beta is 0.2"),
     ("objective={name: dpo, desirable_weight: 2}", "objective.desirable_weight is 2.0"),
     ("objective={name: dpo, aggregation: seq_mean_token_mean}", "it must be token_mean"),
@@ -322,6 +359,9 @@ OBJECTIVES = [
     ("objective={name: simpo, label_smoothing: 0.1}", "objective.label_smoothing is 0.1"),
     ("objective={name: simpo, target_margin: -1}", "objective.target_margin is -1"),
     ("data.margin_key=m", "data.margin_key needs the loss of a reward model"),
+    ("reference.reset_every=2", "reference.reset_every needs a reference model: set objective.name to a loss with a reference"),
+    ("reference.reset_share=0.5", "reference.reset_share needs steps after which the reference moves"),
+    ("reference.reset_share=0", "reference.reset_share is 0"),
 ]
 
 
@@ -349,6 +389,23 @@ def test_a_loss_without_a_reference_loads_none_and_has_a_beta_of_its_own(name: s
     assert ("pairs per step", "32") in resolved.batch_rows()
     assert parse_supervised_config(yaml.safe_load(to_yaml(resolved))) == resolved
     assert supervised(f"objective.name={name}", *smoothing, "objective.beta=0.1").objective.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    ("mixture", "roles"),
+    [
+        ("{dpo: 0.8, bco_pair: 0.2, sft: 1}", ["policy", "reference"]),
+        ("{simpo: 1, sft: 0.1}", ["policy"]),
+        ("{orpo: 1, apo_zero: 1}", ["policy", "reference"]),
+    ],
+)
+def test_a_mixture_of_pair_losses_reads_what_its_losses_read(mixture: str, roles: list[str]) -> None:
+    resolved = supervised(f"objective={{name: mixture, mixture: {mixture}}}")
+    assert [role.name for role in resolved.roles] == roles
+    assert ("pairs per step", "32") in resolved.batch_rows()
+    assert parse_supervised_config(yaml.safe_load(to_yaml(resolved))) == resolved
+    if "simpo" in mixture:
+        assert supervised(f"objective={{name: mixture, mixture: {mixture}, target_margin: 1}}").objective.target_margin == 1
 
 
 def test_dft_averages_tokens_as_sft_does() -> None:

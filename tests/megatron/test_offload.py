@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from megarl.config.layout import Layout
+from megarl.megatron.moving_average import MovingAverage
 from megarl.models.shape import ModelShape
 from megarl.models.weight_map import BoundRule
 from tests.families import build_folder
 from tests.world import World
+
+
+def plain_role(layer: torch.nn.Module) -> SimpleNamespace:
+    """A role of one layer that nothing trains or averages."""
+    return SimpleNamespace(chunks=[layer], optimizer=None, average=MovingAverage())
 
 
 def bytes_held(offload: Any) -> dict[str, int]:
@@ -117,7 +123,10 @@ def test_storages_are_packed_into_blocks_that_pinning_does_not_round(monkeypatch
     values = [torch.randn(size, generator=generator) for size in (300, 1, 700, 5, 513, 80)]
     for number, value in enumerate(values):
         layer.register_parameter(f"p{number}", torch.nn.Parameter(value.clone()))
-    offload, moved = module.Offload(SimpleNamespace(chunks=[layer], optimizer=None), device_type="cpu"), 4 * 1599
+    offload, moved = (
+        module.Offload(plain_role(layer), device_type="cpu"),
+        4 * 1599,
+    )
     offload.keep(weights=False, rest=True)
     assert bytes_held(offload) == {"weights": 0, "rest": 0}
     assert pinned == [1024] * 6 + [256]
@@ -167,7 +176,7 @@ def test_weights_in_fp8_leave_with_both_of_their_copies_and_cached_ones_are_forg
     layer.plain = torch.nn.Parameter(torch.arange(3.0))
     layer._fp8_workspaces = {"weight": torch.zeros(99)}  # type: ignore[assignment]
     cached = layer._fp8_workspaces
-    offload = module.Offload(SimpleNamespace(chunks=[layer], optimizer=None), device_type="cpu")
+    offload = module.Offload(plain_role(layer), device_type="cpu")
     assert bytes_held(offload) == {"weights": 6 + 6 + 4 + 12, "rest": 0}
     offload.keep(weights=True, rest=False)
     assert cached == {}

@@ -16,6 +16,7 @@ from megarl.data.stream import SCORED_IDS, Response, ScorePosition, TopK, Unit
 from megarl.megatron.step import on_host
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.supervised.objectives import (
+    BcoObjective,
     KtoObjective,
     PairObjective,
     ProcessRewardObjective,
@@ -76,10 +77,20 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
     policy = PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.1, shown_rows=2)
     chooses = PolicyObjective("kl_cov", nll_coef=0.1, also_given=("chosen",), arguments={"coef": 0.5})
     policy = replace(policy, distillation=DistillationTerm(1.0, "jsd"))
-    pairs = [PairObjective(name, PreferenceSettings(rpo_alpha=0.1), 6) for name in ("dpo", "cdpo", "robust_dpo", "ipo")]
+    settings = PreferenceSettings(rpo_alpha=0.1, mixture={"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0})
+    with_reference = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "mixture")
+    pairs = [PairObjective(name, settings, 6) for name in with_reference]
     pairs += [PairObjective(name, PreferenceSettings(), 6, has_reference=False) for name in ("simpo", "orpo")]
+    labelled = [KtoObjective(settings, 6, 0.1), BcoObjective(settings, 6)]
     losses: dict[str, list[Any]] = {
-        "log_probs": [policy, chooses, SupervisedObjective(), *pairs, KtoObjective(PreferenceSettings(), 6, 0.1)],
+        "log_probs": [
+            policy,
+            chooses,
+            PolicyObjective("dpo", of_pairs=settings),
+            SupervisedObjective(),
+            *pairs,
+            *labelled,
+        ],
         "value": [ValueObjective(0.2), RewardModelObjective(3), ProcessRewardObjective(30)],
     }
     found: dict[str, Counter[str]] = {}
@@ -102,7 +113,7 @@ def waits(rank: int, world_size: int, folder: Path, spec: str) -> dict[str, Coun
 def test_nothing_of_megarl_waits_in_a_pass(world: World, tmp_path: Path) -> None:
     build_folder("llama", tmp_path / "llama")
     found = world.call(waits, tmp_path / "llama", "local", size=1)[0]
-    assert len(found) == 13
+    assert len(found) == 19
     # megatron-core's unfused attention asks which random numbers it is to use
     assert {loss: set(seen) for loss, seen in found.items()} == {loss: {"item"} for loss in found}
 

@@ -53,6 +53,15 @@ def test_one_gpu_holds_every_role_whole_and_the_weights_twice() -> None:
     assert parts["process", "contexts"] == 2e9
 
 
+def test_a_reference_that_is_a_moving_average_has_two_bytes_a_weight_more() -> None:
+    averaged = ["reference.reset_every=1", "reference.reset_share=0.1"]
+    parts = planned(*ONE, AT_ONCE, *averaged).memory.worst.parts
+    assert parts["reference", "parameters"] == parts["reference", "optimizer"] == 2 * OF_8B
+    assert ("reference", "optimizer") not in planned(*ONE, AT_ONCE, averaged[0]).memory.worst.parts
+    in_float32 = planned(*ONE, AT_ONCE, *averaged, "model.dtype=float32").memory.worst.parts
+    assert ("reference", "optimizer") not in in_float32
+
+
 def test_data_parallel_ranks_share_the_optimizer_and_nothing_else() -> None:
     parts = planned("policy.layout={dp: 8}").memory.worst.turns[TRAINING]
     assert parts["policy", "optimizer"] == 12 * OF_8B / 8

@@ -356,7 +356,26 @@ def test_groups_are_found_by_their_ids() -> None:
         (["algorithm.shaping.overlong_tokens=7"], "rollout.max_new_tokens = 6"),
         (["algorithm.advantage=grpo_process"], "reward_model.per_step"),
         (["algorithm.kl.target=0.1"], "algorithm.kl.target"),
-        (["reference.reset_every=2", "algorithm.kl.coef=0.0"], "reference.reset_every needs a reference model"),
+        (
+            ["reference.reset_every=2", "algorithm.kl.coef=0.0"],
+            "reference.reset_every needs a reference model: set algo",
+        ),
+        (
+            ["reference={reset_every: 2, layout: {tp: 1}}"],
+            "reference.reset_every needs the reference in the policy's process",
+        ),
+        (["reference.reset_share=0.5"], "reference.reset_share needs steps after which the reference moves"),
+        (
+            [
+                "reference={reset_every: 2, reset_share: 0.5}",
+                "model.fp8=hybrid",
+                "model.fp8_param=true",
+                "model.fp8_recipe=tensorwise",
+                "model.dtype=bfloat16",
+                "model.layer_spec=transformer_engine",
+            ],
+            "reference.reset_share is 0.5, which would be lost in weights of FP8",
+        ),
         (["rollout.samples_per_prompt=1", "rollout.prompts_per_step=4"], "it must be at least 2"),
     ],
 )

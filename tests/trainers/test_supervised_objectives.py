@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
-from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, SupervisedObjective, sides
+from megarl.trainers.run.pairs import sides
+from megarl.trainers.supervised.objectives import PairObjective, RewardModelObjective, SupervisedObjective
 
 
 def test_sides_of_a_pair_are_found_in_whatever_order_they_come() -> None:

@@ -341,12 +341,15 @@ def estimated(
     return outputs if name in ESTIMATORS else normalised(outputs, inputs, needed)
 
 
-def mini_batch_rows(batch: Batch, mini_batches: int, seed: int) -> list[list[int]]:
-    """Rows of each mini-batch: whole groups in a seeded order, so that a group's prompt is computed once where it can be."""
+def mini_batch_rows(batch: Batch, mini_batches: int, seed: int, of: Sequence[int] | None = None) -> list[list[int]]:
+    """Rows of each mini-batch: whole groups in a seeded order, so that a group's prompt is computed once where it can be.
+
+    `of`: the rows that there are, two of each group, which stay together.
+    """
     order = torch.randperm(int(batch.groups.max()) + 1, generator=torch.Generator().manual_seed(seed))
     rank = {int(group): place for place, group in enumerate(order)}
-    rows = sorted(range(len(batch)), key=lambda row: (rank[int(batch.groups[row])], row))
-    size = len(rows) // mini_batches
+    rows = sorted(range(len(batch)) if of is None else of, key=lambda row: (rank[int(batch.groups[row])], row))
+    size = len(rows) // mini_batches if of is None else 2 * -(-len(rows) // (2 * mini_batches))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 

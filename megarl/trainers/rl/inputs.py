@@ -89,7 +89,8 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
     """
     check_architectures(config)
     ADVANTAGES.resolve(config.algorithm.advantage, config.algorithm.advantage_args)
-    POLICY_LOSSES.resolve(config.algorithm.policy_loss, config.algorithm.policy_loss_args)
+    if not config.algorithm.loss_needs.pairs:
+        POLICY_LOSSES.resolve(config.algorithm.policy_loss, config.algorithm.policy_loss_args)
     check_engine(config, _platform_of(config))
     tokenizer, data, kind = load_tokenizer(config.model.path), config.data, config.rollout.episode
     with ExitStack() as opened:

@@ -10,19 +10,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms import (
     K3_LIMIT,
     POLICY_LOSSES,
+    PREFERENCE_LOSSES,
     DistillationTerm,
     LossSettings,
+    PreferenceSettings,
     kl_per_token,
     mismatch_sums,
     value_loss,
     vocabulary_divergence,
 )
 from megarl.data.stream import PackedStream, ScoredValues
+from megarl.trainers.run.pairs import first_of_each, per_response, sides
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
 
@@ -57,6 +61,8 @@ class PolicyObjective:
     """Columns, and `entropy`, that the loss takes by name (`LossNeeds.further`)."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """What the config gives to a loss of the user's own, by name."""
+    of_pairs: PreferenceSettings | None = None
+    """The constants of a preference loss, which reads the columns `pair` and `is_chosen`; both sides are in the stream."""
 
     def __call__(self, output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, Any]]:
         """`output` float32 `[N, C]`: log-prob, entropy, and what `limited` or `distillation` ask for → (loss, sums).
@@ -72,12 +78,10 @@ class PolicyObjective:
         if "old_log_probs" not in columns:
             columns = columns | {"rollout_log_probs": columns["rollout_log_probs"] - kept}
         trainers = columns.get("old_log_probs", log_probs.detach())
-        old = columns["rollout_log_probs"] if self.bypass else trainers
-        further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
-        loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = POLICY_LOSSES.resolve(self.name, self.arguments)
-        per_token, sums = loss_function(
-            log_probs, old, columns["advantages"], response=stream.response, settings=self.settings, **further
-        )
+        if self.of_pairs is not None:
+            per_token, sums = _pair_loss(self.name, log_probs, stream, self.of_pairs)
+        else:
+            per_token, sums = self._token_loss(log_probs, entropy, trainers, stream.response, columns)
         for factor in ("correction", "top_entropy"):
             if factor in columns:
                 per_token = per_token * columns[factor]
@@ -114,6 +118,43 @@ class PolicyObjective:
             total = total + self.nll_coef * cross_entropy
             metrics["policy/nll"] = cross_entropy.detach()
         return total, metrics
+
+    def _token_loss(
+        self, log_probs: Tensor, entropy: Tensor, trainers: Tensor, response: Tensor, columns: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        old = columns["rollout_log_probs"] if self.bypass else trainers
+        further = {name: entropy if name == "entropy" else columns[name] for name in self.also_given} | dict(self.arguments)
+        loss_function: Callable[..., tuple[Tensor, dict[str, Tensor]]] = POLICY_LOSSES.resolve(self.name, self.arguments)
+        return loss_function(log_probs, old, columns["advantages"], response=response, settings=self.settings, **further)
+
+
+def _pair_loss(
+    name: str, log_probs: Tensor, stream: PackedStream, settings: PreferenceSettings
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A preference loss as one number per token `[N]`, and sums: with the weight 1/(2P) of every token the mean over P pairs.
+
+    Each token of a pair has the pair's loss, over the mean number of tokens of its sides. A pair of weight 0 counts in no sum.
+    """
+    chosen, rejected = sides(stream)
+    own, reference = (per_response(values, stream) for values in (log_probs, stream.columns["reference_log_probs"]))
+    tokens, weights = stream.lengths, 2 * first_of_each(stream.columns["weights"], stream)
+    losses, _ = PREFERENCE_LOSSES.resolve(name)(
+        own[chosen],
+        own[rejected],
+        reference[chosen],
+        reference[rejected],
+        chosen_tokens=tokens[chosen],
+        rejected_tokens=tokens[rejected],
+        settings=settings,
+    )
+    share = 2 * losses / (tokens[chosen] + tokens[rejected])
+    of_response = torch.zeros_like(own).index_add(0, chosen, share).index_add(0, rejected, share)
+    rewards = settings.beta * (own.detach() - reference)
+    margins = rewards[chosen] - rewards[rejected]
+    return of_response[stream.response], {
+        "pair_accuracy": (weights[chosen] * (margins > 0)).sum(),
+        "pair_margin": (weights[chosen] * margins).sum(),
+    }
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import DistillationTerm, LossSettings
+from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
@@ -31,6 +31,7 @@ from megarl.trainers.rl.experience import (
 from megarl.trainers.rl.inputs import read_inputs
 from megarl.trainers.rl.model_rewards import ModelRewards
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
+from megarl.trainers.rl.online_pairs import OnlinePairs, choose_pairs
 from megarl.trainers.rl.parity_checks import ParityChecks
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
@@ -77,6 +78,7 @@ class RlRun(Run):
         self.teachers = Teachers(config)
         self.parity = ParityChecks()
         self._updates: list[dict[str, float]] = []
+        self._pairs: OnlinePairs | None = None
         self._scores: list[float] = []
         self._log_probs: dict[int, torch.Tensor] = {}
         self._greedy: list[Sample] = []
@@ -208,7 +210,7 @@ class RlRun(Run):
                 for name in limited:  # the engine's are over all tokens
                     batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
             if config.uses_reference:
-                self._reset_reference_if_due()
+                self.reset_reference_if_due()
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
             elif self.step == 0:
                 # No KL term, but the policy must still start out as the reference: loaded, compared once, dropped.
@@ -232,6 +234,9 @@ class RlRun(Run):
                 self.model_rewards.add_steps(batch, rewards)
             self.metrics |= self.experience.estimate(batch, rewards, self._scored_greedy())
             self.metrics |= self.experience.steer_entropy(batch)
+            if self.config.algorithm.loss_needs.pairs:
+                self._pairs = choose_pairs(batch)
+                self.metrics |= self._pairs.figures()
         self.metrics |= {
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
@@ -245,7 +250,8 @@ class RlRun(Run):
         self._updates = []
         for epoch in range(algorithm.epochs):
             seed = self.config.run.seed + self.step * algorithm.epochs + epoch
-            yield from mini_batch_rows(batch, algorithm.mini_batches, seed)
+            rows = self._pairs.rows if self._pairs is not None else None
+            yield from mini_batch_rows(batch, algorithm.mini_batches, seed, rows)
 
     def update(self, batch: Batch, rows: Sequence[int]) -> None:
         """One optimizer step of the critic, and of the policy once the critic is warmed up, at the same time."""
@@ -254,7 +260,8 @@ class RlRun(Run):
             self._updates.append({f"{POLICY}/skipped": 1.0})
             return
         with self.phases("update"):
-            set_loss_weights(batch, rows, config)
+            untied = rows if self._pairs is None else [row for row in rows if row in self._pairs.untied]
+            set_loss_weights(batch, untied, config)
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
             set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
             running = []
@@ -265,12 +272,14 @@ class RlRun(Run):
             if not config.uses_critic or self.step >= config.critic.warmup_steps:
                 wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
                 wanted += COLUMNS if config.algorithm.distillation.coef else ()
-                wanted += TOKEN_COLUMNS
+                wanted += (*TOKEN_COLUMNS, "pair", "is_chosen")
                 wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
                 columns = [name for name in wanted if name in batch.columns]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
                 loss = self._policy_objective(batch)
-                running.append(self.roles.start_update(POLICY, batch, rows, columns, loss, mixed_in=mixed_in))
+                together = self._pairs is not None
+                update = self.roles.start_update(POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in)
+                running.append(update)
                 self.rollouts.stale = True
             names = [CRITIC, POLICY] if config.uses_critic else [POLICY]
             merged: dict[str, float] = {}
@@ -347,11 +356,6 @@ class RlRun(Run):
         with self.phases("reward"):
             return list(zip(greedy, self._score(greedy), strict=True))
 
-    def _reset_reference_if_due(self) -> None:
-        every = self.config.reference.reset_every
-        if every and self.step and self.step % every == 0:
-            self.roles.copy_weights(POLICY, REFERENCE)
-
     def _policy_objective(self, batch: Batch) -> PolicyObjective:
         algorithm, distilled = self.config.algorithm, self.config.algorithm.distillation
         return PolicyObjective(
@@ -374,4 +378,5 @@ class RlRun(Run):
             bypass=algorithm.bypasses_old_log_probs,
             also_given=algorithm.loss_needs.further,
             arguments=loss_arguments(algorithm),
+            of_pairs=PreferenceSettings(**algorithm.policy_loss_args) if algorithm.loss_needs.pairs else None,
         )

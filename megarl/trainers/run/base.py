@@ -29,7 +29,7 @@ from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
 from megarl.trainers.run.guards import Guards, newest_sound_before
 from megarl.trainers.run.profiling import Profiling
-from megarl.trainers.run.roles import POLICY, Roles
+from megarl.trainers.run.roles import POLICY, REFERENCE, Roles
 from megarl.trainers.run.saving import Saving, unwritable
 from megarl.trainers.run.stop import StopRequest
 from megarl.trainers.run.timeline import Timeline
@@ -199,6 +199,12 @@ class Run(ABC):
         with self.profiling.of_step(self.step + 1, self.roles), self.phases.step():
             yield
         self.step += 1
+
+    def reset_reference_if_due(self) -> None:
+        """Move the reference towards the policy where `reference.reset_every` says so; for a step, before it asks either."""
+        reference = self._settings.reference
+        if reference.reset_every and self.step and self.step % reference.reset_every == 0:
+            self.roles.copy_weights(POLICY, REFERENCE, reference.reset_share)
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Write the metrics of the step that was just done, and show them."""

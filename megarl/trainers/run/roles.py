@@ -243,11 +243,11 @@ class Roles:
             results.append(combine(answers))
         return results
 
-    def copy_weights(self, source: str, target: str) -> None:
-        """Give `target` the weights of `source`; both must live in the same ranks and layout."""
+    def copy_weights(self, source: str, target: str, share: float = 1.0) -> None:
+        """`target` ← share·`source` + (1 − share)·`target`; both must live in the same ranks and layout."""
         self.before_use()
         group, phase = self.group_of(target), f"copy of {source}"
-        group.call(RankCalls.copy_role, source, target, phase=phase, deadline_s=self._deadlines.step_s)
+        group.call(RankCalls.copy_role, source, target, share, phase=phase, deadline_s=self._deadlines.step_s)
 
     def export(self, role: str, folder: str) -> None:
         """Write `role` as a Hugging Face model folder, whole or not at all."""
@@ -347,7 +347,7 @@ class Roles:
         return self.config.resources.deadlines
 
     def _changing(self) -> list[str]:
-        """Roles whose weights a checkpoint must keep: trained ones, and a reference that is set to the policy on the way."""
+        """Roles whose weights a checkpoint must keep: trained ones, and a reference that is moved towards the policy."""
         moving = {REFERENCE} if self.config.reference.reset_every else set()
         return [role for role in self._loaded if self.specs[role].trained is not None or role in moving]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 LOG_PROBS = "log_probs"
 """Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
-SUMMED = frozenset({"policy/loss", "policy/nll", "critic/loss", "ptx/loss"})
+SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy/pair_margin", "critic/loss", "ptx/loss"})
 """Metrics whose sum over ranks and micro-batches is the value itself; the other sums are divided by the tokens."""
 
 

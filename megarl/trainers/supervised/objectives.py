@@ -16,12 +16,14 @@ from torch import Tensor
 from megarl.algorithms import (
     PREFERENCE_LOSSES,
     PreferenceSettings,
+    bco,
     dft_loss,
     kto,
     pairwise_reward_loss,
     process_reward_loss,
 )
 from megarl.data.stream import PackedStream
+from megarl.trainers.run.pairs import first_of_each, per_response, sides
 
 Answer = tuple[Tensor, dict[str, Any]]
 """(loss, metrics), both this micro-batch's part of a sum."""
@@ -79,14 +81,24 @@ class KtoObjective:
 
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy)."""
-        sums = per_response(output[:, 0], stream)
-        reference = per_response(stream.columns["reference_log_probs"], stream)
-        desirable = _first(stream.columns["labels"], stream).bool()
+        sums, reference, desirable = _labelled(output, stream)
         kl_reference = torch.full((), self.kl_reference, device=output.device)
         losses, figures = kto(sums, reference, desirable, kl_reference, self.settings)
-        moved = sums.detach() - reference
-        right = torch.where(desirable, moved > 0, moved < 0).sum()
-        return _mean(losses, figures | {"accuracy": right}, self.responses)
+        return _mean(losses, figures | {"accuracy": _right(sums, reference, desirable)}, self.responses)
+
+
+@dataclass(frozen=True)
+class BcoObjective:
+    """BCO on labelled responses. Columns it reads: those of `KtoObjective`."""
+
+    settings: PreferenceSettings
+    responses: int
+
+    def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
+        """`output` float32 `[N, 2]` (log-prob, entropy)."""
+        sums, reference, desirable = _labelled(output, stream)
+        losses, figures = bco(sums, reference, desirable, self.settings)
+        return _mean(losses, figures | {"accuracy": _right(sums, reference, desirable)}, self.responses)
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ class RewardModelObjective:
         """`output` float32 `[R, 1]`, the score at the last token of each response."""
         chosen, rejected = sides(stream)
         margin = stream.columns.get("margin")
-        of_pair = _first(margin, stream)[chosen] if margin is not None else None
+        of_pair = first_of_each(margin, stream)[chosen] if margin is not None else None
         return _mean(*pairwise_reward_loss(output[chosen, 0], output[rejected, 0], of_pair), self.pairs)
 
 
@@ -114,24 +126,16 @@ class ProcessRewardObjective:
         return _mean(*process_reward_loss(output[:, 0], stream.columns["labels"]), self.steps)
 
 
-def per_response(values: Tensor, stream: PackedStream) -> Tensor:
-    """Sums of per-token `values` `[N]` over each response of the stream, `[R]` in the order of its owners."""
-    return values.new_zeros(len(stream.owners)).index_add(0, stream.response, values)
+def _labelled(output: Tensor, stream: PackedStream) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each response `[R]` its log-prob, the reference's, and whether it is desirable."""
+    reference = per_response(stream.columns["reference_log_probs"], stream)
+    return per_response(output[:, 0], stream), reference, first_of_each(stream.columns["labels"], stream).bool()
 
 
-def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
-    """Places (int64 `[P]` each) of the chosen and of the rejected responses among the owners, paired by the column `pair`.
-
-    Every pair has both sides in the stream: picking by a mask would ask the device how many there are.
-    """
-    pair, is_chosen = _first(stream.columns["pair"], stream), _first(stream.columns["is_chosen"], stream)
-    order = (2 * pair.long() + (1 - is_chosen.long())).argsort()
-    return order[0::2], order[1::2]
-
-
-def _first(column: Tensor, stream: PackedStream) -> Tensor:
-    """The value of each response's first scored token, `[R]`; every response has one."""
-    return column[stream.lengths.cumsum(0) - stream.lengths]
+def _right(log_probs: Tensor, reference: Tensor, desirable: Tensor) -> Tensor:
+    """The number of responses that have moved to their label's side of the reference."""
+    moved = log_probs.detach() - reference
+    return torch.where(desirable, moved > 0, moved < 0).sum()
 
 
 def _mean(losses: Tensor, figures: Mapping[str, Tensor], count: int) -> Answer:

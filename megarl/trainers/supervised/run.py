@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
 
-from megarl.algorithms import PreferenceSettings, kto_kl_reference, mismatched_rows, token_weights
+from megarl.algorithms import PreferenceSettings, RunningMean, kto_kl_reference, mismatched_rows, token_weights
 from megarl.config import SupervisedConfig
-from megarl.config.supervised import PAIR_LOSSES, TOKEN_LOSSES
+from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
 from megarl.data.picture_reader import open_pictures
@@ -26,6 +27,7 @@ from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import POLICY, REFERENCE
 from megarl.trainers.run.start import check_architectures, open_groups, open_roles
 from megarl.trainers.supervised.objectives import (
+    BcoObjective,
     KtoObjective,
     PairObjective,
     ProcessRewardObjective,
@@ -33,7 +35,11 @@ from megarl.trainers.supervised.objectives import (
     SupervisedObjective,
 )
 
-_KINDS: dict[str, Kind] = {**dict.fromkeys(TOKEN_LOSSES, "sft"), "kto": "kto", "process_reward_model": "steps"}
+_KINDS: dict[str, Kind] = {
+    **dict.fromkeys(TOKEN_LOSSES, "sft"),
+    **dict.fromkeys(LABELLED_LOSSES, "kto"),
+    "process_reward_model": "steps",
+}
 
 
 class SupervisedRun(Run):
@@ -45,6 +51,8 @@ class SupervisedRun(Run):
         super().__init__(config, leads=leads)
         self.config, self.objective = config, config.objective
         self.update_metrics: dict[str, float] = {}
+        self.rewards = RunningMean()
+        """Of all responses of the steps so far, where a loss is shifted by it."""
         with self.telling_of_disk_trouble():
             check_architectures(config)
             names = [field.name for field in fields(SupervisedSettings)]
@@ -88,13 +96,18 @@ class SupervisedRun(Run):
         self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
 
     def state(self) -> dict[str, Any]:
-        """The sampler's position, and what the guards counted."""
-        return {"sampler": self.sampler.state_dict(), "guards": self.guards.state_dict()}
+        """The sampler's position, what the guards counted, and the mean of the rewards so far."""
+        return {
+            "sampler": self.sampler.state_dict(),
+            "guards": self.guards.state_dict(),
+            "rewards": asdict(self.rewards),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state()` was taken."""
         self.sampler.load_state_dict(state["sampler"])
         self.guards.load_state_dict(state.get("guards"))
+        self._load_rewards(state)
 
     def gates(self) -> dict[str, float | None]:
         """Nothing to compare with: no engine takes part."""
@@ -104,6 +117,8 @@ class SupervisedRun(Run):
 
     def next_batch(self) -> Batch:
         """The next rows as a batch with everything that the loss reads."""
+        with self.phases("reference"):
+            self.reset_reference_if_due()
         return self.prepare(self.sampler.next(self.config.data.rows_per_step))
 
     def prepare(self, samples: Sequence[Sample]) -> Batch:
@@ -137,6 +152,10 @@ class SupervisedRun(Run):
                 keep_groups=self.objective.name in PAIR_LOSSES,
             )
             (metrics,) = self.roles.finish_updates([update])
+        if {*self.objective.losses} & {*SHIFTED_LOSSES}:
+            metrics["reward_shift"] = self.rewards.mean
+            if isfinite(metrics["reward"]):
+                self.rewards = self.rewards.update(torch.full((len(batch),), metrics["reward"]))
         self.update_metrics = {f"train/{name}": value for name, value in metrics.items()}
         self.guards.record_update(self.update_metrics)
 
@@ -152,7 +171,7 @@ class SupervisedRun(Run):
         metrics = {name: value for name, value in self.metrics.items() if not name.startswith(own_times)}
         due = self.guards.check_step(metrics, [*self.update_metrics])
         if due is not None:
-            self.roll_back(due)
+            self._load_rewards(self.roll_back(due))
 
     def measure(self) -> dict[str, float] | None:
         """The loss over all held-out rows and what goes with it, such as the share of pairs that are the right way round."""
@@ -192,6 +211,8 @@ class SupervisedRun(Run):
             rpo_alpha=settings.rpo_alpha,
             desirable_weight=settings.desirable_weight,
             undesirable_weight=settings.undesirable_weight,
+            reward_shift=self.rewards.mean,
+            mixture=dict(settings.mixture.items()),
         )
         pairs = len(batch) // 2
         if name in TOKEN_LOSSES:
@@ -204,8 +225,13 @@ class SupervisedRun(Run):
         if name == "kto":
             kl = self._kto_reference(batch)
             return KtoObjective(constants, len(batch), kl), ["labels", "reference_log_probs"]
+        if name == "bco":
+            return BcoObjective(constants, len(batch)), ["labels", "reference_log_probs"]
         reference = ["reference_log_probs"] if self.config.uses_reference else []
         return PairObjective(name, constants, pairs, bool(reference)), ["pair", "is_chosen", *reference]
+
+    def _load_rewards(self, state: dict[str, Any]) -> None:
+        self.rewards = RunningMean(**state.get("rewards", {}))
 
     def _kto_reference(self, batch: Batch) -> float:
         """KTO's reference point, from prompts with responses to other prompts (docs/methods.md#objective-kto)."""

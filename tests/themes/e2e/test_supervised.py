@@ -25,6 +25,8 @@ from tests.themes.e2e.processes import outside_ray
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 STEPS, LR, EPS, BETA = 3, 1e-2, 1e-3, 0.3
+BCO_BETA = 2.0
+"""At which δ acts on the loss by more than the tolerance."""
 EOS = 1
 PAIRS = [
     {
@@ -85,6 +87,7 @@ class Reference:
             *(self.model.model.parameters() if scores else self.model.parameters()),
             *([self.head] if scores else []),
         ]
+        self.rewards: list[Tensor] = []
         self.optimizer = torch.optim.AdamW(self.parameters, lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0)
 
     def ids(self, text: str) -> list[int]:
@@ -101,8 +104,8 @@ class Reference:
         ids = torch.tensor([[*self.ids(prompt), *self.ids(answer), EOS]])
         return (self.model.model(ids).last_hidden_state[0] @ self.head[0]).double()
 
-    def losses(self, loss: Callable[[Reference], Tensor]) -> list[float]:
-        """`loss` before each of three updates."""
+    def losses(self, loss: Callable[[Reference], Tensor], share: float = 0.0) -> list[float]:
+        """`loss` before each of three updates; the frozen model moves by `share` towards the trained one after each."""
         values = []
         for _ in range(STEPS):
             value = loss(self)
@@ -111,6 +114,8 @@ class Reference:
             torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
             self.optimizer.step()
             values.append(float(value.detach()))
+            for frozen, trained in zip(self.frozen.parameters(), self.model.parameters(), strict=True):
+                frozen.data = share * trained.data + (1 - share) * frozen.data
         return values
 
 
@@ -129,6 +134,48 @@ def dpo(r: Reference) -> Tensor:
 
 def dpo_with_rpo(r: Reference) -> Tensor:
     return dpo(r) - 0.5 * torch.stack([ratios(r, row, "chosen")[0].mean() for row in PAIRS]).mean()
+
+
+def log_ratios(r: Reference) -> list[tuple[Tensor, Tensor]]:
+    return [(ratios(r, row, "chosen")[1], ratios(r, row, "rejected")[1]) for row in PAIRS]
+
+
+def normalised_dpo(r: Reference) -> Tensor:
+    sides = [[ratios(r, row, side) for side in ("chosen", "rejected")] for row in PAIRS]
+    per_token = [[ratio / len(tokens) for tokens, ratio in pair] for pair in sides]
+    return torch.stack([-logsigmoid(BETA * (chosen - rejected)) for chosen, rejected in per_token]).mean()
+
+
+def apo_zero(r: Reference) -> Tensor:
+    return torch.stack([1 - (BETA * h_w).sigmoid() + (BETA * h_l).sigmoid() for h_w, h_l in log_ratios(r)]).mean()
+
+
+def apo_down(r: Reference) -> Tensor:
+    return torch.stack([(BETA * h_w).sigmoid() + 1 - (BETA * (h_w - h_l)).sigmoid() for h_w, h_l in log_ratios(r)]).mean()
+
+
+def shift(r: Reference, rewards: Tensor) -> float:
+    """The mean of all rewards of earlier calls, one for each update; these are counted for the next."""
+    earlier = torch.cat(r.rewards) if r.rewards else torch.zeros(1)
+    r.rewards.append(rewards.detach().flatten())
+    return float(earlier.mean())
+
+
+def bco_pair(r: Reference, beta: float = BCO_BETA) -> Tensor:
+    rewards = beta * torch.stack([torch.stack(pair) for pair in log_ratios(r)])
+    delta = shift(r, rewards)
+    return -(logsigmoid(rewards[:, 0] - delta) + logsigmoid(delta - rewards[:, 1])).mean()
+
+
+def mpo(r: Reference) -> Tensor:
+    sft = torch.stack([ratios(r, row, "chosen")[0].mean() for row in PAIRS]).mean()
+    return 0.8 * dpo(r) + 0.2 * bco_pair(r, BETA) - sft
+
+
+def bco(r: Reference) -> Tensor:
+    rewards = BCO_BETA * torch.stack([ratios(r, row, "response")[1] for row in PAIRS])
+    signs = torch.tensor([1.0 if row["label"] else -1.0 for row in PAIRS])
+    return -logsigmoid(signs * (rewards - shift(r, rewards))).mean()
 
 
 def ipo(r: Reference) -> Tensor:
@@ -185,11 +232,19 @@ def process_reward_model(r: Reference) -> Tensor:
     return torch.stack(losses).mean()
 
 
+MIXTURE = {"name": "mixture", "beta": BETA, "mixture": {"dpo": 0.8, "bco_pair": 0.2, "sft": 1.0}}
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Callable[[Reference], Tensor], dict[str, int]]] = {
     "sft": ({"name": "sft"}, PAIRS, sft, {"dp": 2}),
     "dpo": ({"name": "dpo", "beta": BETA}, PAIRS, dpo, {"dp": 2}),
+    "dpo, averaged": ({"name": "dpo", "beta": BETA}, PAIRS, dpo, {"tp": 2}),
     "dpo+rpo": ({"name": "dpo", "beta": BETA, "rpo_alpha": 0.5}, PAIRS, dpo_with_rpo, {"tp": 2}),
     "ipo": ({"name": "ipo", "beta": BETA}, PAIRS, ipo, {"pp": 2}),
+    "dpo, normalised": ({"name": "dpo", "beta": BETA, "length_normalised": True}, PAIRS, normalised_dpo, {"dp": 2}),
+    "apo_zero": ({"name": "apo_zero", "beta": BETA}, PAIRS, apo_zero, {"tp": 2}),
+    "apo_down": ({"name": "apo_down", "beta": BETA}, PAIRS, apo_down, {"pp": 2}),
+    "bco_pair": ({"name": "bco_pair", "beta": BCO_BETA}, PAIRS, bco_pair, {"tp": 2}),
+    "mpo": (MIXTURE, PAIRS, mpo, {"dp": 2}),
+    "bco": ({"name": "bco", "beta": BCO_BETA}, PAIRS, bco, {"dp": 2}),
     "simpo": ({"name": "simpo", "beta": BETA, "target_margin": 0.5}, PAIRS, simpo, {"dp": 2}),
     "orpo": ({"name": "orpo", "beta": BETA}, PAIRS, orpo, {"dp": 2}),
     "dft": ({"name": "dft"}, PAIRS, dft, {"tp": 2}),
@@ -199,8 +254,12 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Callable[[Reference
 }
 
 
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "reward_model": {"data.margin_key": "margin"},
+    "dpo, averaged": {"reference.reset_every": 1, "reference.reset_share": 0.6},
+}
 # tests/algorithms/test_preference.py has their formulas, and "dpo" the way to them
-VARIANTS = ("dpo+rpo", "ipo", "simpo", "orpo", "dft")
+VARIANTS = ("dpo+rpo", "ipo", "simpo", "orpo", "dft", "dpo, normalised", "apo_zero", "apo_down", "bco_pair", "bco")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.exhaustive if c in VARIANTS else ()) for c in CASES])
@@ -208,13 +267,18 @@ def test_losses_are_those_of_hugging_face_and_the_formula(
     case: str, supervised_config: Callable[..., SupervisedConfig], tiny_model: Path
 ) -> None:
     objective, rows, loss, layout = CASES[case]
-    margin = {"data.margin_key": "margin"} if case == "reward_model" else {}
-    config = supervised_config(objective, rows, **{"policy.layout": layout}, **margin)
+    overrides = OVERRIDES.get(case, {})
+    config = supervised_config(objective, rows, **{"policy.layout": layout}, **overrides)
     train(config)
     metrics = [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if "train/loss" in row]
-    expected = Reference(tiny_model, scores=config.has_value_head).losses(loss)
+    reference = Reference(tiny_model, scores=config.has_value_head)
+    expected = reference.losses(loss, overrides.get("reference.reset_share", 0.0))
     assert expected[0] != pytest.approx(expected[2], rel=1e-3)  # something was learned, so there is something to compare
     assert [row["train/loss"] for row in metrics] == pytest.approx(expected, rel=2e-4, abs=2e-5)
+    if reference.rewards:
+        means = [0.0, *(float(torch.cat(reference.rewards[:steps]).mean()) for steps in (1, 2))]
+        assert [row["train/reward_shift"] for row in metrics] == pytest.approx(means, rel=2e-4, abs=2e-5)
+        assert abs(means[2]) > 1e-3
 
 
 def test_an_exported_reward_model_scores_in_hugging_face_as_it_did_here(
@@ -239,12 +303,15 @@ def test_an_exported_reward_model_scores_in_hugging_face_as_it_did_here(
     assert after["accuracy"] == sum(m > 0 for m in margins) / len(margins)
 
 
-def test_two_and_one_resumed_equal_three(supervised_config: Callable[..., SupervisedConfig]) -> None:
-    settings = {"data.rows_per_step": 2, "policy.layout": {"dp": 2}}
-    train(supervised_config({"name": "sft"}, PAIRS, **settings, **{"run.name": "whole"}))
+@pytest.mark.parametrize("objective", [{"name": "sft"}, MIXTURE], ids=["sft", "mixture, averaged reference"])
+def test_two_and_one_resumed_equal_three(objective: dict[str, Any], supervised_config: Callable[..., SupervisedConfig]) -> None:
+    settings: dict[str, Any] = {"data.rows_per_step": 2, "policy.layout": {"dp": 2}}
+    if objective is MIXTURE:  # in bfloat16 the reference is more than its weights
+        settings |= {"reference": {"reset_every": 1, "reset_share": 0.1}, "model.dtype": "bfloat16"}
+    train(supervised_config(objective, PAIRS, **settings, **{"run.name": "whole"}))
     parts = {**settings, "run.name": "parts", "run.resume": "auto"}
-    train(supervised_config({"name": "sft"}, PAIRS, **parts, **{"run.steps": 2}))
-    config = supervised_config({"name": "sft"}, PAIRS, **parts)
+    train(supervised_config(objective, PAIRS, **parts, **{"run.steps": 2}))
+    config = supervised_config(objective, PAIRS, **parts)
     train(config)
     losses = {
         name: [row["train/loss"] for row in read_metrics(Path(config.run.folder) / name / "metrics.jsonl")]
