@@ -53,7 +53,7 @@ def settings(form: str, seed: int, steps: int, folder: str) -> dict[str, Any]:
         "teacher": {"path": TEACHER},
         "algorithm": FORMS[form],
         "data": {"train": source, "chat_template": "never", "max_prompt_tokens": 8},
-        "rollout": {"engine": "embedded", "prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4},
+        "rollout": {"engine": "embedded", "prompts_per_step": 96, "samples_per_prompt": 8, "max_new_tokens": 4},
         "rewards": [{"name": "exact_number"}],
     }  # fmt: skip
 
@@ -111,7 +111,7 @@ def main() -> None:
     """Run every form and seed, two at a time, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("distillation.json"), help="JSON file to write")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
