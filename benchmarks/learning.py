@@ -1,9 +1,10 @@
-"""Does it learn: advantage estimators, policy losses and variants of them on the tiny model, three seeds each.
+"""Does it learn: advantage estimators, policy losses, variants of them and presets on the tiny model, three seeds each.
 
     make tiny-model && python benchmarks/learning.py --out benchmarks/results/learning.json
 
 The mean reward of the last five steps is compared with a threshold of 0.9; what misses it is written down as such.
-Writes the JSON file, the table in docs/learning.md and the picture beside it. Needs matplotlib (pip install matplotlib).
+Writes the JSON file, the tables in docs/learning.md and the picture beside it. Needs matplotlib (pip install matplotlib).
+Runs that the file has already are kept, each with its date: to repeat all, name a file that is not there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from workload import ROOT, machine, versions
 
 MODEL = str(ROOT / "models/tiny-arithmetic")
 THRESHOLD, LAST_STEPS = 0.9, 5
-LR = {"estimator": 5e-4, "loss": 3e-4}
+LR = {"estimator": 5e-4, "loss": 3e-4, "preset": 5e-4}
 """Losses make two updates a step."""
+CRITIC: dict[str, Any] = {"critic": {"max_tokens_per_micro_batch": 4096, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}}}
 TWICE: dict[str, Any] = {
     "rollout": {"episode": {"kind": f"{Path(__file__).with_name('learning_twice.py')}:twice"}, "max_new_tokens": 16},
     "rewards": [{"name": "environment"}],
@@ -33,22 +36,13 @@ TWICE: dict[str, Any] = {
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "gae": {
         "algorithm": {"advantage_normalisation": "none"},
-        "critic": {"max_tokens_per_micro_batch": 4096, "threads_per_rank": 1, "optimizer": {"lr": 1e-3}},
+        **CRITIC,
     },
     "reinforce": {},
     "reinforce_moving_baseline": {},
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},
     "grpo": {},
-    "vapo": {
-        "algorithm": {"name": "vapo", "advantage": "gae", "advantage_normalisation": "none"},
-        "critic": {
-            "max_tokens_per_micro_batch": 4096,
-            "threads_per_rank": 1,
-            "optimizer": {"lr": 1e-3},
-            "warmup_steps": 5,
-        },
-    },
     "grpo_process": {"reward_model": {"path": MODEL, "per_step": True, "weight": 0.0}},
     "dr_grpo": {},
     "rloo": {},
@@ -71,6 +65,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dual_clip": {},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_low": 0.2, "clip_high": 0.2},
+    "gmpo": {"aggregation": "seq_mean_token_mean"},
+    "sapo": {"aggregation": "seq_mean_token_mean"},
     "reinforce": {},
     "kl_penalty": {"old_policy_kl": {"coef": 0.1}},
     "clip_cov": {"policy_loss_args": {"share": 0.02, "low": 0.1}},
@@ -79,19 +75,40 @@ LOSSES: dict[str, dict[str, Any]] = {
     "entropy target": {"policy_loss": "clip", "entropy": {"target": 0.5}},
 }
 """By name of a policy loss, or of a variant of one that it names, what is set in `algorithm`."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "reinforce_plus_plus": {},
+    "dapo": {},
+    "dr_grpo": {},
+    "gspo": {},
+    "gmpo": {},
+    "sapo": {},
+    "cispo": {},
+    "rloo": {},
+    "remax": {},
+    "opo": {},
+    "gpg": {},
+    "online_dpo": {},
+    "ppo": CRITIC,
+    "vapo": {"critic": {**CRITIC["critic"], "warmup_steps": 5}},
+}
+"""As they are; `opd` is in distillation.py."""
+ROWS = {"estimator": ESTIMATORS, "loss": LOSSES, "preset": PRESETS}
 
 
 def settings(kind: str, name: str, seed: int, steps: int, folder: str) -> dict[str, Any]:
-    """The run of one row and seed: estimators under `clip` with one update a step, losses under `grpo` with two."""
+    """The run of one row and seed: estimators under `clip` and presets with one update a step, losses under `grpo` with two."""
     task = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"]}
     source = {"source": "reasoning_gym", "name": "basic_arithmetic", "limit": 1000}
     source["args"] = task | {"allow_parentheses": False, "allow_negation": False}
     algorithm: dict[str, Any] = {"kl": {"coef": 0.0}, "aggregation": "token_mean"}
     if kind == "estimator":
         algorithm |= {"advantage": name, **ESTIMATORS[name].get("algorithm", {})}
+    elif kind == "preset":
+        algorithm = {"name": name}
     else:
         algorithm |= {"advantage": "grpo", "policy_loss": name, "mini_batches": 2, **LOSSES[name]}
-    more = ESTIMATORS[name] if kind == "estimator" else {}
+    more = {} if kind == "loss" else ROWS[kind][name]
     rollout = {"engine": "embedded", "prompts_per_step": 32, "samples_per_prompt": 8, "max_new_tokens": 4}
     tree = {
         "run": {"name": f"{kind}-{name}-{seed}", "folder": folder, "steps": steps, "seed": seed, "log_samples": 0},
@@ -126,7 +143,8 @@ def learn(row: tuple[str, str, int], steps: int) -> dict[str, Any]:
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
         curve = [line["reward/mean"] for line in read_metrics(Path(config.run_folder) / "metrics.jsonl") if line["step"]]
-    return {"kind": kind, "name": name, "seed": seed, "seconds": time.monotonic() - started, "reward": curve}
+    date = datetime.now(UTC).date().isoformat()
+    return {"kind": kind, "name": name, "seed": seed, "date": date, "seconds": time.monotonic() - started, "reward": curve}
 
 
 def table(runs: list[dict[str, Any]], kind: str) -> list[str]:
@@ -142,19 +160,20 @@ def table(runs: list[dict[str, Any]], kind: str) -> list[str]:
         first = next((str(step) for step, value in enumerate(mean, 1) if value >= THRESHOLD), "never")
         reached = sum(end >= THRESHOLD for end in ends)
         verdict = "yes" if reached == len(ends) else f"{reached} of {len(ends)} seeds"
-        lines.append(f"| `{name}` | {' | '.join(f'{end:.3f}' for end in ends)} | {first} | {verdict} |")
+        figures = [*(f"{end:.3f}" for end in ends), *["–"] * (3 - len(ends))]
+        lines.append(f"| `{name}` | {' | '.join(figures)} | {first} | {verdict} |")
     return lines
 
 
 def draw(runs: list[dict[str, Any]], out: Path) -> None:
-    """Mean curves, estimators beside losses."""
+    """Mean curves, kind beside kind."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4), dpi=130, sharey=True)
-    for axes, kind in zip(panels, ("estimator", "loss"), strict=True):
+    figure, panels = plt.subplots(1, len(ROWS), figsize=(16, 4), dpi=130, sharey=True)
+    for axes, kind in zip(panels, ROWS, strict=True):
         for name in dict.fromkeys(run["name"] for run in runs if run["kind"] == kind):
             curves = [run["reward"] for run in runs if (run["kind"], run["name"]) == (kind, name)]
             mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
@@ -170,7 +189,7 @@ def draw(runs: list[dict[str, Any]], out: Path) -> None:
 
 
 def main() -> None:
-    """Run every row and seed, two at a time, and write what came of it."""
+    """Run every row and seed that the file lacks, two at a time, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("learning.json"), help="JSON file to write")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs/learning.md", help="page whose table is written")
@@ -178,16 +197,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    names = [("estimator", name) for name in ESTIMATORS] + [("loss", name) for name in LOSSES]
-    rows = [(kind, name, seed) for kind, name in names for seed in range(arguments.seeds)]
+    order = [(kind, name, seed) for kind, names in ROWS.items() for name in names for seed in range(arguments.seeds)]
+    known = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else []
+    runs = {(run["kind"], run["name"], run["seed"]): run for run in known}
+    rows = sorted((row for row in order if row not in runs), key=lambda row: row[2])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     setup = {"machine": machine(), "versions": versions(), "steps": arguments.steps, "threshold": THRESHOLD}
     with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
-        runs = list(pool.map(learn, rows, [arguments.steps] * len(rows)))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(setup | {"runs": runs}) + "\n")
-    draw(runs, arguments.docs.parent / "images/learning.png")
+        for row, run in zip(rows, pool.map(learn, rows, [arguments.steps] * len(rows)), strict=True):
+            runs[row] = run
+            arguments.out.write_text(json.dumps(setup | {"runs": [runs[row] for row in order if row in runs]}) + "\n")
+    found = [runs[row] for row in order if row in runs]
+    draw(found, arguments.docs.parent / "images/learning.png")
     head = arguments.docs.read_text().partition("<!-- table -->")[0] if arguments.docs.exists() else ""
-    body = "\n".join([*table(runs, "estimator"), "", *table(runs, "loss")])
+    body = "\n\n".join("\n".join(table(found, kind)) for kind in ROWS)
     arguments.docs.write_text(f"{head}<!-- table -->\n\n{body}\n\n![Reward over the steps](images/learning.png)\n")
     print(body)
 
