@@ -28,7 +28,7 @@ SEEING = {
 }
 """Published configs for the models of recipes; these are planned on H100."""
 MARGIN = 0.95
-MODELS = (("model", "path"), ("reference", "path"), ("reward_model", "path"), ("critic", "init_from"))
+MODELS = (("model", "path"), ("reference", "path"), ("reward_model", "path"), ("critic", "init_from"), ("teacher", "path"))
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.trainers.rl.experience import Experience, set_loss_weights
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
+from megarl.trainers.rl.step_tokens import loss_arguments, set_token_columns
 from tests.data.chat_tokenizers import byte_tokenizer, ids_of
 from tests.rollout.episode_parts import HERE, Script, Settings, opened
 from tests.rollout.tiny import TINY, load, reference_log_probs, save_tiny
@@ -70,13 +71,15 @@ def learn(samples: Sequence[Sample], noise: Tensor, *overrides: str) -> dict[str
     metrics = Experience(settings).estimate(batch, REWARDS, [(samples[0], 0.5), (samples[2], 1.5)])
     rows = list(range(len(batch)))
     set_loss_weights(batch, rows, settings)
+    set_token_columns(batch, rows, settings, rewards=REWARDS, update_number=0)
     answer: dict[str, Any] = {"metrics": metrics, "advantages": batch.columns["advantages"]}
     names = [name for name in batch.columns if name != "values_after"]
     stream = pack(batch.units(rows, names, share_prefix=True))
     scored = torch.cat([current[row][places] for row, places, _ in stream.owners])
     output = torch.stack([scored, scored * 0.1], dim=1).requires_grad_()
     algorithm = settings.algorithm
-    objective = PolicyObjective(algorithm.policy_loss, kl_coef=0.1, entropy_coef=0.1)
+    given = {"also_given": algorithm.loss_needs.further, "arguments": loss_arguments(algorithm)}
+    objective = PolicyObjective(algorithm.policy_loss, kl_coef=0.1, entropy_coef=0.1, **given)
     answer["loss"], answer["policy"] = objective(output, stream)
     answer["loss"].backward()
     answer["gradient"] = output.grad

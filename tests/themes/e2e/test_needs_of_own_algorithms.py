@@ -155,7 +155,7 @@ def test_what_a_users_estimator_needs_is_checked_with_the_config(tiny_config: Ca
     own = {"algorithm.advantage": f"{tmp_path / 'mine.py'}:above_both"}
     with pytest.raises(ConfigError, match=r"mine\.py:above_both' cannot use: its greedy responses"):
         tiny_config(**own, **{"rollout.schedule": {"mode": "one_step_off_policy"}})
-    with pytest.raises(ConfigError, match=r"mine\.py:above_both' has one per response; it must be 'loss'"):
+    with pytest.raises(ConfigError, match=r"mine\.py:above_both' has no place for; it must be 'loss'"):
         tiny_config(**own, **{"algorithm.kl": {"apply_to": "reward", "coef": 0.1}})
     with pytest.raises(ConfigError, match=r"critic\.layout\.dp is 3"):
         tiny_config(**own, **{"critic.layout": {"dp": 3}})
