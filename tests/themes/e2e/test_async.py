@@ -177,7 +177,7 @@ def test_engines_killed_while_they_generate_and_in_an_update_lose_nothing(
     tiny_config: Callable[..., Config], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killer = Killer(monkeypatch, lambda engine: ray.kill(engine, no_restart=False), at_step=2)
-    config = tiny_config(**{**settings, "rollout.engines": 2, "rollout.max_new_tokens": 40})
+    config = tiny_config(**{**settings, "rollout.engines": 2, "rollout.max_new_tokens": 120})
     train(config)
     check_everything_is_accounted_for(config, killer, staleness=0)
 
