@@ -9,8 +9,9 @@ number of them in the whole optimizer step, over every rank and micro-batch, bef
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Protocol
 
 import torch
@@ -80,24 +81,41 @@ LARGEST_MEAN_LOG_PROB = -1e-6
 """`orpo` takes the odds of mean log-probs up to this many nats: at 0 the odds are infinite."""
 
 
-def _rpo_term(chosen: Tensor, chosen_tokens: Tensor, settings: PreferenceSettings) -> Tensor | float:
-    """α·(−logp_w/|y_w|) `[P]` (iterative RPO, arXiv 2404.19733 eq. 1)."""
-    return -settings.rpo_alpha * chosen / chosen_tokens if settings.rpo_alpha else 0.0
+def _pair_loss(
+    name: str, *, has_reference: bool = True, has_rpo: bool = True, is_shifted: bool = False
+) -> Callable[[Callable[[Tensor, Tensor, PreferenceSettings], Tensor]], PreferenceLoss]:
+    """Register a formula of (h_w, h_l, settings) as the loss `name`, with the RPO term and the sums of `PreferenceLoss`.
 
+    h `[P]` is logp − ref, with `length_normalised` divided by |y| (Tülu 3, arXiv 2411.15124); without a reference logp/|y|. The
+    RPO term is α·(−logp_w/|y_w|) (iterative RPO, arXiv 2404.19733 eq. 1). `is_shifted`: δ follows the mean reward.
+    """
 
-def _log_ratios(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, Tensor]:
-    """(h_w, h_l) `[P]`, h = logp − ref; with `length_normalised` divided by |y| (Tülu 3, arXiv 2411.15124)."""
-    if settings.length_normalised:
-        return (chosen - ref_chosen) / chosen_tokens, (rejected - ref_rejected) / rejected_tokens
-    return chosen - ref_chosen, rejected - ref_rejected
+    def file(formula: Callable[[Tensor, Tensor, PreferenceSettings], Tensor]) -> PreferenceLoss:
+        @PREFERENCE_LOSSES.register(name)
+        @wraps(formula)
+        def loss(
+            chosen: Tensor,
+            rejected: Tensor,
+            ref_chosen: Tensor,
+            ref_rejected: Tensor,
+            *,
+            chosen_tokens: Tensor,
+            rejected_tokens: Tensor,
+            settings: PreferenceSettings,
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            given = (chosen - ref_chosen, rejected - ref_rejected) if has_reference else (chosen, rejected)
+            if settings.length_normalised or not has_reference:
+                given = given[0] / chosen_tokens, given[1] / rejected_tokens
+            sums, losses = _sums(*given, settings), formula(*given, settings)
+            if is_shifted:
+                sums["reward"] = (sums["chosen_reward"] + sums["rejected_reward"]) / 2
+            if has_rpo and settings.rpo_alpha:
+                losses = losses - settings.rpo_alpha * chosen / chosen_tokens
+            return losses, sums
+
+        return loss
+
+    return file
 
 
 def _sums(chosen_ratio: Tensor, rejected_ratio: Tensor, settings: PreferenceSettings) -> dict[str, Tensor]:
@@ -110,111 +128,50 @@ def _sums(chosen_ratio: Tensor, rejected_ratio: Tensor, settings: PreferenceSett
     }
 
 
-@PREFERENCE_LOSSES.register("dpo")
-def dpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("dpo")
+def dpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """−log σ(β·[(logp_w − ref_w) − (logp_l − ref_l)]) (arXiv 2305.18290), plus the RPO term. See `PreferenceLoss`."""
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
-    loss = -logsigmoid(settings.beta * (chosen_ratio - rejected_ratio))
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+    return -logsigmoid(settings.beta * (chosen - rejected))
 
 
-@PREFERENCE_LOSSES.register("cdpo")
-def cdpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("cdpo")
+def cdpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """`dpo` with s = `label_smoothing`: (1−s)·(loss of the pair) + s·(loss of the pair the other way round).
 
     Conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); the RPO term is not smoothed. See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
-    margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
-    loss = -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+    margin, share = settings.beta * (chosen - rejected), settings.label_smoothing
+    return -(1 - share) * logsigmoid(margin) - share * logsigmoid(-margin)
 
 
-@PREFERENCE_LOSSES.register("robust_dpo")
-def robust_dpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("robust_dpo")
+def robust_dpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """((1−s)·(`dpo` of the pair) − s·(`dpo` of the pair the other way round))/(1−2s), s = `label_smoothing` (arXiv 2403.00409).
 
     Over labels that are swapped with probability s its mean is `dpo` of the true labels. The RPO term is left as it is.
     See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
-    margin, share = settings.beta * (chosen_ratio - rejected_ratio), settings.label_smoothing
-    loss = (share * logsigmoid(-margin) - (1 - share) * logsigmoid(margin)) / (1 - 2 * share)
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+    margin, share = settings.beta * (chosen - rejected), settings.label_smoothing
+    return (share * logsigmoid(-margin) - (1 - share) * logsigmoid(margin)) / (1 - 2 * share)
 
 
-@PREFERENCE_LOSSES.register("simpo")
-def simpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("simpo", has_reference=False)
+def simpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """−log σ(β·logp_w/|y_w| − β·logp_l/|y_l| − γ), γ = `target_margin` (arXiv 2405.14734), plus the RPO term.
 
     No reference is read. See `PreferenceLoss`.
     """
-    chosen_mean, rejected_mean = chosen / chosen_tokens, rejected / rejected_tokens
-    loss = -logsigmoid(settings.beta * (chosen_mean - rejected_mean) - settings.target_margin)
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_mean, rejected_mean, settings)
+    return -logsigmoid(settings.beta * (chosen - rejected) - settings.target_margin)
 
 
-@PREFERENCE_LOSSES.register("orpo")
-def orpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("orpo", has_reference=False, has_rpo=False)
+def orpo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """−m_w − β·log σ(log odds(m_w) − log odds(m_l)), m = logp/|y| and odds(m) = e^m/(1 − e^m) (arXiv 2403.07691).
 
     No reference is read, and there is no RPO term: −m_w is it. Odds are those of m up to `LARGEST_MEAN_LOG_PROB`, beyond
     which they have no gradient. See `PreferenceLoss`.
     """
-    chosen_mean, rejected_mean = chosen / chosen_tokens, rejected / rejected_tokens
-    loss = -chosen_mean - settings.beta * logsigmoid(_log_odds(chosen_mean) - _log_odds(rejected_mean))
-    return loss, _sums(chosen_mean, rejected_mean, settings)
+    return -chosen - settings.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
 def _log_odds(mean: Tensor) -> Tensor:
@@ -223,95 +180,41 @@ def _log_odds(mean: Tensor) -> Tensor:
     return bounded - (-torch.expm1(bounded)).log()
 
 
-@PREFERENCE_LOSSES.register("ipo")
-def ipo(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("ipo")
+def ipo(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """(h − 1/(2β))² with h = (logp_w − ref_w) − (logp_l − ref_l) (arXiv 2310.12036 eq. 17), plus the RPO term.
 
     See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
-    loss = (chosen_ratio - rejected_ratio - 1 / (2 * settings.beta)) ** 2
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+    return (chosen - rejected - 1 / (2 * settings.beta)) ** 2
 
 
-@PREFERENCE_LOSSES.register("apo_zero")
-def apo_zero(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("apo_zero")
+def apo_zero(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """(1 − σ(β(logp_w − ref_w))) + σ(β(logp_l − ref_l)): chosen responses up, rejected ones down (arXiv 2408.06266).
 
     For pairs whose chosen response is better than what the policy says. Plus the RPO term. See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
-    loss = torch.sigmoid(-settings.beta * chosen_ratio) + torch.sigmoid(settings.beta * rejected_ratio)
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+    return torch.sigmoid(-settings.beta * chosen) + torch.sigmoid(settings.beta * rejected)
 
 
-@PREFERENCE_LOSSES.register("apo_down")
-def apo_down(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("apo_down")
+def apo_down(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """σ(β·h_w) + (1 − σ(β(h_w − h_l))), h = logp − ref: both responses down, rejected ones further (arXiv 2408.06266).
 
     For pairs whose chosen response is worse than what the policy says. Plus the RPO term. See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
-    loss = torch.sigmoid(settings.beta * chosen_ratio) + torch.sigmoid(settings.beta * (rejected_ratio - chosen_ratio))
-    return loss + _rpo_term(chosen, chosen_tokens, settings), _sums(chosen_ratio, rejected_ratio, settings)
+    return torch.sigmoid(settings.beta * chosen) + torch.sigmoid(settings.beta * (rejected - chosen))
 
 
-@PREFERENCE_LOSSES.register("bco_pair")
-def bco_pair(
-    chosen: Tensor,
-    rejected: Tensor,
-    ref_chosen: Tensor,
-    ref_rejected: Tensor,
-    *,
-    chosen_tokens: Tensor,
-    rejected_tokens: Tensor,
-    settings: PreferenceSettings,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@_pair_loss("bco_pair", is_shifted=True)
+def bco_pair(chosen: Tensor, rejected: Tensor, settings: PreferenceSettings) -> Tensor:
     """−log σ(β·h_w − δ) − log σ(δ − β·h_l), h = logp − ref and δ = `reward_shift` (arXiv 2404.04656), plus the RPO term.
 
     A classifier of single responses: both sides are judged against δ, not against each other. See `PreferenceLoss`.
     """
-    chosen_ratio, rejected_ratio = _log_ratios(
-        chosen, rejected, ref_chosen, ref_rejected, chosen_tokens, rejected_tokens, settings
-    )
     shift = settings.reward_shift
-    loss = -logsigmoid(settings.beta * chosen_ratio - shift) - logsigmoid(shift - settings.beta * rejected_ratio)
-    sums = _sums(chosen_ratio, rejected_ratio, settings)
-    sums["reward"] = (sums["chosen_reward"] + sums["rejected_reward"]) / 2
-    return loss + _rpo_term(chosen, chosen_tokens, settings), sums
+    return -logsigmoid(settings.beta * chosen - shift) - logsigmoid(shift - settings.beta * rejected)
 
 
 @PREFERENCE_LOSSES.register("mixture")

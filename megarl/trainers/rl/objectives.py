@@ -16,7 +16,6 @@ from torch import Tensor
 from megarl.algorithms import (
     K3_LIMIT,
     POLICY_LOSSES,
-    PREFERENCE_LOSSES,
     DistillationTerm,
     LossSettings,
     PreferenceSettings,
@@ -26,7 +25,7 @@ from megarl.algorithms import (
     vocabulary_divergence,
 )
 from megarl.data.stream import PackedStream, ScoredValues
-from megarl.trainers.run.pairs import first_of_each, per_response, sides
+from megarl.trainers.run.pairs import first_of_each, pair_losses, per_response, sides
 from megarl.trainers.run.update_metrics import LOG_PROBS
 
 
@@ -138,15 +137,7 @@ def _pair_loss(
     chosen, rejected = sides(stream)
     own, reference = (per_response(values, stream) for values in (log_probs, stream.columns["reference_log_probs"]))
     tokens, weights = stream.lengths, 2 * first_of_each(stream.columns["weights"], stream)
-    losses, _ = PREFERENCE_LOSSES.resolve(name)(
-        own[chosen],
-        own[rejected],
-        reference[chosen],
-        reference[rejected],
-        chosen_tokens=tokens[chosen],
-        rejected_tokens=tokens[rejected],
-        settings=settings,
-    )
+    losses, _ = pair_losses(name, (chosen, rejected), own, reference, tokens, settings)
     share = 2 * losses / (tokens[chosen] + tokens[rejected])
     of_response = torch.zeros_like(own).index_add(0, chosen, share).index_add(0, rejected, share)
     rewards = settings.beta * (own.detach() - reference)

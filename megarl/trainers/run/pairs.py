@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megarl.algorithms import PREFERENCE_LOSSES, PreferenceSettings
 from megarl.data.stream import PackedStream
 
 
@@ -20,6 +21,27 @@ def sides(stream: PackedStream) -> tuple[Tensor, Tensor]:
     pair, is_chosen = first_of_each(stream.columns["pair"], stream), first_of_each(stream.columns["is_chosen"], stream)
     order = (2 * pair.long() + (1 - is_chosen.long())).argsort()
     return order[0::2], order[1::2]
+
+
+def pair_losses(
+    name: str,
+    both: tuple[Tensor, Tensor],
+    own: Tensor,
+    reference: Tensor,
+    tokens: Tensor,
+    settings: PreferenceSettings,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the preference loss `name` answers to the pairs of `both` `sides`; the others are log-probs and lengths `[R]`."""
+    chosen, rejected = both
+    return PREFERENCE_LOSSES.resolve(name)(
+        own[chosen],
+        own[rejected],
+        reference[chosen],
+        reference[rejected],
+        chosen_tokens=tokens[chosen],
+        rejected_tokens=tokens[rejected],
+        settings=settings,
+    )
 
 
 def first_of_each(column: Tensor, stream: PackedStream) -> Tensor:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import (
-    PREFERENCE_LOSSES,
     PreferenceSettings,
     bco,
     dft_loss,
@@ -23,7 +22,7 @@ from megarl.algorithms import (
     process_reward_loss,
 )
 from megarl.data.stream import PackedStream
-from megarl.trainers.run.pairs import first_of_each, per_response, sides
+from megarl.trainers.run.pairs import first_of_each, pair_losses, per_response, sides
 
 Answer = tuple[Tensor, dict[str, Any]]
 """(loss, metrics), both this micro-batch's part of a sum."""
@@ -55,19 +54,10 @@ class PairObjective:
     def __call__(self, output: Tensor, stream: PackedStream) -> Answer:
         """`output` float32 `[N, 2]` (log-prob, entropy); both sides of a pair are in the stream."""
         sums = per_response(output[:, 0], stream)
-        tokens, reference = stream.lengths, torch.zeros_like(sums)
+        reference = torch.zeros_like(sums)
         if self.has_reference:
             reference = per_response(stream.columns["reference_log_probs"], stream)
-        chosen, rejected = sides(stream)
-        losses, figures = PREFERENCE_LOSSES.resolve(self.name)(
-            sums[chosen],
-            sums[rejected],
-            reference[chosen],
-            reference[rejected],
-            chosen_tokens=tokens[chosen],
-            rejected_tokens=tokens[rejected],
-            settings=self.settings,
-        )
+        losses, figures = pair_losses(self.name, sides(stream), sums, reference, stream.lengths, self.settings)
         return _mean(losses, figures, self.pairs)
 
 
