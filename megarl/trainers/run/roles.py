@@ -186,17 +186,18 @@ class Roles:
         self.before_use()
         position, running = ScorePosition.of(at), []
         for role, rows in rows_of.items():
-            group, others = self.group_of(role), sorted({*range(len(batch))} - {*rows})
+            group = self.group_of(role)
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
-            asked = [*rows, *others[: max(0, group.layout.dp - len(rows))]]
-            replicas = [[share] for share in self._shares(role, batch, asked, columns, at=at)]
+            missing = max(0, group.layout.dp - len(rows))
+            filling = sorted({*range(len(batch))} - {*rows})[:missing] if missing else []
+            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at)]
             arguments = [(role, shares, position, top_k) for shares in group.per_rank(replicas)]
-            running.append((role, rows, group.submit(RankCalls.forward, arguments)))
+            running.append((role, rows if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
-        for role, rows, submitted in running:
+        for role, read, submitted in running:
             phase, deadline_s = f"{role} forward", self._deadlines.step_s
             given = self.group_of(role).wait(submitted, phase=phase, deadline_s=deadline_s)
-            answers += [answer and answer.of_rows(rows) for answer in given]
+            answers += given if read is None else [answer and answer.of_rows(read) for answer in given]
         batch.gather(names, answers, wide)
 
     def start_update(
