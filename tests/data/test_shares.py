@@ -126,7 +126,7 @@ def assert_same_responses(found: Response, expected: Response) -> None:
     assert all(same(column, expected.columns[name]) for name, column in found.columns.items())
 
 
-@pytest.mark.filterwarnings("error")  # torch warns of tensors over memory that cannot be written to
+@pytest.mark.filterwarnings("error::UserWarning")  # torch warns of tensors over memory that cannot be written to
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_a_replica_gets_what_one_sequence_after_another_would_give(case: Case) -> None:

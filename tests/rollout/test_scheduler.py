@@ -382,4 +382,5 @@ def test_closing_stops_everything(open_scheduler: Any) -> None:
     scheduler.open_step(0, Source())
     scheduler.close()
     assert engine.cancelled == 2
+    assert scheduler._loop.is_closed()  # its sockets are given back now, not whenever the object is collected
     scheduler.close()

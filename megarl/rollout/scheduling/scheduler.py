@@ -83,6 +83,8 @@ class Scheduler:
         self._in_loop(self._stop(), 60)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+        if not self._loop.is_running():
+            self._loop.close()
 
     # the driver's side: batches -----------------------------------------------------------------------------------
 
