@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,12 +22,13 @@ def compare(
     report: Callable[[str, float, float], None],
     stored: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda exported: exported,
 ) -> None:
-    """Assert that ranks exported the same bytes, and in every mode gave the same values and gradients.
+    """Assert that ranks exported the same bytes, and in every mode gave the same values, gradients and norm of them all.
 
     `expected` has `tensors`, `values` and `gradients`, `answers` are those of `run_family`; `report` is told (mode, deviation
     of the values, of the gradients). `stored` makes of what is exported what a folder has.
     """
     exported = stored(_joined(answer["exported"] for answer in answers))
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected["gradients"].values()))
     assert exported.keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
         assert exported[name].dtype == tensor.dtype, name
@@ -41,6 +44,8 @@ def compare(
             of_values = max(found[index] for index in values)
         report(name, of_values, max(found[tensor] for tensor in expected["gradients"]))
         assert {what: deviation for what, deviation in found.items() if deviation > TOLERANCE} == {}, name
+        norms = [answer["modes"][name]["norm"] for answer in answers]
+        assert norms == [pytest.approx(norm, rel=TOLERANCE)] * len(norms), name
 
 
 def _joined(parts: Any) -> dict[Any, Tensor]:

@@ -116,8 +116,8 @@ def run_family(
     layer_spec: str = "reference",
     limits: SamplingLimits | None = None,
 ) -> dict[str, Any]:
-    """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response) and `gradients` by hub
-    name.
+    """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response), `gradients` by hub
+    name, and `norm`, that of all gradients as the optimizer clips by it.
     """
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
@@ -150,7 +150,9 @@ def run_family(
             for chunk in role.chunks:
                 chunk.train()
             forward_backward(role.chunks, options, mine, objective)
-            answer["modes"][name] = {"values": values, "gradients": _gradients(role)}
+            role.optimizer.prepare_grads()
+            norm = float(role.optimizer.get_grad_norm())
+            answer["modes"][name] = {"values": values, "gradients": _gradients(role), "norm": norm}
             _put_back(role, weights)
     return answer
 
