@@ -5,12 +5,12 @@ prove. `build_folder(family, path)` writes config.json and model.safetensors (hu
 the same model as a transformers module, `by_hub_name(model, ...)` renames its fused experts' tensors or gradients.
 
 Each has 4 layers, hidden size 32, 4 heads, a vocabulary of 131 (odd: it needs padding) and no padding row; every parameter
-and buffer is random (norms, biases, expert bias). tp up to 4, pp up to 4, ep up to 4 and etp up to 4 fit.
+and buffer is random (norms, biases, expert bias). tp up to 4, pp up to 4, ep up to 4 and etp up to 4 fit. `ODD` has models for worlds of three ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Family:
     class_prefix: str
     settings: dict[str, Any] = field(default_factory=dict)
     num_experts: int | None = None
+    model_type: str | None = None
+    """What `config.json` calls it, if not as transformers does."""
 
 
 LLAMA3_ROPE = {
@@ -97,6 +99,21 @@ GLM = {
     "routed_scaling_factor": 2.5,
     "num_nextn_predict_layers": 0,
 }
+KIMI = DEEPSEEK | {
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.827,
+    "rope_parameters": YARN_ROPE | {"beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0},
+}
+HALF_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.21,
+    "logits_scaling": 0.7,
+    "rms_norm_eps": 1e-5,
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": None}),
@@ -106,6 +123,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("Qwen3Moe", QWEN3_MOE | {"head_dim": 12, "norm_topk_prob": True}, 4),
     "deepseek_v3": Family("DeepseekV3", DEEPSEEK, 8),
     "glm4_moe": Family("Glm4Moe", GLM, 8),
+    "kimi_k2": Family("DeepseekV3", KIMI, 8, "kimi_k2"),
+    "glm4": Family("Glm4", {"head_dim": 12, "attention_bias": True, "rope_parameters": HALF_ROPE}),
+    "olmo2": Family("Olmo2", {"rms_norm_eps": 1e-5}),
+    "phi3": Family("Phi3", {"rope_parameters": HALF_ROPE}),
+    "smollm3": Family("SmolLM3", {"no_rope_layers": [1, 0, 1, 0, 1, 1], "tie_word_embeddings": True}),
+    "granite": Family("Granite", GRANITE),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
     "llama-tied": Family("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12}),
@@ -119,6 +142,19 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "first_k_dense_replace": 0},
         8,
     ),
+    "deepseek_v3-moonlight": Family(
+        "DeepseekV3",
+        DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 3, "routed_scaling_factor": 2.446}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}, "rms_norm_eps": 1e-2},
+        8,
+    ),
+    "glm4-tied": Family(
+        "Glm4", {"attention_bias": False, "tie_word_embeddings": True, "head_dim": 16, "num_key_value_heads": 1}
+    ),
+    "olmo2-tied": Family("Olmo2", {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "phi3-tied": Family("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "smollm3-interval": Family("SmolLM3", {"no_rope_layer_interval": 3, "tie_word_embeddings": False}),
     "glm4_moe-grouped": Family(
         "Glm4Moe",
         GLM
@@ -130,11 +166,30 @@ VARIANTS: dict[str, Family] = FAMILIES | {
 }
 
 
+ODD_SIZES: dict[str, Any] = {
+    "hidden_size": 36,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+}
+ODD: dict[str, Family] = {
+    "llama-odd": Family("Llama", ODD_SIZES),
+    "glm4-odd": Family("Glm4", ODD_SIZES | {"rope_parameters": HALF_ROPE}),
+    "olmo2-odd": Family("Olmo2", ODD_SIZES),
+    "phi3-odd": Family("Phi3", ODD_SIZES | {"hidden_size": 48}),
+    "kimi_k2-odd": Family(
+        "DeepseekV3", KIMI | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6}, 6
+    ),
+}
+"""Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers."""
+
+
 def hugging_face(family: str) -> Any:
-    """The model of `family` (a key of VARIANTS) in float32, in evaluation mode, with seeded random values everywhere."""
+    """The model of `family` (a key of VARIANTS or ODD) in float32, in evaluation mode, with seeded random values everywhere."""
     import transformers
 
-    entry = VARIANTS[family]
+    entry = (VARIANTS | ODD)[family]
     settings = (
         SIZES
         | {
@@ -165,7 +220,7 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     """
     found: dict[str, Tensor] = {}
     mixtral = model.config.model_type == "mixtral"
-    for name, tensor in named:
+    for name, tensor in _apart(model, named):
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:
@@ -176,6 +231,21 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
             halves = dict(zip((gate, up), rows.chunk(2), strict=True)) if part == "gate_up_proj" else {down: rows}
             found |= {f"{prefix}.experts.{expert}.{which}.weight": half for which, half in halves.items()}
     return found
+
+
+def _apart(model: Any, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with q, k, v and gate, up one by one, where transformers has a parameter for each of both sets."""
+    for name, tensor in named:
+        if name.endswith(".self_attn.qkv_proj.weight"):
+            query = model.config.num_attention_heads * model.model.layers[0].self_attn.head_dim
+            rows = (query, (len(tensor) - query) // 2, (len(tensor) - query) // 2)
+            for which, part in zip("qkv", tensor.split(rows), strict=True):
+                yield name.replace("qkv_proj", f"{which}_proj"), part
+        elif name.endswith(".mlp.gate_up_proj.weight"):
+            for which, part in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("gate_up_proj", f"{which}_proj"), part
+        else:
+            yield name, tensor
 
 
 def hub_tensors(model: Any) -> dict[str, Tensor]:
@@ -192,7 +262,8 @@ def hub_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def build_folder(family: str, path: Path) -> None:
-    """Write the model of `family` (a key of VARIANTS) to the new folder `path`."""
+    """Write the model of `family` (a key of VARIANTS or ODD) to the new folder `path`."""
     model = hugging_face(family)
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    config["model_type"] = (VARIANTS | ODD)[family].model_type or config["model_type"]
     write_hf_folder(path, hub_tensors(model).items(), config)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megarl.convert.sources import ConversionSource, DistSource, HFSource
 from megarl.errors import CheckpointError, DataError
+from megarl.models.transformers_names import config_in_transformers
 
 TOLERANCE = 1e-3
 """Of the largest logit: further apart, the two are not the same model computed in float32."""
@@ -107,7 +108,8 @@ def _transformers_logits(folder: str, token_ids: Sequence[list[int]]) -> list[Te
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
+    config = config_in_transformers(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, trust_remote_code=False).eval()
     with torch.no_grad():
         return [model(torch.tensor([ids])).logits[0].clone() for ids in token_ids]
 
@@ -133,14 +135,15 @@ def _megatron_logits(config_folder: str, checkpoint: str | None, token_ids: Sequ
         )
         initialize_layout(Layout(), seed=0)
         folder = HFFolder(config_folder)
-        options = ModelOptions(config_folder, Layout(), trainable=False)
+        architecture, options = architecture_for(folder.config), ModelOptions(config_folder, Layout(), trainable=False)
         model: Any = build_model(options, folder)[0]
         if checkpoint is None:
-            load_weights([model], options, folder, architecture_for(folder.config).weight_map(folder.config))
+            load_weights([model], options, folder, architecture.weight_map(folder.config))
         else:
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)
             model.load_state_dict(state["model"], strict=True)
-        found = [_logits(model, options, ids) for ids in token_ids]
+        divisor = architecture.traits(folder.config).logits_divisor
+        found = [_logits(model, options, ids) / divisor for ids in token_ids]
         torch.distributed.destroy_process_group()
     return found
 

@@ -24,6 +24,7 @@ from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
 from megarl.errors import ModelError
 from megarl.models.check_layouts import read_shape
 from megarl.models.fp8_blocks import quantization_config
+from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, padded_vocab
@@ -234,8 +235,8 @@ class _Tensor:
 def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor]:
     fused = source.fused
     if fused is not None and dtype == FP8:
-        raise ModelError(f"'{source.path}' has experts that the hub stores together, which cannot be written in FP8")
-    of_experts: list[Part] = []
+        raise ModelError(f"'{source.path}' has tensors that the hub stores together, which cannot be written in FP8")
+    together: list[Part] = []
     for rule in source.names.weight_map.bound_rules():
         for name, shape, parts, stored in source.hf_parts(rule):
             if dtype == FP8:
@@ -245,12 +246,17 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
             place = fused.place(name) if fused is not None else None
             if place is None or fused is None:
                 yield _Tensor(name, wanted, shape, parts)
+            elif isinstance(fused, FusedRows):
+                together += parts
+                if place.stop == fused.shape(place.stored)[0]:
+                    yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(together))
+                    together = []
             elif place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts
-                of_experts.append(Part(part.source, 0, part.cols, transposed=not part.transposed))
-                if len(of_experts) == fused.experts:
-                    yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(of_experts), rows_of_last_axis=True)
-                    of_experts = []
+                together.append(Part(part.source, 0, part.cols, transposed=not part.transposed))
+                if len(together) == fused.experts:
+                    yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(together), rows_of_last_axis=True)
+                    together = []
 
 
 def _box(prefix: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -30,7 +30,8 @@ from megarl.checkpoint.format.naming import (
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ModelError
 from megarl.models.fused_experts import FusedExperts
-from megarl.models.hf_folder import HFFolder, fused_experts_of
+from megarl.models.fused_rows import FusedRows
+from megarl.models.hf_folder import HFFolder, fused_of
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
 from megarl.models.registry import load_hf_config, sequence_classifier
 from megarl.models.vision import TOWER
@@ -53,9 +54,9 @@ class ConversionSource(ABC):
     companions: Path
 
     @property
-    def fused(self) -> FusedExperts | None:
-        """How Hugging Face folders of the model store experts, where not each one's tensors are."""
-        return fused_experts_of(self.hf_config)
+    def fused(self) -> FusedExperts | FusedRows | None:
+        """Which tensors Hugging Face folders of the model store together, if any."""
+        return fused_of(self.hf_config)
 
     @abstractmethod
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
@@ -98,9 +99,12 @@ class HFSource(ConversionSource):
 
     def _part(self, name: str, start: int, rows: int) -> tuple[Part, torch.dtype]:
         """Rows of a tensor, and their dtype."""
-        fused = self.fused if self.experts else None
-        place = fused.place(name) if fused is not None else None
-        if fused is None or place is None:
+        fused = self.fused
+        if isinstance(fused, FusedRows) and (within := fused.place(name)) is not None:
+            matrix = self.matrices[within.stored]
+            return Part(matrix, within.start + start, rows), matrix.dtype
+        place = fused.place(name) if isinstance(fused, FusedExperts) and self.experts else None
+        if not isinstance(fused, FusedExperts) or place is None:
             return Part(self.matrices[name], start, rows), _value_dtype(self.matrices[name])
         matrix = self.experts[place.stored, place.expert]
         as_on_the_hub = fused.check(place.stored, (fused.experts, matrix.rows, matrix.cols))
@@ -114,7 +118,9 @@ class HFSource(ConversionSource):
     def left_out(self) -> list[str]:
         """See `ConversionSource`."""
         known = {*self.names.weight_map.hf_shapes(), *(stored for stored, _ in self.experts)}
-        return [name for name in self.matrices if name.removesuffix(SCALE_SUFFIX) not in known]
+        fused = self.fused
+        parts = fused.names_of if isinstance(fused, FusedRows) else lambda name: [name]
+        return [name for name in self.matrices if not known.issuperset(parts(name.removesuffix(SCALE_SUFFIX)))]
 
 
 @dataclass(frozen=True)
@@ -312,8 +318,10 @@ def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: We
 def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
     """The matrix of each expert in the tensors that hold all experts' of a block."""
     fused, found = folder.fused, {}
-    for name, (file, entry) in folder.entries().items() if fused is not None else ():
-        if fused is None or fused.names_of(name) == [name]:
+    if not isinstance(fused, FusedExperts):
+        return {}
+    for name, (file, entry) in folder.entries().items():
+        if fused.names_of(name) == [name]:
             continue
         _, rows, cols = entry.shape
         for expert in range(fused.experts):

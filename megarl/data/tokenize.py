@@ -5,6 +5,8 @@ A prompt's ids are those of the model's own processor; nothing is truncated sile
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Sequence
 from copy import copy
 from pathlib import Path
@@ -26,20 +28,44 @@ def load_tokenizer(path: str) -> Any:
     Raises:
         ModelError: there is no such folder, or no tokenizer that can be loaded in it.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(path)
     if not folder.is_dir():
         siblings = [str(p) for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         raise ModelError(f"there is no folder '{path}'{nearest(str(folder), siblings)}; a tokenizer comes from a model folder")
+    kind: Any = AutoTokenizer
+    if code := _own_code(folder):
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(
+                f"'{path}' has no tokenizer that can be loaded: tokenizer_config.json names code of the folder ({code}), which "
+                "megarl never runs; put a tokenizer.json with the same vocabulary into the folder"
+            )
+        logging.getLogger(__name__).warning("%s: the tokenizer is tokenizer.json; the code '%s' is not run", folder, code)
+        kind = PreTrainedTokenizerFast
     try:
         # a folder's own code is never run: without False, transformers would ask on a terminal whether it may
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = kind.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
         raise ModelError(f"'{path}' has no tokenizer that can be loaded: {type(error).__name__}: {reason}") from error
     tokenizer.chat_template = load_processor_template(folder) or tokenizer.chat_template
     return tokenizer
+
+
+def _own_code(folder: Path) -> str | None:
+    """The class of the folder's own that its tokenizer is, where transformers has none of that name."""
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        named = config.get("auto_map") or ()
+        named = named.get("AutoTokenizer") or () if isinstance(named, dict) else named
+        named = [named] if isinstance(named, str) else named
+        known = tokenizer_class_from_name(str(config.get("tokenizer_class") or ""))
+    except (OSError, ValueError, AttributeError):
+        return None
+    return None if known is not None else next((str(one) for one in named if one), None)
 
 
 class PromptBuilder:

@@ -61,6 +61,8 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     mrope = vision.mrope if vision is not None else None
     for chunk in chunks:
         layer_specs.set_rotary_embedding(chunk, options.layer_spec, architecture.text_config(hf_config), mrope)
+        if config.multi_latent_attention:
+            layer_specs.set_latent_norm_epsilon(chunk)
         chunk.to(device=torch.cuda.current_device())
         if fuses_gradient_accumulation(options):
             fuse_gradient_accumulation(chunk)
@@ -137,10 +139,10 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     stages = layout.stage_layers(config.num_layers)
     layers = stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
     vision = architecture.vision(folder.config)
-    deepstack = len(vision.deepstack) if vision else 0
+    deepstack, traits = len(vision.deepstack) if vision else 0, architecture.traits(folder.config)
     kwargs |= {
         "config": config,
-        "transformer_layer_spec": layer_specs.block_spec(options.layer_spec, config, layers, deepstack),
+        "transformer_layer_spec": layer_specs.block_spec(options.layer_spec, config, layers, deepstack, traits),
         "vocab_size": padded_vocab(vocab_size, layout.tp),
         "pre_process": pre_process,
         "post_process": post_process,
@@ -157,6 +159,8 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
         eager = options.trainable and ddp_config(options).overlap_grad_reduce
         model = SeeingModel(tower, pictures, eager=eager, **kwargs)
     model.model_type = ModelType.encoder_or_decoder
+    if pre_process and traits.embedding_multiplier != 1.0:
+        model.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * traits.embedding_multiplier)
     if post_process:
         if options.head == "value":
             model.output_layer = ValueHead(config, model.output_layer.tp_group)
@@ -164,7 +168,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
             model.output_layer = LogProbHead(
                 model.output_layer,
                 vocab_size=vocab_size,
-                temperature=options.temperature,
+                temperature=options.temperature * traits.logits_divisor,
                 chunk_tokens=options.logit_chunk_tokens,
                 limits=options.sampling_limits,
                 collision=options.collision,

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import Tensor
 
 from megarl.megatron.attention import StreamAttention
+from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -87,7 +88,7 @@ class LatentSelfAttention(MultiLatentAttention):
         )
 
     def _norm(self, module: Any, width: int) -> torch.nn.Module:
-        return build_module(module, hidden_size=width, config=self.config, eps=self.config.layernorm_epsilon)
+        return build_module(module, hidden_size=width, config=self.config, eps=LATENT_NORM_EPS)
 
     def get_query_key_value_tensors(
         self,

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
@@ -23,24 +24,17 @@ from torch import Tensor
 
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
+from megarl.megatron.branches import BranchLayer
 from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.seeing import DeepstackLayer
+from megarl.models.architecture import DecoderTraits
+from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.vision import Mrope
 
 
-class ReferenceRMSNorm(torch.nn.Module):
-    """RMSNorm over the last dimension, marking its weight so that megatron-core sums its gradient under SP."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` to `[..., H]`; the statistics are float32 or better."""
-        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+PLAIN = DecoderTraits()
 
 
 class DirectQueryLatentAttention(MLASelfAttention):
@@ -95,14 +89,26 @@ def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any], 
         )
 
 
-def block_spec(name: str, config: TransformerConfig, layers: Sequence[int], deepstack: int = 0) -> TransformerBlockSubmodules:
+def block_spec(
+    name: str,
+    config: TransformerConfig,
+    layers: Sequence[int],
+    deepstack: int = 0,
+    traits: DecoderTraits = PLAIN,
+) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
     Behind the model's first `deepstack` layers features of a vision tower are added.
 
     Raises:
-        LayoutError: `local` was asked for a model that it cannot run, or features are to be added in several chunks.
+        LayoutError: `local` or `transformer_engine` was asked for a model that it cannot run, or features are to be added in
+            several chunks.
     """
+    if name == "transformer_engine" and (traits.projection_norms or not traits.pre_norms):
+        raise LayoutError(
+            "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, or norms of all "
+            "heads together, which Transformer Engine's layers cannot compute; it must be 'reference'"
+        )
     if name == "local" and config.multi_latent_attention:
         raise LayoutError(
             "model.layer_spec is 'local', but this model has latent attention, which megatron-core's local layers cannot run "
@@ -114,7 +120,7 @@ def block_spec(name: str, config: TransformerConfig, layers: Sequence[int], deep
         config.num_moe_experts is not None and bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
         for layer in layers
     ]
-    specs = {kind: make(config, config.num_moe_experts if kind else None) for kind in set(has_experts)}
+    specs = {kind: _with_traits(make(config, config.num_moe_experts if kind else None), traits) for kind in set(has_experts)}
     norm = ReferenceRMSNorm if name == "reference" else LayerNormImpl
     of_layers = [specs[kind] for kind in has_experts]
     if layers[0] == 0:
@@ -122,6 +128,32 @@ def block_spec(name: str, config: TransformerConfig, layers: Sequence[int], deep
     if len(layers) < deepstack if layers[0] == 0 else layers[0] < deepstack:
         raise LayoutError(f"the vision tower adds features behind {deepstack} layers; they must be in the first model chunk")
     return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=norm)
+
+
+def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
+    """The layer with what the family has beside megatron-core's own."""
+    parts = layer.submodules
+    if not traits.pre_norms:
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        parts.sharded_state_dict_keys_map = {}
+    if traits.projection_norms:
+        attention = parts.self_attention.submodules
+        attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+    if traits.post_norms or traits.residual_multiplier != 1.0:
+        return replace(layer, module=BranchLayer, params={**layer.params, "traits": traits})
+    return layer
+
+
+def set_latent_norm_epsilon(model: Any) -> None:
+    """Give the norms of latents the epsilon that transformers gives them: megatron-core gives all norms of a model one.
+
+    Transformer Engine has them in the linear layers behind them.
+    """
+    for layer in model.decoder.layers:
+        for name in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
+            module = getattr(layer.self_attention, name, None)
+            if hasattr(module, "eps"):
+                module.eps = LATENT_NORM_EPS
 
 
 def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.models.fused_experts import FusedExperts
+from megarl.models.fused_rows import FusedRows
 from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
 
@@ -23,6 +24,8 @@ class SglangFacts:
 
     replicates_attention: bool = False
     """Whether an engine can hold several replicas of the attention (SGLang's DP attention)."""
+    copies_kv_heads: bool = True
+    """Whether more ranks than KV heads can share the attention."""
     refusal: Callable[[HFConfig], str | None] = _serves
     """Why SGLang cannot serve a model of this config, or cannot be given its weights; None: it can."""
     padded_heads: Callable[[HFConfig], int] = lambda hf_config: 0
@@ -37,6 +40,24 @@ class HubNames:
 
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     block: str = "mlp"
+
+
+@dataclass(frozen=True)
+class DecoderTraits:
+    """What a family's decoder has that megatron-core's layers do not have by themselves; the defaults are Llama's."""
+
+    pre_norms: bool = True
+    """Whether there is a norm before attention and one before the MLP."""
+    post_norms: bool = False
+    """Whether the outputs of attention and MLP are normed before they are added to the residual stream."""
+    projection_norms: bool = False
+    """Whether `qk_layernorm` norms all heads of the queries together, and all of the keys, instead of each head."""
+    embedding_multiplier: float = 1.0
+    """What embeddings are multiplied by."""
+    residual_multiplier: float = 1.0
+    """What the outputs of attention and MLP are multiplied by before they are added."""
+    logits_divisor: float = 1.0
+    """What logits are divided by, before a temperature."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,13 @@ class Architecture:
     """The decoder's part of the config, with the fields that text families read."""
     vision: Callable[[HFConfig], Vision | None] = lambda hf_config: None
     """What a config says of the tower; None of a family that only reads."""
+    other_types: tuple[str, ...] = ()
+    """Further values of `model_type`, of models whose config differs in that alone."""
     other_names: tuple[tuple[str, str], ...] = ()
     """What names of tensors begin with in folders that the hub does not have, and in those of the hub; the first one counts."""
     fused_experts: Callable[[HFConfig], FusedExperts] | None = None
     """How the hub stores experts, where it does not store each one's tensors as the weight map calls them."""
+    fused_rows: Callable[[HFConfig], FusedRows] | None = None
+    """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""
+    traits: Callable[[HFConfig], DecoderTraits] = lambda hf_config: DecoderTraits()
+    """What the decoder has beside megatron-core's own layers."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, sigmoid routing in groups with a correction bias, shared experts, dense first layers.
+"""DeepSeek-V3, Moonlight and Kimi-K2: latent attention, sigmoid routing in groups with a correction bias, shared experts, dense first layers.
 
 The layers for multi-token prediction (`num_nextn_predict_layers`) are not trained: they are neither loaded nor exported.
 """
@@ -17,7 +17,7 @@ from megarl.models.rope import Rope, refuse_partial
 from megarl.models.weight_map import Rule, WeightMap
 
 LATENT_NORM_EPS = 1e-6
-"""transformers norms the latents with it, whatever `rms_norm_eps` says."""
+"""transformers norms the latents with it, whatever `rms_norm_eps` says: Moonlight's other norms have 1e-5."""
 
 READ_BY_SGLANG = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """Fields that SGLang 0.5.23 reads and transformers does not have, with the only values that there are."""
@@ -54,7 +54,6 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     sizes, latent, experts = _sizes(hf_config), LatentSizes.from_hf(hf_config), _experts(hf_config)
     refuse_biases(hf_config)
     refuse(hf_config, "rope_interleave", True, "megarl rotates neighbouring pairs, as the published checkpoints are laid out")
-    refuse(hf_config, "rms_norm_eps", LATENT_NORM_EPS, "transformers norms the latents with it, megatron-core with this one")
     return (
         dense.transformer_config_kwargs(hf_config, sizes)
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
@@ -175,6 +174,7 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
 ARCHITECTURE = Architecture(
     name="deepseek_v3",
     hf_classes=("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification"),
+    other_types=("kimi_k2",),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,

@@ -127,18 +127,29 @@ def weight_map(sizes: DenseSizes, attention: Iterable[Rule], mlp: Iterable[Rule]
     return WeightMap(rules, sizes.num_layers, **more)
 
 
-def attention_rules(sizes: DenseSizes, *, bias: bool = False, head_norms: bool = False) -> list[Rule]:
-    """Grouped attention behind its norm, with biases on q, k and v, and with norms of every q and k head."""
+def attention_rules(
+    sizes: DenseSizes,
+    *,
+    bias: bool = False,
+    head_norms: bool = False,
+    projection_norms: bool = False,
+    pre_norm: bool = True,
+) -> list[Rule]:
+    """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, and with norms of every q and k head.
+
+    With `projection_norms` one norm is of all heads of q together, and one of all heads of k.
+    """
     hidden, hf = sizes.hidden_size, HF_LAYER + "self_attn."
     qkv = LAYER + "self_attention.linear_qkv."
-    rules = [input_norm_rule(hidden, te_name=qkv + "layer_norm_weight")]
+    rules = [input_norm_rule(hidden, te_name=qkv + "layer_norm_weight")] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
         packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns)
         rules.append(Rule(qkv + kind, tuple(f"{hf}{part}_proj.{kind}" for part in "qkv"), packing))
-    for which in "qk" if head_norms else "":
+    for which, heads in (("q", sizes.num_heads), ("k", sizes.num_groups)) if head_norms or projection_norms else ():
         name = f"{LAYER}self_attention.{which}_layernorm.weight"
-        rules.append(Rule(name, (f"{hf}{which}_norm.weight",), Copy((sizes.head_dim,))))
+        normed = heads * sizes.head_dim if projection_norms else sizes.head_dim
+        rules.append(Rule(name, (f"{hf}{which}_norm.weight",), Copy((normed,))))
     width = sizes.num_heads * sizes.head_dim
     rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), Copy((hidden, width), axis=1)))
     return rules
@@ -157,18 +168,27 @@ def input_norm_rule(hidden_size: int, te_name: str | None) -> Rule:
     return Rule(LAYER + "input_layernorm.weight", hf_names, Copy((hidden_size,)), te_name=te_name)
 
 
-def mlp_rules(sizes: DenseSizes, layers: frozenset[int] | None = None) -> list[Rule]:
-    """The dense MLP behind its norm, in `layers` (None: all)."""
+def post_norm_rules(sizes: DenseSizes, after_attention: str, after_mlp: str) -> list[Rule]:
+    """The norms of what attention and MLP give, by what the hub calls them in a layer."""
+    names = {"post_self_attn_layernorm": after_attention, "post_mlp_layernorm": after_mlp}
+    return [
+        Rule(f"{LAYER}{own}.weight", (f"{HF_LAYER}{hf}.weight",), Copy((sizes.hidden_size,))) for own, hf in names.items()
+    ]
+
+
+def mlp_rules(sizes: DenseSizes, layers: frozenset[int] | None = None, *, pre_norm: bool = True) -> list[Rule]:
+    """The dense MLP, behind its norm unless `pre_norm` is false, in `layers` (None: all)."""
     hidden, mlp, hf = sizes.hidden_size, LAYER + "mlp.", HF_LAYER + "mlp."
     hf_gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
+    norm = Rule(
+        LAYER + "pre_mlp_layernorm.weight",
+        (HF_LAYER + "post_attention_layernorm.weight",),
+        Copy((hidden,)),
+        layers=layers,
+        te_name=mlp + "linear_fc1.layer_norm_weight",
+    )
     return [
-        Rule(
-            LAYER + "pre_mlp_layernorm.weight",
-            (HF_LAYER + "post_attention_layernorm.weight",),
-            Copy((hidden,)),
-            layers=layers,
-            te_name=mlp + "linear_fc1.layer_norm_weight",
-        ),
+        *([norm] if pre_norm else []),
         Rule(mlp + "linear_fc1.weight", hf_gate_up, GateUp(sizes.ffn_size, hidden), layers=layers),
         Rule(mlp + "linear_fc2.weight", (hf + "down_proj.weight",), Copy((hidden, sizes.ffn_size), axis=1), layers=layers),
     ]

@@ -1,4 +1,4 @@
-"""Tensors of experts that a hub checkpoint stores together: each one's read out of them, and all written into them."""
+"""Tensors that a hub checkpoint stores together, of experts or row by row: each read out of them, and all written into them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 from megarl.errors import ModelError
 from megarl.models.fused_experts import ExpertPlace, FusedExperts
+from megarl.models.fused_rows import FusedRows, RowPlace
 
 
-def joined(fused: FusedExperts, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with all experts' of a block in one, as the hub has them; they may come in any order.
+def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors as the hub has them, with those in one that it stores together; they may come in any order.
 
-    What is not complete is held, in main memory: a few tensors where a block's experts come one after another.
+    What is not complete is held, in main memory: a few tensors where those of a layer come one after another.
 
     Raises:
-        ModelError: an expert is missing.
+        ModelError: a part is missing.
     """
     held: dict[str, tuple[Tensor, set[str]]] = {}
     for name, tensor in tensors:
@@ -30,7 +31,10 @@ def joined(fused: FusedExperts, tensors: Iterable[tuple[str, Tensor]]) -> Iterat
             whole = torch.empty(fused.shape(place.stored), dtype=tensor.dtype)
             held[place.stored] = whole, set(fused.names_of(place.stored))
         whole, missing = held[place.stored]
-        whole[place.expert, :, place.start : place.stop] = tensor.T
+        if isinstance(place, RowPlace):
+            whole[place.start : place.stop] = tensor
+        else:
+            whole[place.expert, :, place.start : place.stop] = tensor.T
         missing.discard(name)
         if not missing:
             yield place.stored, whole
@@ -61,3 +65,22 @@ class ExpertSlice:
             found: Tensor = self.source[self.place.expert, columns, box]
             return found.T.contiguous()
         return self.source[self.place.expert, box, columns]
+
+
+class RowSlice:
+    """A tensor in a stored one, read when it is indexed; as a safetensors slice."""
+
+    def __init__(self, source: Any, place: RowPlace) -> None:
+        self.source, self.place = source, place
+
+    def get_shape(self) -> list[int]:
+        """Rows and columns."""
+        return [self.place.stop - self.place.start, *self.source.get_shape()[1:]]
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
+        given = () if key is ... else key if isinstance(key, tuple) else (key,)
+        rows, columns = [*given, slice(None), slice(None)][:2]
+        first, last, _ = rows.indices(self.place.stop - self.place.start)
+        found: Tensor = self.source[self.place.start + first : self.place.start + last, columns]
+        return found

@@ -20,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megarl.errors import ModelError, nearest
-from megarl.models.expert_tensors import ExpertSlice, joined
+from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
 from megarl.models.fused_experts import FusedExperts
+from megarl.models.fused_rows import FusedRows
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
@@ -76,9 +77,9 @@ class HFFolder:
         return {name: self._file_of_stored[stored] for name, stored in self._stored.items()}
 
     @cached_property
-    def fused(self) -> FusedExperts | None:
-        """How its experts are stored, where not each one's tensors are."""
-        return fused_experts_of(self.config)
+    def fused(self) -> FusedExperts | FusedRows | None:
+        """Which tensors are stored together, if any."""
+        return fused_of(self.config)
 
     @cached_property
     def _other_names(self) -> tuple[tuple[str, str], ...]:
@@ -110,7 +111,7 @@ class HFFolder:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every tensor in the folder; experts have tensors of their own, however they are stored."""
+        """Every tensor in the folder; those that are stored together are named each."""
         return tuple(self._file_of) if self.fused is None else tuple(chain(*map(self.fused.names_of, self._file_of)))
 
     def get_slice(self, name: str) -> Any:
@@ -122,6 +123,9 @@ class HFFolder:
         place = self.fused.place(name) if self.fused is not None else None
         if place is not None and self.fused is not None:
             source = self.get_slice(place.stored)
+            if isinstance(self.fused, FusedRows):
+                self.fused.check(place.stored, tuple(source.get_shape()))
+                return RowSlice(source, place)
             as_on_the_hub = self.fused.check(place.stored, tuple(source.get_shape()))
             return ExpertSlice(source, place, as_on_the_hub=as_on_the_hub)
         file = self._file_of.get(name)
@@ -223,7 +227,7 @@ def write_hf_folder(
     target = Path(path)
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
-    fused = fused_experts_of(config)
+    fused = fused_of(config)
     with whole_folder(target) as staging:
         (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
         _write_shards(staging, tensors if fused is None else joined(fused, tensors), max_shard_bytes)
@@ -232,12 +236,13 @@ def write_hf_folder(
         _open_to_others(staging)
 
 
-def fused_experts_of(config: Mapping[str, Any]) -> FusedExperts | None:
-    """How folders of a model store experts, where not each one's tensors are; also of models that megarl does not know."""
+def fused_of(config: Mapping[str, Any]) -> FusedExperts | FusedRows | None:
+    """Which tensors folders of a model store together, if any; also of models that megarl does not know."""
     try:
-        read = architecture_for(dict(config)).fused_experts
+        family = architecture_for(dict(config))
     except ModelError:
         return None
+    read = family.fused_experts or family.fused_rows
     return read(dict(config)) if read is not None else None
 
 

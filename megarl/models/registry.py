@@ -12,11 +12,15 @@ from typing import Any
 from megarl.errors import ModelError, nearest
 from megarl.models import (
     deepseek_v3,
+    glm4,
     glm4_moe,
     glm4v_moe,
+    granite,
     llama,
     mistral,
     mixtral,
+    olmo2,
+    phi3,
     qwen2,
     qwen2_5_vl,
     qwen2_vl,
@@ -24,6 +28,7 @@ from megarl.models import (
     qwen3_moe,
     qwen3_vl,
     qwen3_vl_moe,
+    smollm3,
 )
 from megarl.models.architecture import Architecture
 from megarl.system.user_code import absolute_name, load_user_object
@@ -37,6 +42,11 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     qwen3_moe.ARCHITECTURE,
     deepseek_v3.ARCHITECTURE,
     glm4_moe.ARCHITECTURE,
+    glm4.ARCHITECTURE,
+    olmo2.ARCHITECTURE,
+    phi3.ARCHITECTURE,
+    smollm3.ARCHITECTURE,
+    granite.ARCHITECTURE,
     qwen2_vl.ARCHITECTURE,
     qwen2_5_vl.ARCHITECTURE,
     qwen3_vl.ARCHITECTURE,
@@ -59,7 +69,7 @@ def use_architecture(path: str | None) -> None:
         return
     own = load_user_object(path, _named_by_field, "architecture", lambda found: isinstance(found, Architecture))
     for known in architectures():
-        if taken := {own.name, *own.hf_classes} & {known.name, *known.hf_classes}:
+        if taken := {own.name, *own.other_types, *own.hf_classes} & {known.name, *known.other_types, *known.hf_classes}:
             raise ModelError(f"model.architecture is '{path}', which says '{min(taken)}', as '{known.name}' does already")
     _users_own[absolute_name(path)] = own
 
@@ -81,15 +91,17 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     """
     names = hf_config.get("architectures")
     field, name = ("architectures", str(names[0])) if names else ("model_type", str(hf_config.get("model_type")))
-    by_type = {family.name: family for family in architectures()}
+    by_type = {name: family for family in architectures() for name in (family.name, *family.other_types)}
     known = {hf_class: family for family in by_type.values() for hf_class in family.hf_classes} if names else by_type
     if name not in known:
         new = hf_config.get("model_type") not in by_type
         hint = "; a family of your own goes into a file that model.architecture names (docs/add_a_model.md)" if new else ""
         raise ModelError(f"config.json: {field} is '{name}'; it must be one of {', '.join(known)}{nearest(name, known)}{hint}")
     found, model_type = known[name], hf_config.get("model_type")
-    if model_type is not None and model_type != found.name:
-        raise ModelError(f"config.json: model_type is '{model_type}', but that of the architecture '{name}' is '{found.name}'")
+    allowed = (found.name, *found.other_types)
+    if model_type is not None and model_type not in allowed:
+        listed = " or ".join(f"'{one}'" for one in allowed)
+        raise ModelError(f"config.json: model_type is '{model_type}', but that of the architecture '{name}' is {listed}")
     return found
 
 

@@ -7,12 +7,33 @@ bias as a buffer; on the hub every expert has tensors of its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from megarl.errors import ModelError
 from megarl.models.architecture import HubNames
-from megarl.models.registry import architectures
+from megarl.models.fused_rows import FusedRows
+from megarl.models.registry import architectures, load_hf_config
+
+
+def config_in_transformers(folder: str | Path) -> Any:
+    """The config object of a folder whose `model_type` transformers does not have, because it differs in the name alone.
+
+    None: transformers reads the folder's own config. Classes that the config names are not imported.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = load_hf_config(folder)
+    except ModelError:
+        return None
+    found = next((family for family in architectures() if config.get("model_type") in family.other_types), None)
+    if found is None:
+        return None
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
+    return AutoConfig.for_model(found.name, **fields)
 
 
 def hub_tensors(model: Any) -> dict[str, Tensor]:
@@ -23,11 +44,12 @@ def hub_tensors(model: Any) -> dict[str, Tensor]:
     own = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     family = next((family for family in architectures() if family.name == model.config.model_type), None)
     hub, others = (family.hub, family.other_names) if family is not None else (HubNames(), ())
+    fused = family.fused_rows(model.config.to_dict()) if family is not None and family.fused_rows is not None else None
     return {
         hub_name: view
         for name, tensor in model.state_dict().items()
         if name in own
-        for hub_name, view in _as_on_the_hub(_with_prefix(name, others), tensor, hub)
+        for hub_name, view in _as_on_the_hub(_with_prefix(name, others), tensor, hub, fused)
     }
 
 
@@ -39,8 +61,14 @@ def _with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:
     return name
 
 
-def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames) -> Iterator[tuple[str, Tensor]]:
-    """A tensor's hub names and parts: fused experts `[E, 2F, H]` (gate over up) and `[E, H, F]` (down) come one by one."""
+def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | None) -> Iterator[tuple[str, Tensor]]:
+    """A tensor's hub names and parts: fused experts `[E, 2F, H]` (gate over up) and `[E, H, F]` (down) come one by one, and
+    so do matrices that the hub stores one below another."""
+    if fused is not None and (names := fused.names_of(name)) != [name]:
+        for part in names:
+            if (place := fused.place(part)) is not None:
+                yield part, tensor[place.start : place.stop]
+        return
     name = name.replace(".mlp.", f".{hub.block}.")
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")

@@ -153,7 +153,8 @@ def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
     of_experts = {rule.packing.hf_shapes[0][0] for rule in gated if rule.is_expert}
 
     def attention_fits(tp: int) -> bool:
-        return heads % tp == 0 and all(found % tp == 0 or tp % found == 0 for found in groups)
+        copied = architecture.sglang.copies_kv_heads
+        return heads % tp == 0 and all(found % tp == 0 or (copied and tp % found == 0) for found in groups)
 
     def fits(tried: EngineTarget) -> bool:
         return (

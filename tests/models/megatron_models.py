@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.stream import Response, Unit
+from megarl.models.registry import load_hf_config
 from megarl.models.weight_map import WeightMap
 
 TEMPERATURE = 0.7
@@ -83,7 +84,7 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
         "shapes": {name: list(tensor.shape) for name, tensor in global_tensors(role.chunks)},
         "state": [name for name, value in core.state_dict().items() if torch.is_tensor(value)],
         "exported": {name: tensor.clone() for name, tensor in role.export()},
-        "logits": _logits(role, core),
+        "logits": _logits(role, core, load_hf_config(folder).get("logits_scaling", 1.0)),
     }
     if core.config.multi_latent_attention:
         attention = core.decoder.layers[0].self_attention
@@ -104,8 +105,8 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
     return found
 
 
-def _logits(role: Any, core: Any) -> list[Tensor]:
-    """`[L, V]` for each response of the first unit on its own: the decoder's output times the output matrix."""
+def _logits(role: Any, core: Any, divisor: float) -> list[Tensor]:
+    """`[L, V]` for each response of the first unit on its own: the decoder's output times the output matrix, by `divisor`."""
     from megarl.data.stream import split_shared_prompts
 
     found = []
@@ -114,7 +115,7 @@ def _logits(role: Any, core: Any) -> list[Tensor]:
     weight = core.shared_embedding_or_output_weight() if core.share_embeddings_and_output_weights else core.output_layer.weight
     for unit in split_shared_prompts(units()[:1]):
         role.forward([[unit]])
-        found.append((hidden.pop()[:, 0] @ weight.T)[len(unit.prompt_ids) - 1 :].detach())
+        found.append((hidden.pop()[:, 0] @ weight.T / divisor)[len(unit.prompt_ids) - 1 :].detach())
     handle.remove()
     return found
 

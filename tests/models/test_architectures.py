@@ -72,7 +72,6 @@ REFUSED = [
     ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
     ("qwen3_moe", {"decoder_sparse_step": 9}, "none of the layers has experts"),
     ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False"),
-    ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; it must be 1e-06"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
     ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, "num_experts_per_tok // topk_group is 2"),

@@ -23,7 +23,7 @@ from megarl.data.media import Media
 from megarl.data.picture_rules import sees
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.registry import load_hf_config
-from megarl.models.transformers_names import hub_tensors
+from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
 from megarl.rollout.engines.protocol import Engine, EnginePlace, FinishReason, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
@@ -76,7 +76,8 @@ class EmbeddedEngine(Engine):
         kind = AutoModelForImageTextToText if sees(model_path) else AutoModelForCausalLM
         try:
             # a folder's own code is never run
-            model = kind.from_pretrained(model_path, dtype=getattr(torch, dtype), trust_remote_code=False)
+            config = config_in_transformers(model_path)
+            model = kind.from_pretrained(model_path, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
             self._model = model.to(device).eval()
         except (OSError, ValueError) as error:
             raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.options import SamplingLimits
-from tests.families import FAMILIES, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.families import FAMILIES, ODD, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.themes.parallel.comparison import compare
 from tests.themes.parallel.report import Report
-from tests.themes.parallel.worlds import LAYOUTS, MODES, TEMPERATURE, layout_for, run_family, units
+from tests.themes.parallel.worlds import LAYOUTS, MODES, ODD_LAYOUTS, TEMPERATURE, layout_for, run_family, units
 from tests.world import World
 
 CELLS = [
@@ -34,6 +34,8 @@ def representatives() -> set[tuple[str, str]]:
     for layout in LAYOUTS:
         candidates = [family for at, family in CELLS if at == layout]
         chosen.append((layout, min(candidates, key=[family for _, family in chosen].count)))
+    for family in FAMILIES.keys() - {family for _, family in chosen}:
+        chosen.append(next(cell for cell in CELLS if cell[1] == family))
     return set(chosen)
 
 
@@ -47,7 +49,7 @@ MATRIX = [
 def test_every_layout_and_every_family_is_represented() -> None:
     assert {layout for layout, _ in REPRESENTATIVES} == set(LAYOUTS)
     assert {family for _, family in REPRESENTATIVES} == set(FAMILIES)
-    assert len(REPRESENTATIVES) == len(LAYOUTS)
+    assert len(REPRESENTATIVES) <= max(len(LAYOUTS), len(FAMILIES)) + 2
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,30 @@ def test_every_layout_computes_what_hugging_face_computes(
     expected = reference(family)
     of_ranks = layout_for(layout, experts=FAMILIES[family].num_experts is not None)
     answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=LAYOUTS[layout].world_size)
+    compare(expected, answers, partial(parity_report.add, layout, family))
+
+
+ODD_CELLS = [
+    (layout, name)
+    for layout in ODD_LAYOUTS
+    for name, family in ODD.items()
+    if layout_for(layout, experts=family.num_experts is not None) is not None
+]
+ODD_IN_EVERY_RUN = {("tp3", "olmo2-odd"), ("pp3 uneven", "glm4-odd"), ("ep3", "kimi_k2-odd"), ("tp3+sp", "phi3-odd")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        pytest.param(*cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell in ODD_IN_EVERY_RUN else pytest.mark.exhaustive)
+        for cell in ODD_CELLS
+    ],
+)
+def test_three_ranks_share_three_heads_and_six_experts(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+) -> None:
+    expected, of_ranks = reference(family), layout_for(layout, experts=ODD[family].num_experts is not None)
+    answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=ODD_LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, layout, family))
 
 

@@ -18,7 +18,7 @@ import torch
 from megarl.data.stream import Response, Unit
 from megarl.errors import LayoutError
 from megarl.models.expert_tensors import joined
-from megarl.models.hf_folder import fused_experts_of
+from megarl.models.hf_folder import fused_of
 from megarl.models.shape import ModelShape
 from tests.seeing import SEEING, build_seeing_folder, by_hugging_face, hf_config, pictures, units, units_of_turns, vision_of
 from tests.themes.parallel.comparison import TOLERANCE, compare
@@ -82,7 +82,7 @@ def test_every_layout_sees_what_transformers_sees(
     answers = parity_world.call(
         run_family, expected["folder"], of_ranks, units(family), expected["media"], size=LAYOUTS[layout].world_size
     )
-    fused = fused_experts_of(hf_config(family).to_dict())
+    fused = fused_of(hf_config(family).to_dict())
     stored = (lambda tensors: dict(joined(fused, tensors.items()))) if fused else (lambda tensors: tensors)
     compare(expected, answers, partial(seeing_report.add, layout, family), stored)
 

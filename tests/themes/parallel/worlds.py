@@ -35,6 +35,15 @@ LAYOUTS: dict[str, Layout] = {
     "pp2·cp2": Layout(pp=2, cp=2),
     "tp2·pp2·cp2": Layout(tp=2, pp=2, cp=2),
 }
+ODD_LAYOUTS: dict[str, Layout] = {
+    "tp3": Layout(tp=3),
+    "tp3+sp": Layout(tp=3, sequence_parallel=True),
+    "pp3 uneven": Layout(pp=3, first_stage_layers=1, last_stage_layers=1),
+    "cp3": Layout(cp=3),
+    "ep3": Layout(dp=3, ep=3),
+    "tp3·dp2·ep3+sp": Layout(tp=3, dp=2, ep=3, sequence_parallel=True),
+}
+"""For the models in `ODD` of tests/families.py."""
 TEMPERATURE = 0.7
 
 
@@ -61,10 +70,10 @@ def layout_for(name: str, *, experts: bool) -> Layout | None:
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
     trains them with sequence parallelism only (see Layout).
     """
-    layout = LAYOUTS[name]
+    layout = (LAYOUTS | ODD_LAYOUTS)[name]
     if not experts:
         return layout if layout.ep == 1 else None
-    if name == "tp2":  # would be tp2+sp
+    if name in ("tp2", "tp3"):  # would be tp2+sp
         return None
     return replace(layout, etp=layout.tp if layout.ep == 1 else layout.etp, sequence_parallel=layout.tp > 1)
 

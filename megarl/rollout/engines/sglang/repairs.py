@@ -7,11 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.models.deepseek_v3 import LATENT_NORM_EPS
+
 
 def install(model_path: str) -> None:
     """Replace SGLang's functions for the folder `model_path`; call it before the model is made and requests come."""
-    if any(name.startswith("Glm4v") for name in architectures_of(model_path)):
+    names = architectures_of(model_path)
+    if any(name.startswith("Glm4v") for name in names):
         _mend_glm4v()
+    if any(name.startswith("DeepseekV3") for name in names):
+        _mend_latent_norms()
 
 
 def architectures_of(model_path: str) -> list[str]:
@@ -36,3 +41,18 @@ def _mend_glm4v() -> None:
     MRotaryEmbedding.get_rope_index_glm4v = staticmethod(of_the_sent_ids)
     # its only LayerNorm is of the merger; SGLang's own default is 1e-6, and the model was trained with torch's
     glm4v.LayerNorm = partial(glm4v.LayerNorm, eps=1e-5)
+
+
+def _mend_latent_norms() -> None:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    make = DeepseekV2AttentionMLA.__init__
+
+    def with_an_epsilon_of_its_own(self: Any, *args: Any, **given: Any) -> None:
+        """SGLang gives the norms of the latents `rms_norm_eps`; transformers, and the code that Moonlight came with, 1e-6."""
+        make(self, *args, **given)
+        for norm in (getattr(self, "q_a_layernorm", None), self.kv_a_layernorm):
+            if norm is not None:
+                norm.variance_epsilon = LATENT_NORM_EPS
+
+    DeepseekV2AttentionMLA.__init__ = with_an_epsilon_of_its_own

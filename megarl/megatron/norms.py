@@ -1,0 +1,89 @@
+"""RMSNorms on plain torch: over the residual stream, a head or a latent, and over all heads of a projection that ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class ReferenceRMSNorm(torch.nn.Module):
+    """RMSNorm over the last dimension, marking its weight so that megatron-core sums its gradient under SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[..., H]` to `[..., H]`; the statistics are float32 or better."""
+        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+
+
+class ProjectionNorm(torch.nn.Module):
+    """RMSNorm over all heads of a projection together (OLMo 2), of which tensor ranks hold a share each.
+
+    The weight is whole on every rank; megatron-core sums the gradients of what is called `q_layernorm` and `k_layernorm` over
+    tensor parallelism. With fewer KV heads than ranks several ranks hold the same head.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.eps = heads, head_dim, eps
+        self.weight = torch.nn.Parameter(torch.ones(heads * head_dim, dtype=dtype))
+
+    def forward(self, projected: Tensor) -> Tensor:
+        """This rank's heads `[S, B, heads held, d]`, to the same; the statistics are float32 or better."""
+        group, held = parallel_state.get_tensor_model_parallel_group(), projected.shape[-2]
+        copies = held * group.size() // self.heads
+        first = group.rank() * self.heads // group.size()
+        weight = self.weight.view(self.heads, self.head_dim)[first : first + held]
+        return _OverAllHeads.apply(projected, weight, self.eps, self.heads * self.head_dim, copies, group)
+
+
+class QueryNorm(ProjectionNorm):
+    """Over the heads of all queries; megatron-core builds it as it does a norm of each head."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(config.num_attention_heads, hidden_size, eps, config.params_dtype)
+
+
+class KeyNorm(ProjectionNorm):
+    """Over the heads of all keys."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        assert config.num_query_groups is not None
+        super().__init__(config.num_query_groups, hidden_size, eps, config.params_dtype)
+
+
+class _OverAllHeads(torch.autograd.Function):
+    """`width` elements of a token are normed together, each of which `copies` ranks hold; keeps the input and a number a token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, projected: Tensor, weight: Tensor, eps: float, width: int, copies: int, group: torch.distributed.ProcessGroup
+    ) -> Tensor:
+        exact = projected.to(torch.promote_types(projected.dtype, torch.float32))
+        squares = exact.square().sum((-2, -1), keepdim=True)
+        if group.size() > 1:
+            torch.distributed.all_reduce(squares, group=group)
+        scale = torch.rsqrt(squares / (copies * width) + eps)
+        ctx.save_for_backward(projected, weight, scale)
+        ctx.width, ctx.copies, ctx.group = width, copies, group
+        return (exact * scale * weight).to(projected.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        projected, weight, scale = ctx.saved_tensors
+        grad, normed = grads[0].to(scale.dtype), projected.to(scale.dtype) * scale
+        of_weight = (grad * normed).sum((0, 1)).to(weight.dtype)
+        grad = grad * weight
+        along = (grad * normed).sum((-2, -1), keepdim=True)  # what all ranks' outputs ask of the common scale
+        if ctx.group.size() > 1:
+            torch.distributed.all_reduce(along, group=ctx.group)
+        of_input = scale * (grad - normed * along / (ctx.copies * ctx.width))
+        return of_input.to(projected.dtype), of_weight, None, None, None, None

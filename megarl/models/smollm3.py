@@ -1,0 +1,73 @@
+"""SmolLM3: Llama's decoder, in some layers of which nothing rotates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.models import dense
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
+from megarl.models.hf_fields import refuse_biases, size
+from megarl.models.weight_map import WeightMap
+
+DEFAULTS = {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4}
+"""transformers' defaults that differ from those of other families."""
+
+
+def text_config(hf_config: HFConfig) -> HFConfig:
+    """The config with what transformers gives fields that are missing."""
+    return {**DEFAULTS, **hf_config}
+
+
+def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """The dense decoder without biases, and the layers without positions.
+
+    Raises:
+        ModelError: biases, a window shorter than the positions, or anything that the dense decoder refuses.
+    """
+    refuse_biases(hf_config)
+    hf_config = text_config(hf_config)
+    sizes, rotates = dense.DenseSizes.from_hf(hf_config), _rotates(hf_config)
+    windows = rotates.count(False) if hf_config.get("use_sliding_window") and not hf_config.get("layer_types") else 0
+    kwargs = dense.transformer_config_kwargs(hf_config, sizes, windows)
+    return kwargs | {"no_rope_freq": [int(not here) for here in rotates]}
+
+
+def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+    """Vocabulary, positions and tying."""
+    hf_config = text_config(hf_config)
+    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+
+
+def weight_map(hf_config: HFConfig) -> WeightMap:
+    """The common rules."""
+    sizes = dense.DenseSizes.from_hf(text_config(hf_config))
+    return dense.weight_map(sizes, dense.attention_rules(sizes), dense.mlp_rules(sizes))
+
+
+def _rotates(hf_config: HFConfig) -> list[bool]:
+    """Whether queries and keys rotate, layer by layer."""
+    layers, listed = size(hf_config, "num_hidden_layers"), hf_config.get("no_rope_layers")
+    if listed is None:
+        interval = size(hf_config, "no_rope_layer_interval", default=4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) < layers or any(one not in (0, 1) for one in listed):
+        raise ModelError(
+            f"config.json: no_rope_layers is {listed!r}; it must be a list of 1 (rotates) and 0, one for each of {layers} layers"
+        )
+    return [bool(one) for one in listed[:layers]]
+
+
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    return "it has no model of this family, and would run transformers' own, whose weights it holds otherwise"
+
+
+ARCHITECTURE = Architecture(
+    name="smollm3",
+    hf_classes=("SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification"),
+    transformer_config_kwargs=transformer_config_kwargs,
+    gpt_kwargs=gpt_kwargs,
+    weight_map=weight_map,
+    sglang=SglangFacts(refusal=_sglang_refusal),
+    text_config=text_config,
+)
