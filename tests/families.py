@@ -5,7 +5,8 @@ prove. `build_folder(family, path)` writes config.json and model.safetensors (hu
 the same model as a transformers module, `by_hub_name(model, ...)` renames its fused experts' tensors or gradients.
 
 Each has 4 layers, hidden size 32, 4 heads, a vocabulary of 131 (odd: it needs padding) and no padding row; every parameter
-and buffer is random (norms, biases, expert bias). tp up to 4, pp up to 4, ep up to 4 and etp up to 4 fit. `ODD` has models for worlds of three ranks.
+and buffer is random (norms, biases, expert bias). tp up to 4, pp up to 4, ep up to 4 and etp up to 4 fit.
+`ODD` has models for worlds of three ranks.
 """
 
 from __future__ import annotations
@@ -179,10 +180,16 @@ ODD: dict[str, Family] = {
     "olmo2-odd": Family("Olmo2", ODD_SIZES),
     "phi3-odd": Family("Phi3", ODD_SIZES | {"hidden_size": 48}),
     "kimi_k2-odd": Family(
-        "DeepseekV3", KIMI | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6}, 6
+        "DeepseekV3",
+        KIMI | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6},
+        6,
     ),
 }
 """Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers."""
+
+
+UNDER_TRANSFORMER_ENGINE = [name for name, family in VARIANTS.items() if family.class_prefix != "Olmo2"]
+"""Families whose layers Transformer Engine can compute."""
 
 
 def hugging_face(family: str) -> Any:

@@ -23,17 +23,17 @@ class BranchLayer(TransformerLayer):
         if traits.post_norms:
             self.post_self_attn_layernorm = ReferenceRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
             self.post_mlp_layernorm = ReferenceRMSNorm(config, config.hidden_size, config.layernorm_epsilon)
-        self.self_attn_bda = partial(self._joining, self.self_attn_bda, "post_self_attn_layernorm")
-        self.mlp_bda = partial(self._joining, self.mlp_bda, "post_mlp_layernorm")
+        for add, norm in (("self_attn_bda", "post_self_attn_layernorm"), ("mlp_bda", "post_mlp_layernorm")):
+            setattr(self, add, partial(self._joining, getattr(self, add), norm))
 
-    def _joining(self, add: Any, norm: str, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """In place of megatron-core's `get_bias_dropout_add`, `add`: what adds a branch to the residual stream."""
+    def _joining(self, add: Any, norm: str, *how: bool) -> Callable[..., Tensor]:
+        """In place of megatron-core's `get_bias_dropout_add`, which is `add`: what adds a branch to the residual stream."""
 
         def join(branch_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
             branch, bias = branch_and_bias
             assert bias is None, "a branch that is normed or scaled has no bias of its own"
             branch = getattr(self, norm)(branch) if hasattr(self, norm) else branch
             branch = branch * self.multiplier if self.multiplier != 1.0 else branch
-            return add(training, fused)((branch, None), residual, dropout)
+            return add(*how)((branch, None), residual, dropout)
 
         return join

@@ -33,7 +33,6 @@ from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.vision import Mrope
 
-
 PLAIN = DecoderTraits()
 
 
@@ -151,7 +150,7 @@ def set_latent_norm_epsilon(model: Any) -> None:
     """
     for layer in model.decoder.layers:
         for name in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
-            module = getattr(layer.self_attention, name, None)
+            module: Any = getattr(layer.self_attention, name, None)
             if hasattr(module, "eps"):
                 module.eps = LATENT_NORM_EPS
 

@@ -67,10 +67,14 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         **_defaults(options, has_experts="num_moe_experts" in kwargs, is_latent=config_class is MLATransformerConfig),
     }
     given = fields_for(config_class, options, kind="model")
+    reason = ""
     if architecture.vision(hf_config) is not None:
+        reason = "would give the tokens of pictures wrong angles: its kernel counts one position for each token"
+    elif kwargs.get("rotary_interleaved"):
+        reason = "would rotate the halves of a head against each other, but the pairs of this model are neighbours"
+    if reason:
         kwargs |= dict.fromkeys(ONE_POSITION_KERNELS, False)
         for name in ONE_POSITION_KERNELS & {name for name, value in given.items() if value is True}:
-            reason = "would give the tokens of pictures wrong angles: its kernel counts one position for each token"
             raise ConfigError.of(f"{options.section}.{name}", True, reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     given.pop("gradient_accumulation_fusion", None)
@@ -130,7 +134,7 @@ NEEDS_TRANSFORMER_ENGINE = frozenset(
     }
 )  # fmt: skip
 ONE_POSITION_KERNELS = frozenset({"apply_rope_fusion", "fused_single_qkv_rope"})
-"""Fields whose kernels of Transformer Engine know no positions on three axes."""
+"""Fields whose kernels of Transformer Engine know neither positions on three axes nor, in all versions, neighbouring pairs."""
 ENUMS = {"attention_backend": AttnBackend}
 
 

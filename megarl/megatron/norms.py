@@ -1,4 +1,4 @@
-"""RMSNorms on plain torch: over the residual stream, a head or a latent, and over all heads of a projection that ranks share."""
+"""RMSNorms on plain torch: over the residual stream, a head or a latent, and over all heads of a projection together."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class KeyNorm(ProjectionNorm):
 
 
 class _OverAllHeads(torch.autograd.Function):
-    """`width` elements of a token are normed together, each of which `copies` ranks hold; keeps the input and a number a token."""
+    """`width` elements of a token are normed together; `copies` ranks hold each. Keeps the input and one number per token."""
 
     @staticmethod
     def forward(

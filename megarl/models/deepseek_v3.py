@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Moonlight and Kimi-K2: latent attention, sigmoid routing in groups with a correction bias, shared experts, dense first layers.
+"""DeepSeek-V3, Kimi-K2, Moonlight: latent attention, sigmoid routing with a correction bias, shared experts, dense layers.
 
 The layers for multi-token prediction (`num_nextn_predict_layers`) are not trained: they are neither loaded nor exported.
 """

@@ -171,9 +171,7 @@ def input_norm_rule(hidden_size: int, te_name: str | None) -> Rule:
 def post_norm_rules(sizes: DenseSizes, after_attention: str, after_mlp: str) -> list[Rule]:
     """The norms of what attention and MLP give, by what the hub calls them in a layer."""
     names = {"post_self_attn_layernorm": after_attention, "post_mlp_layernorm": after_mlp}
-    return [
-        Rule(f"{LAYER}{own}.weight", (f"{HF_LAYER}{hf}.weight",), Copy((sizes.hidden_size,))) for own, hf in names.items()
-    ]
+    return [Rule(f"{LAYER}{own}.weight", (f"{HF_LAYER}{hf}.weight",), Copy((sizes.hidden_size,))) for own, hf in names.items()]
 
 
 def mlp_rules(sizes: DenseSizes, layers: frozenset[int] | None = None, *, pre_norm: bool = True) -> list[Rule]:

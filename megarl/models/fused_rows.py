@@ -1,4 +1,4 @@
-"""Matrices that a hub checkpoint stores one below another, in one tensor: here each has a name of its own, as in other families.
+"""Matrices that a hub checkpoint stores one below another in one tensor: here each has its own name, as in other families.
 
 Weight maps, runs, updates and conversions know q, k, v and gate, up. Names and rows are here, without torch.
 """

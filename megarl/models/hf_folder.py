@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megarl.errors import ModelError, nearest
 from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
-from megarl.models.fused_experts import FusedExperts
-from megarl.models.fused_rows import FusedRows
+from megarl.models.fused_experts import ExpertPlace, FusedExperts
+from megarl.models.fused_rows import FusedRows, RowPlace
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
@@ -121,11 +121,12 @@ class HFFolder:
             ModelError: there is no such tensor, or its file is missing or damaged.
         """
         place = self.fused.place(name) if self.fused is not None else None
-        if place is not None and self.fused is not None:
+        if isinstance(place, RowPlace) and isinstance(self.fused, FusedRows):
             source = self.get_slice(place.stored)
-            if isinstance(self.fused, FusedRows):
-                self.fused.check(place.stored, tuple(source.get_shape()))
-                return RowSlice(source, place)
+            self.fused.check(place.stored, tuple(source.get_shape()))
+            return RowSlice(source, place)
+        if isinstance(place, ExpertPlace) and isinstance(self.fused, FusedExperts):
+            source = self.get_slice(place.stored)
             as_on_the_hub = self.fused.check(place.stored, tuple(source.get_shape()))
             return ExpertSlice(source, place, as_on_the_hub=as_on_the_hub)
         file = self._file_of.get(name)

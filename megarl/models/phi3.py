@@ -1,11 +1,11 @@
-"""Phi-4 and Phi-3: Llama's decoder, stored with q, k and v in one tensor and gate and up in another; a share of a head rotates."""
+"""Phi-4 and Phi-3: Llama's decoder, stored with q, k, v in one tensor and gate, up in another; a share of a head rotates."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.fused_rows import FusedRows, gate_over_up, queries_keys_values
 from megarl.models.rope import Rope
 from megarl.models.weight_map import WeightMap
@@ -53,12 +53,22 @@ def fused_rows(hf_config: HFConfig) -> FusedRows:
     return FusedRows(projections | gate_over_up(sizes.ffn_size), sizes.hidden_size)
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    share = Rope.from_hf(hf_config).partial
+    if share != float(hf_config.get("partial_rotary_factor") or 1.0):
+        return (
+            f"its config.json must say partial_rotary_factor = {share:g} beside rope_parameters, where SGLang does not read it"
+        )
+    return None
+
+
 ARCHITECTURE = Architecture(
     name="phi3",
     hf_classes=("Phi3ForCausalLM", "Phi3ForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(refusal=_sglang_refusal),
     text_config=text_config,
     fused_rows=fused_rows,
 )

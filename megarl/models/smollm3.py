@@ -53,7 +53,7 @@ def _rotates(hf_config: HFConfig) -> list[bool]:
         return [(layer + 1) % interval != 0 for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers or any(one not in (0, 1) for one in listed):
         raise ModelError(
-            f"config.json: no_rope_layers is {listed!r}; it must be a list of 1 (rotates) and 0, one for each of {layers} layers"
+            f"config.json: no_rope_layers is {listed!r}; it must be a list of 1 (rotates) and 0 for {layers} layers"
         )
     return [bool(one) for one in listed[:layers]]
 

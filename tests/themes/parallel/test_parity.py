@@ -125,11 +125,11 @@ ODD_IN_EVERY_RUN = {("tp3", "olmo2-odd"), ("pp3 uneven", "glm4-odd"), ("ep3", "k
     ],
 )
 def test_three_ranks_share_three_heads_and_six_experts(
-    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str
 ) -> None:
     expected, of_ranks = reference(family), layout_for(layout, experts=ODD[family].num_experts is not None)
     answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=ODD_LAYOUTS[layout].world_size)
-    compare(expected, answers, partial(parity_report.add, layout, family))
+    compare(expected, answers, lambda *of_mode: None)
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])

@@ -1,0 +1,106 @@
+"""SGLang on a CPU with the dense families that it has models of its own for, and with Kimi-K2 and Moonlight, after updates."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from megarl.errors import EngineError
+from megarl.models.deepseek_v3 import READ_BY_SGLANG
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.transformers_names import config_in_transformers
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.weight_sync.checksums import check_model
+from tests.families import FAMILIES, SIZES, VARIANTS, build_folder, by_hub_name
+from tests.models.test_transformers_names import other_values, update
+from tests.rollout.tiny import largest_difference
+
+PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
+WIDTHS: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
+"""What SGLang need not pad on a CPU."""
+
+
+def served(family: str, folder: Path) -> Path:
+    """A random model of `family` that SGLang serves."""
+    entry = VARIANTS[family]
+    read = READ_BY_SGLANG if entry.class_prefix == "DeepseekV3" else {}
+    widths = WIDTHS if entry.num_experts else {name: size for name, size in WIDTHS.items() if "moe" not in name}
+    settings = SIZES | {"pad_token_id": None} | entry.settings | widths | read
+    config = getattr(transformers, f"{entry.class_prefix}Config")(**settings, initializer_range=0.2)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(tensor, mean=float(name.endswith("weight")), std=0.05)
+    written = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
+    if family == "phi3":  # SGLang reads it here, as published folders have it
+        written["partial_rotary_factor"] = entry.settings["rope_parameters"]["partial_rotary_factor"]
+    written["model_type"] = entry.model_type or written["model_type"]
+    tensors = by_hub_name(model, iter(model.state_dict().items()))
+    write_hf_folder(folder, tensors.items(), written)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        ("olmo2", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("olmo2", 1), ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
+                ("deepseek_v3-moonlight", 1),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(family: str, tp: int, tmp_path: Path) -> None:
+    folder = served(family, tmp_path / "model")
+    weights = other_values(folder)
+    write_hf_folder(tmp_path / "sent", weights, HFFolder(folder).config)
+    config = config_in_transformers(folder)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", config=config, dtype=torch.float32)
+    name = next(name for name, _ in weights if name.endswith("layers.1.self_attn.o_proj.weight"))
+    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
+    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, **sizes, start_timeout_s=500)  # type: ignore[arg-type]
+
+    async def scenario() -> None:
+        engine = await SglangEngine.open(options)
+        try:
+            await update(engine, weights)
+            groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
+            assert largest_difference(after, PROMPTS, groups) < 1e-5
+            with pytest.raises(EngineError, match=rf"0 differ, {tp} missing.*nobody sent {name}@"):
+                await update(engine, [pair for pair in weights if pair[0] != name], 2)
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("phi3", "must say partial_rotary_factor = 0.5"),
+        ("smollm3", "it has no model of this family"),
+        ("olmo2-tied", "hidden_size / num_attention_heads dimensions"),
+    ],
+)
+def test_a_family_that_sglang_would_serve_wrongly_is_refused(family: str, why: str, tmp_path: Path) -> None:
+    build_folder(family, tmp_path / "model")
+    with pytest.raises(EngineError, match=f"cannot serve the model.*{why}"):
+        check_model(tmp_path / "model", device="cuda")
+
+
+def test_published_widths_of_the_other_families_are_served(tmp_path: Path) -> None:
+    for family in FAMILIES.keys() & {"glm4", "phi3", "granite", "olmo2"}:
+        check_model(served(family, tmp_path / family))
