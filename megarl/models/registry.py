@@ -54,6 +54,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     glm4v_moe.ARCHITECTURE,
 )
 
+_LLAMA4 = (
+    "Llama 4 attends within chunks of attention_chunk_size tokens, and scales queries by their position in layers without "
+    "rotary embedding, which megarl's attention does not"
+)
+REFUSED = {"llama4": _LLAMA4, "llama4_text": _LLAMA4}
+"""By `model_type`, why a family that users ask for is not there."""
+
 
 _users_own: dict[str, Architecture] = {}
 """By import path, what `use_architecture` has added in this process."""
@@ -93,6 +100,8 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     field, name = ("architectures", str(names[0])) if names else ("model_type", str(hf_config.get("model_type")))
     by_type = {name: family for family in architectures() for name in (family.name, *family.other_types)}
     known = {hf_class: family for family in by_type.values() for hf_class in family.hf_classes} if names else by_type
+    if name not in known and (why := REFUSED.get(str(hf_config.get("model_type")))):
+        raise ModelError(f"config.json: {field} is '{name}', which is not supported: {why}")
     if name not in known:
         new = hf_config.get("model_type") not in by_type
         hint = "; a family of your own goes into a file that model.architecture names (docs/add_a_model.md)" if new else ""

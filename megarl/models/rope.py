@@ -41,7 +41,7 @@ class Rope:
             raise ModelError(f"config.json: partial_rotary_factor is {partial!r}; it must be more than 0 and at most 1")
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         if kind not in kinds:
-            listed = " or ".join([", ".join(repr(k) for k in kinds[:-1]), repr(kinds[-1])])
+            listed = " or ".join(filter(None, [", ".join(repr(k) for k in kinds[:-1]), repr(kinds[-1])]))
             raise ModelError(f"config.json: {field}.rope_type is {kind!r}; it must be {listed}{nearest(str(kind), kinds)}")
         base = float(parameters.get("rope_theta", hf_config.get("rope_theta") or 10000.0))
         return cls(field, kind, int(base) if base.is_integer() else base, float(partial), parameters)

@@ -13,7 +13,7 @@ import transformers
 from megarl.errors import ModelError
 from megarl.models.registry import ARCHITECTURES, architecture_for
 from megarl.models.rope_frequencies import inverse_frequencies
-from tests.families import FAMILIES, LLAMA3_ROPE, YARN_ROPE, hugging_face
+from tests.families import FAMILIES, LLAMA3_ROPE, SIZES, YARN_ROPE, hugging_face
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
@@ -85,6 +85,29 @@ REFUSED = [
         {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}},
         "partial_rotary_factor is 0.5; it must be 1",
     ),
+    ("glm4", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ("glm4", {"rope_parameters": YARN_ROPE}, r"rope_type is 'yarn'"),
+    ("olmo2", {"attention_bias": True}, "attention_bias is True"),
+    ("olmo2", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0; it must be None"),
+    ("olmo2", {"layer_types": ["sliding_attention"] * 4}, "layer_types names other"),
+    ("phi3", {"sliding_window": 64}, "sliding_window is 64 in 4 layers"),
+    (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
+        "rope_type is 'longrope'; it must be 'default'",
+    ),
+    ("phi3", {"rope_parameters": LINEAR}, "rope_type is 'linear'; it must be 'default'"),
+    (
+        "smollm3",
+        {"no_rope_layers": [1, 0]},
+        r"no_rope_layers is \[1, 0\]; it must be a list of 1 \(rotates\) and 0 for 4 layers",
+    ),
+    ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers is"),
+    ("smollm3", {"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64 in 2 layers"),
+    ("smollm3", {"mlp_bias": True}, "mlp_bias is True"),
+    ("granite", {"residual_multiplier": None}, "residual_multiplier is None; it must be a number above 0"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number above 0"),
+    ("granite", {"attention_bias": True}, "attention_bias is True"),
     ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ("glm4_moe", {"n_group": 4, "topk_group": 1}, "num_experts_per_tok // topk_group is 2"),
     ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "so that 3 of a head's 12 dimensions rotate"),
@@ -131,6 +154,30 @@ def test_fields_that_a_config_of_glm_leaves_out_are_those_of_transformers(config
     assert torch.equal(inverse_frequencies(architecture.text_config(bare), 12), inverse_frequencies(filled, 12))
 
 
+@pytest.mark.parametrize("family", ["glm4", "olmo2", "phi3", "smollm3", "granite"])
+def test_what_a_config_leaves_out_is_what_transformers_fills_in(family: str) -> None:
+    """A config that says no more than its sizes."""
+    sizes = {name: value for name, value in SIZES.items() if name != "tie_word_embeddings"}
+    sizes |= {"hidden_size": 512} if family == "glm4" else {}
+    prefix = FAMILIES[family].class_prefix
+    bare = {"architectures": [f"{prefix}ForCausalLM"], "model_type": family, **sizes}
+    filled = getattr(transformers, f"{prefix}Config")(**sizes, pad_token_id=None).to_dict() | {
+        "architectures": bare["architectures"]
+    }
+    architecture = architecture_for(bare)
+    assert architecture.transformer_config_kwargs(bare) == architecture.transformer_config_kwargs(filled)
+    assert architecture.gpt_kwargs(bare) == architecture.gpt_kwargs(filled)
+    assert architecture.weight_map(bare).hf_shapes() == architecture.weight_map(filled).hf_shapes()
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(configs: Any) -> None:
+    hf_config = configs["kimi_k2"] | {"model_type": "kimi_k2"}
+    assert architecture_for(hf_config) is architecture_for(configs["deepseek_v3"])
+    assert architecture_for({"model_type": "kimi_k2"}).name == "deepseek_v3"
+    with pytest.raises(ModelError, match=r"model_type is 'kimi_k3', but that of .* is 'deepseek_v3' or 'kimi_k2'"):
+        architecture_for(hf_config | {"model_type": "kimi_k3"})
+
+
 def test_a_sliding_window_that_no_layer_uses_is_accepted(configs: Any) -> None:
     """Qwen2.5's own configs: the window is off, or starts after the last layer; Mistral's is as long as the positions."""
     hf_config = configs["qwen2"] | {"layer_types": None, "sliding_window": 64, "max_window_layers": 4}
@@ -161,6 +208,16 @@ def test_layers_with_experts_are_those_of_transformers(configs: Any) -> None:
     assert experts("deepseek_v3") == [0, 1, 1, 1]
     assert experts("deepseek_v3", first_k_dense_replace=0) == 1
     assert experts("glm4_moe", first_k_dense_replace=2) == [0, 0, 1, 1]
+
+
+def test_llama_4_is_refused_with_the_reason() -> None:
+    for hf_config in (
+        {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
+        {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"},
+        {"model_type": "llama4_text"},
+    ):
+        with pytest.raises(ModelError, match=r"is not supported: Llama 4 .* chunks of attention_chunk_size tokens"):
+            architecture_for(hf_config)
 
 
 def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> None:

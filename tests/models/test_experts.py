@@ -244,12 +244,54 @@ GLM_4_5_AIR = {
     "max_position_embeddings": 131072,
 }
 
+MOONLIGHT_16B = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 163840,
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "n_shared_experts": 2,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+}
 
-@pytest.mark.parametrize(
-    ("config", "billions"),
-    [(DEEPSEEK_V3_671B, 671.026), (QWEN3_235B, 235.094), (MIXTRAL_8X7B, 46.703), (LLAMA_405B, 405.853), (GLM_4_5_AIR, 106.852)],
-    ids=["DeepSeek-V3", "Qwen3-235B-A22B", "Mixtral-8x7B", "Llama-3.1-405B", "GLM-4.5-Air"],
-)
+
+def dense_config(
+    name: str, vocab: int, hidden: int, ffn: int, layers: int, heads: int, groups: int, **more: Any
+) -> dict[str, Any]:
+    """The fields of a dense model's config that its size follows from."""
+    sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": groups, "max_position_embeddings": 4096}
+    return {"architectures": [f"{name}ForCausalLM"], **sizes, **heads_of, **more}
+
+
+PUBLISHED = {
+    "DeepSeek-V3": (DEEPSEEK_V3_671B, 671.026),
+    "Qwen3-235B-A22B": (QWEN3_235B, 235.094),
+    "Mixtral-8x7B": (MIXTRAL_8X7B, 46.703),
+    "Llama-3.1-405B": (LLAMA_405B, 405.853),
+    "GLM-4.5-Air": (GLM_4_5_AIR, 106.852),
+    "Moonlight-16B-A3B": (MOONLIGHT_16B, 15.960),
+    "Phi-4": (dense_config("Phi3", 100352, 5120, 17920, 40, 40, 10), 14.660),
+    "OLMo-2-1124-7B": (dense_config("Olmo2", 100352, 4096, 11008, 32, 32, 32), 7.299),
+    "OLMo-2-0325-32B": (dense_config("Olmo2", 100352, 5120, 27648, 64, 40, 8), 32.234),
+    "GLM-4-9B-0414": (dense_config("Glm4", 151552, 4096, 13696, 40, 32, 2, attention_bias=True), 9.400),
+    "SmolLM3-3B": (dense_config("SmolLM3", 128256, 2048, 11008, 36, 16, 4), 3.075),
+    "granite-3.3-8b": (dense_config("Granite", 49159, 4096, 12800, 40, 32, 8, tie_word_embeddings=True), 8.171),
+}
+
+
+@pytest.mark.parametrize(("config", "billions"), PUBLISHED.values(), ids=PUBLISHED)
 def test_large_models_have_as_many_parameters_as_published(config: dict[str, Any], billions: float) -> None:
     shapes = architecture_for(config).weight_map(config).hf_shapes()
     assert sum(map(prod, shapes.values())) / 1e9 == pytest.approx(billions, abs=1e-3)

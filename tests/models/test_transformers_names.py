@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
-from megarl.models.transformers_names import hub_tensors
+from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import Engine, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
@@ -39,6 +39,11 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors in the files of a model folder."""
     source = HFFolder(folder)
     return {name: source.get_slice(name)[:] for name in source.names}
+
+
+def loaded(folder: Path) -> Any:
+    """The model of a folder, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, config=config_in_transformers(folder), dtype=torch.float32)
 
 
 def other_values(folder: Path) -> Weights:
@@ -76,7 +81,7 @@ async def update(engine: Engine, weights: Weights, version: int = 1) -> None:
 def test_names_and_values_are_those_of_the_folder_and_of_the_weight_map(family: str, folders: dict[str, Path]) -> None:
     """transformers loads the folder by its own mapping of names; the views must be the tensors in the file again."""
     expected = stored(folders[family])
-    model: Any = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32)
+    model: Any = loaded(folders[family])
     found = hub_tensors(model)
     config = HFFolder(folders[family]).config
     assert found.keys() == expected.keys() == set(architecture_for(config).weight_map(config).hf_names())
@@ -91,9 +96,7 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
     """The reference loads a folder that holds the weights which were sent."""
     weights = other_values(folders[family])
     write_hf_folder(tmp_path / "sent", weights, HFFolder(folders[family]).config)
-    before, after = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (folders[family], tmp_path / "sent")
-    )
+    before, after = (loaded(folder) for folder in (folders[family], tmp_path / "sent"))
     engine = EmbeddedEngine(folders[family])
     asyncio.run(update(engine, weights))
     groups = asyncio.run(engine.generate(PROMPTS, SamplingParams(max_new_tokens=10, ignore_eos=True), n=3))

@@ -92,6 +92,8 @@ def test_counts_of_large_models_are_exact(check: Callable[[list[Case]], None]) -
         ("qwen3-32b", 32.762),
         ("qwen3-235b-a22b", 235.094),
         ("deepseek-v3", 671.026),
+        ("kimi-k2", 1026.408),
+        ("glm-4.6", 352.798),
     ],
 )
 def test_a_model_has_as_many_parameters_as_its_makers_say(model: str, billions: float) -> None:

@@ -76,7 +76,7 @@ def test_every_example_is_planned_and_the_ready_plans_fit(
 def test_there_is_a_ready_plan_for_every_model_algorithm_and_kind_of_gpu() -> None:
     names = " ".join(path.stem for path in READY)
     for wanted in (
-        "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3",
+        "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "glm-4.6",
         "qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b", "qwen3-vl-30b-a3b",
         "ppo", "grpo", "reinforce-plus-plus", "8xh100", "2048xh100", "h200", "fp8",
     ):  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from torch.distributed.checkpoint import FileSystemWriter, save
 
@@ -141,6 +142,20 @@ def test_a_model_folders_own_code_is_not_run(tmp_path: Path, touched: Path) -> N
         load_tokenizer(str(folder))
     with pytest.raises(EngineError, match="cannot be loaded"):
         EmbeddedEngine(folder)
+    assert not touched.exists()
+
+
+def test_a_tokenizer_that_is_code_is_refused_unless_there_is_a_tokenizer_json(tmp_path: Path, touched: Path) -> None:
+    """As in the folders of Kimi-K2 and Moonlight."""
+    folder = with_code(save_tiny(tmp_path / "model", TINY), touched)
+    with pytest.raises(
+        ModelError, match=r"names code of the folder \(own\.Own\), which megarl never runs; put a tokenizer.json"
+    ):
+        load_tokenizer(str(folder))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    assert load_tokenizer(str(folder)).encode("b a c") == [1, 0, 2]
     assert not touched.exists()
 
 
