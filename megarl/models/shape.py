@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.models.architecture import DecoderTraits
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
@@ -28,7 +29,7 @@ class ModelShape:
     """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
 
     `expert_layers` have `experts` of width `expert_ffn`, of which a token uses `top_k`, and a shared one of `shared_ffn`.
-    `vision` is the tower in front of it, if it has one.
+    `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
     """
 
     config: dict[str, Any]
@@ -49,6 +50,7 @@ class ModelShape:
     shared_ffn: int
     expert_layers: frozenset[int]
     vision: Vision | None = None
+    traits: DecoderTraits = field(default_factory=DecoderTraits)
 
     @property
     def query(self) -> int:
@@ -137,4 +139,5 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         shared_ffn=sizes.get("moe_shared_expert_intermediate_size") or 0,
         expert_layers=frozenset(n for n in range(layers) if experts and has_experts[n]),
         vision=architecture.vision(hf_config),
+        traits=architecture.traits(hf_config),
     )

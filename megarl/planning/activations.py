@@ -93,16 +93,23 @@ def norm(width: float, precision: Precision) -> float:
     return 2 * 4 * width + STATISTICS if precision.is_reference else precision.itemsize * width + STATISTICS
 
 
+def _branch_norms(shape: ModelShape, precision: Precision) -> float:
+    """Bytes per row of the norms before and behind a layer's attention, or its MLP."""
+    return (shape.traits.pre_norms + shape.traits.post_norms) * norm(shape.hidden, precision)
+
+
 def _grouped(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> tuple[float, float, float]:
     """(outside core attention, in it, its inputs)."""
     size, query = precision.itemsize, shape.query / layout.tp
     key = max(shape.key_value / layout.tp, shape.head_dim)  # fewer KV heads than ranks: each has a whole one
     heads, key_heads = shape.heads / layout.tp, key / shape.head_dim
     projected = (query + 2 * key) * size
-    outside = rows * (norm(shape.hidden, precision) + precision.operand * shape.hidden)
+    outside = rows * (_branch_norms(shape, precision) + precision.operand * shape.hidden)
     outside += 4 * shape.head_dim * size  # cosines and sines, of queries and of keys
     outside += query * precision.operand  # the output projection's input
-    if shape.head_norms:
+    if shape.head_norms and shape.traits.projection_norms:  # keeps what it norms; the keys are a view of all that was projected
+        outside += query * size + projected + 2 * STATISTICS
+    elif shape.head_norms:
         outside += norm(query, precision) + norm(key, precision) + STATISTICS * (heads + key_heads - 2)
         if precision.is_reference and size == 4:
             outside += projected - 4 * key  # the norm of the keys holds all that was projected
@@ -139,7 +146,7 @@ def _latent(
 
 
 def _dense(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:
-    inputs = rows * (norm(shape.hidden, precision) + precision.operand * shape.hidden)
+    inputs = rows * (_branch_norms(shape, precision) + precision.operand * shape.hidden)
     return inputs + _gated(shape.ffn / layout.tp, precision)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.format.torch_save_format import find_tensor, frame
 from megarl.config.layout import Layout
@@ -21,7 +21,7 @@ from megarl.convert.sources import open_dist, open_hf
 from megarl.errors import LayoutError
 from megarl.models.hf_folder import HFFolder
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
-from tests.families import VARIANTS
+from tests.families import VARIANTS, hugging_face
 from tests.themes.parallel.worlds import LAYOUTS, layout_for
 
 OTHERS = [Layout(), Layout(pp=3, first_stage_layers=1, last_stage_layers=1)]
@@ -73,6 +73,20 @@ def test_an_export_is_a_folder_that_transformers_loads_with_all_that_belongs_to_
     for file in (tmp_path / "hf").glob("*.safetensors"):
         length = int.from_bytes(file.read_bytes()[:8], "little")
         assert json.loads(file.read_bytes()[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4"])
+def test_what_the_hub_stores_in_one_tensor_is_stored_so_again(
+    families: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    """By transformers' own names, which weight maps do not have."""
+    expected = hugging_face(family).state_dict()
+    imported(families(family), tmp_path / "dist", Layout(tp=2, pp=2))
+    exported(tmp_path / "dist", tmp_path / "hf", max_shard_bytes=20_000)
+    for folder in (families(family), tmp_path / "hf"):
+        found = {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_dtypes_change_as_torch_changes_them(families: Callable[[str], Path], tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+MODELS["olmo2"] = {"architectures": ["Olmo2ForCausalLM"]}
+MODELS["glm4"] = {"architectures": ["Glm4ForCausalLM"], "head_dim": 32, "attention_bias": True}
 TOKENS, SCORED = 256, 192
 
 
@@ -105,6 +107,9 @@ CASES = [
     Case("llama", Layout(pp=2, vpp=2), micro_batches=4),
     Case("llama", Layout(pp=2, dp=2), {"recompute": "full"}, micro_batches=4),
     Case("llama", Layout(**SP, pp=2), {"dtype": "bfloat16"}, micro_batches=4),
+    Case("olmo2", Layout()),
+    Case("olmo2", Layout(**SP), {"dtype": "bfloat16"}),
+    Case("glm4", Layout()),
     Case("qwen3_moe", Layout()),
     Case("qwen3_moe", Layout(**SP)),
     Case("qwen3_moe", Layout(**SP, etp=2)),
