@@ -7,7 +7,7 @@ without padding, one sequence after another. Results return under their row inde
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.data.answers import Answers
 from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
+from megarl.data.routes import Routes, RoutesOfRows
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
 from megarl.data.stream import MicroBatch
@@ -56,7 +57,7 @@ class Batch:
     `lengths` int64 `[B]`: tokens of each response. `mask` bool `[B, T]`: tokens the policy sampled. `groups` int64 `[B]`: equal
     where group ids are equal. `columns`: float32 `[B, T]` by name, or `[B, T, k]` of numbers of k tokens each. From the
     start there are `rollout_log_probs`, unless a response was made by no engine, and `labels` (0 outside the mask), if every
-    sample with tokens in the mask has them.
+    sample with tokens in the mask has them. `routes` are those that the engine, or a pass, recorded; None: nobody did.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
@@ -74,6 +75,8 @@ class Batch:
         self._prompt_ids = [_tokens(ids) for _, _, ids in prompts]  # each prompt of a group once
         self._media = [media for _, media, _ in prompts]
         self._told_media = [sample.response_media for sample in self.samples]
+        self.routes: RoutesOfRows | None = None
+        self.take_routes([sample.routes for sample in self.samples])
         self.columns: dict[str, Tensor] = {}
         if all(sample.has_rollout for sample in self.samples):
             given = (np.fromiter(s.rollout_log_probs, np.float32, len(s.rollout_log_probs)) for s in self.samples)
@@ -105,6 +108,11 @@ class Batch:
     def last_tokens(self) -> Tensor:
         """bool `[B, T]`, True at the last token of every response."""
         return torch.arange(self.mask.shape[1]) == self.lengths[:, None] - 1
+
+    def take_routes(self, of_rows: Sequence[Routes | None]) -> None:
+        """Have passes that replay routes replay those `of_rows`, each of a prompt and its response; None: not known."""
+        if any(routes is not None for routes in of_rows):
+            self.routes = RoutesOfRows(of_rows, self._prompt_of_row.tolist(), [len(ids) for ids in self._prompt_ids])
 
     def gather(
         self, names: Sequence[str], answers: Iterable[Answers | None], wide: Mapping[str, int] = MappingProxyType({})
@@ -163,10 +171,12 @@ class Batch:
         )
         return UnitRows(ordered, starts, tuple(sizes))
 
-    def shares(self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None) -> list[Share]:
+    def shares(
+        self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, routed: bool = False
+    ) -> list[Share]:
         """What each data-parallel replica computes of `units` by `plan`, with the tokens, the mask and `columns` of its rows.
 
-        `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled.
+        `mask` bool `[B, T]` says which tokens are scored; None: those that the policy sampled. `routed`: with their routes.
         """
         micro_batches = [micro_batch for share in plan for micro_batch in share]
         pieces = [piece for micro_batch in micro_batches for piece in micro_batch]
@@ -194,6 +204,9 @@ class Batch:
             tuple(self._media[prompt] for prompt in numbers_of_prompts) if any(self._media) else (),
             tuple(self._told_media[row] for row in numbers) if any(self._told_media) else (),
         )
+        if routed and self.routes is not None:
+            of_prompts, of_responses = self.routes.laid(numbers_of_prompts, numbers, lengths.tolist())
+            whole = replace(whole, prompt_routes=of_prompts, routes=of_responses)
         return whole.cut([len(share) for share in plan])
 
     def units(

@@ -1,7 +1,7 @@
 """The two records that travel through a run: a prompt to be answered, and a sample that answers it.
 
-Plain data without tensors, so that they cross process borders and JSON files unchanged. Samples are found by
-their ids, never by position.
+Plain data without tensors, so that they cross process borders and JSON files unchanged; routes alone are an array. Samples are
+found by their ids, never by position.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 from megarl.data.media import Media
+from megarl.data.routes import Routes, from_json, to_json
 
 FORMER_FIELDS = ("data_source",)
 """Fields that earlier versions wrote, and nobody read."""
@@ -52,6 +53,7 @@ class Sample:
     such token, in their order: whether the step that the token ends is right, or whether the response is desirable.
     `media` are the pictures of the prompt, and behind them those that were told between turns; a place counts the ids of prompt
     and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
+    `routes` are the experts that the engine chose for each token of prompt and response (`data/routes.py`); None: not known.
     """
 
     sample_id: str
@@ -72,8 +74,14 @@ class Sample:
     turn_states: list[str] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
+    routes: Routes | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.routes is not None and len(self.routes) != self.total_length:
+            raise ValueError(
+                f"sample {self.sample_id}: routes must have one entry per token of prompt and response, got {len(self.routes)} "
+                f"for {self.total_length}"
+            )
         lengths = {len(self.response_ids), len(self.sampled_mask)}
         if self.rollout_log_probs or self.weight_versions:
             lengths |= {len(self.rollout_log_probs), len(self.weight_versions)}
@@ -107,7 +115,7 @@ class Sample:
     def behind(self, other: Sample) -> Sample:
         """This response behind the prompt of `other`."""
         told = (media.moved(len(other.prompt_ids)) for media in self.response_media)
-        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *told])
+        return replace(self, prompt_ids=other.prompt_ids, media=[*other.prompt_media, *told], routes=None)
 
     @property
     def has_rollout(self) -> bool:
@@ -125,8 +133,10 @@ class Sample:
         return self.finish_reason == "length"
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form; `read_record(Sample, d)` reads it back."""
-        return asdict(self)
+        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Routes are in it only if they are known."""
+        plain = asdict(replace(self, routes=None))
+        del plain["routes"]
+        return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
 
 
 PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
@@ -135,4 +145,5 @@ PromptOrSample = TypeVar("PromptOrSample", Prompt, Sample)
 def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> PromptOrSample:
     """A Prompt or Sample from its JSON form, also one that an earlier version wrote (`media`: paths)."""
     values = {name: value for name, value in record.items() if name not in FORMER_FIELDS}
-    return kind(**values | {"media": [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]})
+    values["media"] = [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]
+    return kind(**values | ({"routes": from_json(record["routes"])} if record.get("routes") is not None else {}))

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from megarl.data.media import Media, Pixels
+from megarl.data.routes import Routes
 from megarl.data.stream import MicroBatch, Response, Unit
 
 Integers = npt.NDArray[np.int64]
@@ -25,7 +27,8 @@ class Share:
     `lengths` int64 `[R]`: tokens of each prompt and response. `rows` int64 `[R]`: each response's row in the batch.
     `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
     and `columns` float `[L]` or `[L, k]`: as in `Response`. `media`: the pictures of each of the U prompts,
-    `told_media`: of each of the R responses; empty where none has any.
+    `told_media`: of each of the R responses; empty where none has any. `prompt_routes` `[P, layers, k]` and `routes`
+    `[L, layers, k]` are those of the tokens; None: the model routes them itself.
     """
 
     micro_batches: Integers
@@ -39,21 +42,33 @@ class Share:
     columns: dict[str, npt.NDArray[Any]]
     media: tuple[tuple[Media, ...], ...] = ()
     told_media: tuple[tuple[Media, ...], ...] = ()
+    prompt_routes: Routes | None = None
+    routes: Routes | None = None
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """The micro-batches; their tensors are views of one copy, as what came through Ray's store cannot be written to."""
         lengths = self.lengths.tolist()
         tokens, masks = torch.tensor(self.token_ids).long().split(lengths), torch.tensor(self.mask).split(lengths)
         columns = {name: torch.tensor(column).split(lengths) for name, column in self.columns.items()}
-        told = self.told_media or ((),) * len(self.rows)
+        told, routes = self.told_media or ((),) * len(self.rows), _pieces(self.routes, lengths)
         responses = (
-            Response(row, tokens[place], masks[place], {name: column[place] for name, column in columns.items()}, told[place])
+            Response(
+                row,
+                tokens[place],
+                masks[place],
+                {name: column[place] for name, column in columns.items()},
+                told[place],
+                routes=routes[place],
+            )
             for place, row in enumerate(self.rows.tolist())
         )
-        prompts = torch.tensor(self.prompt_ids).long().split(self.prompt_lengths.tolist())
+        prompt_lengths = self.prompt_lengths.tolist()
+        prompts = torch.tensor(self.prompt_ids).long().split(prompt_lengths)
         shown = self.media or ((),) * len(prompts)
+        routed = _pieces(self.prompt_routes, prompt_lengths)
         units = (
-            Unit(prompt, [*islice(responses, n)], m) for prompt, n, m in zip(prompts, self.units.tolist(), shown, strict=True)
+            Unit(prompt, [*islice(responses, n)], m, routes=r)
+            for prompt, n, m, r in zip(prompts, self.units.tolist(), shown, routed, strict=True)
         )
         return (list(islice(units, count)) for count in self.micro_batches.tolist())
 
@@ -84,6 +99,8 @@ class Share:
                 {name: column[t] for name, column in self.columns.items()},
                 self.media[u],
                 self.told_media[r],
+                None if self.prompt_routes is None else self.prompt_routes[p],
+                None if self.routes is None else self.routes[t],
             )
             for m, u, r, p, t in parts
         ]
@@ -92,6 +109,11 @@ class Share:
 def starts_of(lengths: Integers) -> Integers:
     """int64 `[n + 1]`: where each of n pieces that lie one after another starts, and where the last one ends."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def _pieces(routes: Routes | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+    """Those of each prompt or response, which have `lengths` tokens."""
+    return [None] * len(lengths) if routes is None else torch.tensor(routes).split(list(lengths))
 
 
 def _slices(starts: Integers) -> list[slice]:

@@ -53,7 +53,7 @@ class Response:
     (True where the policy sampled the token; only these get log-probs and loss). `columns` holds float `[L]` or
     `[L, k]` tensors by name (advantages, old log-probs, loss weights …). `media` are the pictures told between its turns, their
     places counted from its first token. `positions` int64 `[3, L]` are those of its tokens; None: they follow the prompt's one
-    by one.
+    by one. `routes` `[L, layers, k]` are the experts of its tokens (`data/routes.py`); None: not known.
     """
 
     index: int
@@ -62,6 +62,7 @@ class Response:
     columns: dict[str, Tensor] = field(default_factory=dict)
     media: tuple[Media, ...] = ()
     positions: Tensor | None = None
+    routes: Tensor | None = None
 
 
 @dataclass
@@ -70,13 +71,14 @@ class Unit:
 
     `media` are the pictures in it. `positions` int64 `[3, P]` are those of its tokens in time, height and width
     (`models/positions.py`), which responses continue behind the largest if they have none of their own; None: each token's is
-    its place.
+    its place. `routes` `[P, layers, k]` are the experts of its tokens; None: not known.
     """
 
     prompt_ids: Tensor
     responses: list[Response]
     media: tuple[Media, ...] = ()
     positions: Tensor | None = None
+    routes: Tensor | None = None
 
 
 MicroBatch = list[Unit]
@@ -95,6 +97,15 @@ class Segment:
     prefix_length: int = 0
 
 
+class LaidResponse(NamedTuple):
+    """Where a response lies in a stream: `prompt_length` tokens from `prompt_start`, and `length` of its own from `start`."""
+
+    prompt_start: int
+    prompt_length: int
+    start: int
+    length: int
+
+
 @dataclass
 class PackedStream:
     """A micro-batch as one stream of S tokens.
@@ -105,7 +116,8 @@ class PackedStream:
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]` or `[N, k]`, aligned with `rows`.
-    `media` are the pictures and which of the tokens show them; None: there are none.
+    `media` are the pictures and which of the tokens show them; None: there are none. `laid` says where each owner lies.
+    `routes` `[S, layers, k]` are the experts of the tokens, unknown on padding; None: of no token.
     """
 
     token_ids: Tensor
@@ -119,6 +131,8 @@ class PackedStream:
     lengths: Tensor
     columns: dict[str, Tensor]
     media: StreamMedia | None = None
+    laid: list[LaidResponse] = field(default_factory=list)
+    routes: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedStream:
         """The same stream with its tensors on `device`."""
@@ -134,6 +148,8 @@ class PackedStream:
             self.lengths.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
             self.media,
+            self.laid,
+            None if self.routes is None else self.routes.to(device),
         )
 
     def answers(self, values: Tensor) -> Answers:
@@ -217,6 +233,7 @@ class _StreamBuilder:
         self.tokens: list[Tensor] = []
         self.positions: list[Tensor] = []
         self.segments: list[Segment] = []
+        self.routed: list[tuple[int, Tensor]] = []
         self.length = self.end = 0
 
     def append(self, tokens: Tensor, positions: Tensor, prefix_start: int = 0, prefix_length: int = 0) -> None:
@@ -232,6 +249,16 @@ class _StreamBuilder:
         """Round the length up to `multiple`."""
         padding = torch.zeros(-self.length % multiple, dtype=torch.long)
         self._add(padding, padding)
+
+    def routes(self) -> Tensor | None:
+        """`[S, layers, k]` of what stands in `routed` by its first place, unknown elsewhere; None if nothing does."""
+        if not self.routed:
+            return None
+        some = self.routed[0][1]
+        laid = some.new_full((self.length, *some.shape[1:]), torch.iinfo(some.dtype).max)
+        for start, routes in self.routed:
+            laid[start : start + len(routes)] = routes
+        return laid
 
     def position_ids(self) -> Tensor:
         """`[S]`, or `[3, S]` if any of the tokens has a position on each axis."""
@@ -294,10 +321,12 @@ def pack(
     owners: list[tuple[int, Tensor, int]] = []
     columns: dict[str, list[Tensor]] = {}
     shown: list[tuple[Media, int]] = []
+    places_of: list[LaidResponse] = []
     for unit in units:
         prompt_length, prompt_start = len(unit.prompt_ids), laid.length
         of_prompt, first = _positions(unit)
         shown += ((media, prompt_start) for media in unit.media)
+        laid.routed += [(prompt_start, unit.routes)] if unit.routes is not None else []
         shared = len(unit.responses) != 1
         if shared:
             laid.append(unit.prompt_ids, of_prompt)
@@ -313,6 +342,8 @@ def pack(
                 at = prompt_start + prompt_length
                 laid.append(torch.cat([unit.prompt_ids, kept]), _joined([of_prompt, follow]))
             shown += ((media, at) for media in response.media)
+            laid.routed += [(at, response.routes[: len(kept)])] if response.routes is not None else []
+            places_of.append(LaidResponse(prompt_start, prompt_length, at, len(kept)))
             before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
             rows.append(at + places if position is ScorePosition.AT else before)
             targets.append(response.token_ids[places])
@@ -334,4 +365,6 @@ def pack(
         lengths,
         {name: torch.cat(parts) for name, parts in columns.items()},
         laid_media(shown) if shown else None,
+        places_of,
+        laid.routes(),
     )

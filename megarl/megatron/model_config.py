@@ -76,6 +76,9 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         kwargs |= dict.fromkeys(ONE_POSITION_KERNELS, False)
         for name in ONE_POSITION_KERNELS & {name for name, value in given.items() if value is True}:
             raise ConfigError.of(f"{options.section}.{name}", True, reason, allowed="false")
+    if options.replays_routes and given.get("moe_router_fusion"):
+        reason = "would leave out policy.routing.replay: its kernel chooses the experts itself"
+        raise ConfigError.of(f"{options.section}.moe_router_fusion", True, reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     given.pop("gradient_accumulation_fusion", None)
     try:
@@ -111,7 +114,7 @@ def _defaults(options: ModelOptions, *, has_experts: bool, is_latent: bool) -> d
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": fast and has_experts,
         "moe_permute_fusion": fast and has_experts,
-        "moe_router_fusion": fast and has_experts,
+        "moe_router_fusion": fast and has_experts and not options.replays_routes,
     }
     if fast and options.recompute == "selective":
         found["recompute_modules"] = recompute_modules(options, has_experts=has_experts, is_latent=is_latent)

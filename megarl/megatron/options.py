@@ -42,6 +42,8 @@ class ModelOptions:
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
     `freeze`: parts that training leaves as they are. `media_folder`: where the pictures of prompts are; None: none shows any.
+    `replays_routes`: its routers take the experts that come with tokens, where they are known; `records_routes`: passes without
+    gradients remember the choices of tokens that come with none.
     `collision`: passes without gradients answer the collision probability of each token's distribution, too.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
@@ -65,6 +67,8 @@ class ModelOptions:
     freeze: tuple[ModelPart, ...] = ()
     media_folder: str | None = None
     collision: bool = False
+    replays_routes: bool = False
+    records_routes: bool = False
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.data.answers import Answers
+from megarl.data.routes import RecordedRoutes, ReplayCounts
 from megarl.data.stream import MicroBatch, ScorePosition, TopK
 from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
@@ -27,6 +28,7 @@ from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
+from megarl.megatron.routing_replay import RoutingReplay
 from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
@@ -52,6 +54,7 @@ class RankModel:
         self.chunks = build_model(options, folder)
         load_weights(self.chunks, options, folder, self.weight_map)
         self.average = MovingAverage()
+        self.replay = RoutingReplay(self.chunks, options) if options.replays_routes else None
         self.optimizer: Any = None
         if optimizer is not None:
             self.skip_rules = optimizer.skip_rules
@@ -73,7 +76,9 @@ class RankModel:
         for chunk in self.chunks:
             chunk.eval()
         laid = self._placed(micro_batches)
-        results = forward(self.chunks, self.options, laid, position=position, progress=self.progress, top_k=top_k)
+        results = forward(
+            self.chunks, self.options, laid, position=position, progress=self.progress, top_k=top_k, replay=self.replay
+        )
         return results if self.reports else Answers.joined([])
 
     def update(
@@ -89,7 +94,9 @@ class RankModel:
             chunk.train()
         watched = WatchedLoss(loss_function)
         laid = self._placed(micro_batches)
-        totals = forward_backward(self.chunks, self.options, laid, watched, position=position, progress=self.progress)
+        totals = forward_backward(
+            self.chunks, self.options, laid, watched, position=position, progress=self.progress, replay=self.replay
+        )
         metrics = totals if self.reports else {}
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -101,6 +108,14 @@ class RankModel:
         if torch.distributed.get_rank() == 0:
             metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
         return metrics
+
+    def recorded_routes(self) -> RecordedRoutes | None:
+        """What the last pass recorded, on the first tensor and context rank of each stage; collective over these ranks."""
+        return self.replay.recorded() if self.replay is not None else None
+
+    def take_replay_counts(self) -> ReplayCounts:
+        """Choices that this rank replayed since the last call."""
+        return self.replay.take_counts() if self.replay is not None else ReplayCounts()
 
     def take_tower_seconds(self) -> float:
         """Seconds of the vision tower's forward passes in updates since the last call; 0 where this rank has none."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -38,6 +39,7 @@ from megarl.megatron.heads import HeadRequest
 from megarl.megatron.layer_specs import PackedRotaryEmbedding
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.routing_replay import RoutingReplay
 from megarl.megatron.seeing import SeeingModel
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
@@ -64,6 +66,7 @@ def forward(
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
     top_k: TopK | None = None,
+    replay: RoutingReplay | None = None,
 ) -> Answers:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
@@ -84,7 +87,7 @@ def forward(
         return output.sum(), {}
 
     with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k)
+        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, replay=replay)
     return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
@@ -96,12 +99,16 @@ def forward_backward(
     *,
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
+    replay: RoutingReplay | None = None,
 ) -> dict[str, float]:
     """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    for metrics in metrics_on_host(_run(chunks, options, micro_batches, loss_function, position, progress, forward_only=False)):
+    of_micro_batches = _run(
+        chunks, options, micro_batches, loss_function, position, progress, forward_only=False, replay=replay
+    )
+    for metrics in metrics_on_host(of_micro_batches):
         for name, value in metrics.items():
             if isinstance(value, dict):
                 totals[name] = totals.get(name, {}) | value
@@ -148,20 +155,23 @@ def _run(
     *,
     forward_only: bool,
     top_k: TopK | None = None,
+    replay: RoutingReplay | None = None,
 ) -> list[dict[str, Any]]:
     device = torch.device(torch.cuda.current_device())
     filled = [(units, loss_function) for units in micro_batches]
     if options.layout.vpp is not None:
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
-    inputs = [_pack(units, options, position, device, loss) for units, loss in filled]
+    inputs = [_pack(units, options, position, device, loss, replay) for units, loss in filled]
+    if replay is not None:
+        replay.begin_pass([(prepared.stream, prepared.share) for prepared in inputs], training=not forward_only)
     config = get_model_config(chunks[0])
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
     progress = progress or PassProgress()
     progress.begun, progress.wanted = 0, len(inputs) * len(chunks)
     outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k),
+        forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, replay=replay),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
@@ -187,7 +197,7 @@ class _Prepared(NamedTuple):
     """A micro-batch on the device: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
     `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know. `seen` are the
-    pictures that this rank's tokens show.
+    pictures that this rank's tokens show, `routes` the experts that its routers take.
     """
 
     stream: PackedStream
@@ -196,10 +206,16 @@ class _Prepared(NamedTuple):
     positions: int
     seen: StreamMedia | None
     loss_function: LossFunction
+    routes: Tensor | None
 
 
 def _pack(
-    units: MicroBatch, options: ModelOptions, position: ScorePosition, device: torch.device, loss_function: LossFunction
+    units: MicroBatch,
+    options: ModelOptions,
+    position: ScorePosition,
+    device: torch.device,
+    loss_function: LossFunction,
+    replay: RoutingReplay | None,
 ) -> _Prepared:
     """All that a micro-batch needs, before the pass: in it nothing waits for main memory."""
     layout = options.layout
@@ -216,7 +232,10 @@ def _pack(
     sequences = packed_lengths(on_device) if options.layer_spec == "transformer_engine" else None
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     positions = int(stream.position_ids.max()) + 1
-    return _Prepared(on_device, share.to(device), sequences, positions, seen.to(device) if seen else None, loss_function)
+    seen = seen.to(device) if seen else None
+    routes = replay.of_rank(stream, share) if replay is not None else None
+    routes = routes.to(device) if routes is not None else None
+    return _Prepared(on_device, share.to(device), sequences, positions, seen, loss_function, routes)
 
 
 def _forward_step(
@@ -226,8 +245,9 @@ def _forward_step(
     options: ModelOptions,
     progress: PassProgress,
     top_k: TopK | None,
+    replay: RoutingReplay | None,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-    stream, share, sequences, positions, seen, loss_function = next(inputs)
+    stream, share, sequences, positions, seen, loss_function, routes = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -241,12 +261,13 @@ def _forward_step(
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
     mask, packed = _attention_inputs(stream, share, sequences, options)
-    output = model(
-        input_ids=token_ids[None],
-        position_ids=position_ids[None],
-        attention_mask=mask,
-        packed_seq_params=packed,
-    )
+    with replay.forward(routes) if replay is not None else nullcontext():
+        output = model(
+            input_ids=token_ids[None],
+            position_ids=position_ids[None],
+            attention_mask=mask,
+            packed_seq_params=packed,
+        )
 
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())

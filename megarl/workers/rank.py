@@ -22,6 +22,7 @@ from megarl.checkpoint.background import BackgroundWriter
 from megarl.checkpoint.dist_writer import Written
 from megarl.config.layout import Layout
 from megarl.data.answers import Answers
+from megarl.data.routes import RecordedRoutes, ReplayCounts
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.build import initialize_layout
@@ -107,6 +108,12 @@ class Rank(RankCalls):
     def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None) -> Answers | None:
         with record_function(f"forward {role}"):  # a profile shows it under this name
             return self.roles[role].forward([*chain(*shares)], position=position, top_k=top_k) or None
+
+    def recorded_routes(self, role: str) -> RecordedRoutes | None:
+        return self.roles[role].recorded_routes()
+
+    def take_replay_counts(self, role: str) -> ReplayCounts:
+        return self.roles[role].take_replay_counts()
 
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:
         with record_function(f"update {role}"):

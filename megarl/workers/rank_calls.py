@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megarl.checkpoint.dist_writer import Written
 from megarl.data.answers import Answers
+from megarl.data.routes import RecordedRoutes, ReplayCounts
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions
@@ -50,6 +51,14 @@ class RankCalls(ABC):
     def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None) -> Answers | None:
         """`{response index: float32 [L, C]}` for the micro-batches of all `shares` (see `step.forward`); None where this rank
         does not report."""
+
+    @abstractmethod
+    def recorded_routes(self, role: str) -> RecordedRoutes | None:
+        """The routes of the role's last pass; None where another rank of the stage answers. Collective over the world."""
+
+    @abstractmethod
+    def take_replay_counts(self, role: str) -> ReplayCounts:
+        """The choices that this rank replayed since the last call."""
 
     @abstractmethod
     def update(self, role: str, shares: Sequence[Share], loss_function: Any, position: ScorePosition) -> dict[str, float]:

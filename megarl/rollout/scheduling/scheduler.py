@@ -243,7 +243,7 @@ class Scheduler:
         async def state() -> dict[str, Any]:
             manager = self.manager.state_dict()
             prompts = [asdict(self._prompts[number]) for number in self.manager.unconsumed]
-            samples = [[asdict(sample) for sample in self._groups[number]] for number, *_ in manager["finished"]]
+            samples = [[sample.to_dict() for sample in self._groups[number]] for number, *_ in manager["finished"]]
             return {"ledger": manager, "prompts": prompts, "samples": samples}  # its name in checkpoints
 
         return self._in_loop(state())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class SamplesFile:
                     columns["log_probs"] = log_probs[row]
                 training = {"reward": rewards[row], "pieces": pieces(sample.response_ids, self._tokenizer)}
                 training |= {name: [round(value, 8) for value in column.tolist()] for name, column in columns.items()}
-                file.write(json.dumps({"step": step, **sample.to_dict(), "training": training}) + "\n")
+                said = replace(sample, routes=None).to_dict()  # routes are more than all the rest
+                file.write(json.dumps({"step": step, **said, "training": training}) + "\n")
 
 
 def pieces(token_ids: Sequence[int], tokenizer: Any) -> list[str]:

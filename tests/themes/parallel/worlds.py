@@ -161,12 +161,12 @@ def run_family(
             forward_backward(role.chunks, options, mine, objective)
             role.optimizer.prepare_grads()
             norm = float(role.optimizer.get_grad_norm())
-            answer["modes"][name] = {"values": values, "gradients": _gradients(role), "norm": norm}
-            _put_back(role, weights)
+            answer["modes"][name] = {"values": values, "gradients": gradients(role), "norm": norm}
+            put_back(role, weights)
     return answer
 
 
-def _gradients(role: Any) -> dict[str, Tensor]:
+def gradients(role: Any) -> dict[str, Tensor]:
     """Every gradient by hub name on each stage's leading rank: they take the weights' places and are exported like them."""
     for chunk in role.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
@@ -180,7 +180,7 @@ def _gradients(role: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in role.export()}
 
 
-def _put_back(role: Any, weights: list[Tensor]) -> None:
+def put_back(role: Any, weights: list[Tensor]) -> None:
     parameters = [parameter for chunk in role.chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         for parameter, weight in zip(parameters, weights, strict=True):
