@@ -37,6 +37,8 @@ class EngineCapabilities:
     """Answers prompts that show pictures, never with features of theirs that other weights made."""
     sees_videos: bool = False
     """Answers prompts that show videos in the model's own way (`data.video: native`)."""
+    routes: bool = False
+    """Says which experts each token went to, if it is asked (`SamplingParams.routes`)."""
     reads_arguments: bool = False
     """Reads `rollout.engine_args`."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +64,7 @@ _SGLANG_SET_ELSEWHERE = {
     "model_path": "rollout.servers.model_path",
 }
 
-EMBEDDED = EngineCapabilities(sees=True, sees_videos=True)
+EMBEDDED = EngineCapabilities(sees=True, sees_videos=True, routes=True)
 REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True, sees_videos=True)
 SGLANG = EngineCapabilities(
     concurrent=True,
@@ -78,7 +80,9 @@ RUNNING_SGLANG = EngineCapabilities(
     concurrent=True, weights="folder", in_process=False, reads_arguments=True, set_elsewhere=_SGLANG_SET_ELSEWHERE
 )
 """Of SGLang servers that somebody else started."""
-NOT_YET_KNOWN = EngineCapabilities(weights="slices", in_process=False, sees=True, sees_videos=True, reads_arguments=True)
+NOT_YET_KNOWN = EngineCapabilities(
+    weights="slices", in_process=False, sees=True, sees_videos=True, routes=True, reads_arguments=True
+)
 """Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""
 
 

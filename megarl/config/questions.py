@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from megarl.config.layout import Layout
 from megarl.config.section import Section
@@ -83,6 +83,11 @@ class Questions(Section):
     @abstractmethod
     def needs_old_log_probs(self) -> bool:
         """Whether a step begins with a pass of the policy over its sequences."""
+
+    @property
+    def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
+        """Whose choice of experts the policy replays."""
+        return "none"
 
     @property
     def needs_collision(self) -> bool:

@@ -30,6 +30,7 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_schedule(config, engine)
     _check_sampling_limits(config)
     _check_episode(config, engine)
+    _check_routing(config, engine)
 
 
 def _check_engine_args(config: Config, engine: EngineCapabilities) -> None:
@@ -124,6 +125,19 @@ def _check_schedule(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of("rollout.schedule.mode", schedule.mode, why, allowed="'sync'")
     if why and schedule.over_sample:
         raise ConfigError.of("rollout.schedule.over_sample", schedule.over_sample, why, allowed="0")
+
+
+def _check_routing(config: Config, engine: EngineCapabilities) -> None:
+    routing, rollout = config.policy.routing, config.rollout
+    if routing.replay == "old_policy" and not config.needs_old_log_probs:
+        reason = "replays the pass that computes old log-probs, and this run has none: a step's only update needs no replay"
+        raise ConfigError.of("policy.routing.replay", "old_policy", reason, allowed="'none' or 'engine'")
+    if routing.replay == "engine" and not engine.routes:
+        reason = f"asks engines for the experts that they chose, which rollout.engine = '{rollout.engine}' cannot say"
+        raise ConfigError.of("policy.routing.replay", "engine", reason, allowed="'none' or 'old_policy'")
+    if routing.compare_every and routing.replay != "engine":
+        remedy = "set policy.routing.replay, or remove policy.routing.compare_every"
+        raise ConfigError.needs("policy.routing.compare_every", "policy.routing.replay = 'engine'", remedy)
 
 
 def _check_sampling_limits(config: Config) -> None:

@@ -6,7 +6,7 @@ config shows every choice.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -187,6 +187,11 @@ class Config(Questions):
         distilled = algorithm.distillation.in_advantage or algorithm.distillation.asks_policy
         is_read = is_read or in_reward or distilled
         return self.optimizer_steps_per_step > 1 or is_read or bool(algorithm.rollout_correction)
+
+    @property
+    def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
+        """`policy.routing.replay`."""
+        return self.policy.routing.replay
 
     @property
     def needs_collision(self) -> bool:

@@ -126,11 +126,24 @@ class TrainedRole(Section):
     (docs/performance.md)."""
 
 
+class RoutingConfig(Section):
+    """Which experts the policy's tokens go to (docs/rollouts.md#routing-replay)."""
+
+    replay: Literal["none", "old_policy", "engine"] = "none"
+    """`none`: the router chooses anew in every pass. `old_policy` (R2): as in the pass that computes the old log-probs.
+    `engine` (R3): as in the engine that sampled the response."""
+    compare_every: Count = 0
+    """With `engine`: every this many steps compute the old log-probs without replay, too, and log how far they are from the
+    engine's. 0: never."""
+
+
 class PolicyConfig(TrainedRole):
     """The model being trained."""
 
     share_prefix: bool = False
     """Compute the prompt of a group once per micro-batch instead of once per response."""
+    routing: RoutingConfig = RoutingConfig()
+    """Routing replay, for a mixture of experts."""
 
 
 class CriticConfig(TrainedRole):

@@ -33,6 +33,9 @@ def check_models(config: AnyConfig) -> None:
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
         if role.trained is not None and role.trained.freeze:
             _check_freeze(f"{role.name}.freeze", role.trained.freeze, sees=model.vision is not None)
+    if config.routing_replay != "none" and not read_shape("model.path", config.model.path).experts:
+        reason = f"is for mixtures of experts, and the model in '{config.model.path}' has none"
+        raise ConfigError.of("policy.routing.replay", config.routing_replay, reason, allowed="'none'")
     if config.sampling is not None:
         model = read_shape("model.path", config.model.path)
         # what training asks of layouts with experts is not asked of an engine

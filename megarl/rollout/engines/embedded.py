@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
 from megarl.data.media import Media
 from megarl.data.picture_rules import sees
+from megarl.data.routes import Routes
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.rollout.engines.embedded_routes import RouteRecorder
 from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
 from megarl.rollout.engines.protocol import Engine, EnginePlace, FinishReason, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
@@ -42,6 +45,8 @@ class _OpenResponse:
     response: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[Routes] = field(default_factory=list)
+    """Of its tokens so far, under the weights that it is sampled by now."""
     finish_reason: FinishReason | None = None
 
 
@@ -83,6 +88,7 @@ class EmbeddedEngine(Engine):
             raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
         self._model.requires_grad_(False)
         self._sight = Sight.of(model_path, media_folder)
+        self._recorder = RouteRecorder(self._model)
         self._held = hub_tensors(self._model)
         self._serves = ServedModel(load_hf_config(model_path), dtype)
         self._seed, self._max_batch_samples = seed, max_batch_samples
@@ -152,7 +158,8 @@ class EmbeddedEngine(Engine):
         """Complete `rows`, `max_batch_samples` at a time."""
         begun = time.monotonic()
         for start in range(0, len(rows), self._max_batch_samples):
-            batch = _DecodeBatch(self._model, rows[start : start + self._max_batch_samples], params, self._sight)
+            part = rows[start : start + self._max_batch_samples]
+            batch = _DecodeBatch(self._model, part, params, self._sight, self._recorder)
             epoch = -1
             while batch.rows:
                 with self._turn:
@@ -246,8 +253,10 @@ class EmbeddedEngine(Engine):
 class _DecodeBatch:
     """Rows computed together. `prefill` before the first `next_token` and whenever the weights have changed."""
 
-    def __init__(self, model: Any, rows: list[_OpenResponse], params: SamplingParams, sight: Sight | None) -> None:
-        self.rows, self._sight = list(rows), sight
+    def __init__(
+        self, model: Any, rows: list[_OpenResponse], params: SamplingParams, sight: Sight | None, recorder: RouteRecorder
+    ) -> None:
+        self.rows, self._sight, self._recorder = list(rows), sight, recorder
         self._model, self._params = model, params
         ends = model.generation_config.eos_token_id
         ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
@@ -274,7 +283,10 @@ class _DecodeBatch:
             prompts = [row.seen for row in first if row.seen is not None]
             given = self._sight.inputs(prompts, [len(row.response) for row in first])
             more = {name: value.to(device) for name, value in given.items()}
-        output = self._model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **more)
+        output = self._computed(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **more)
+        if (routes := self._recorder.take(len(ids_of))) is not None:
+            for row, sequence in zip(self.rows, where, strict=True):
+                row.routes = [routes[sequence, longest - len(ids_of[sequence]) :]]
         rows = torch.tensor(where, device=device)
         self._cache = output.past_key_values
         self._cache.batch_select_indices(rows)
@@ -300,7 +312,7 @@ class _DecodeBatch:
         self.rows = [self.rows[i] for i in going_on]
         if self.rows:
             self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
-            output = self._model(
+            output = self._computed(
                 input_ids=tokens[:, None],
                 attention_mask=self._mask,
                 position_ids=self._next_positions(),
@@ -308,6 +320,17 @@ class _DecodeBatch:
                 use_cache=True,
             )
             self._logits = output.logits[:, -1]
+            if (routes := self._recorder.take(len(self.rows))) is not None:
+                for row, own in zip(self.rows, routes, strict=True):
+                    row.routes.append(own)
+
+    def _computed(self, **inputs: Any) -> Any:
+        """What the model answers, its choices of experts taken down if they are asked for."""
+        self._recorder.is_on = self._params.routes
+        try:
+            return self._model(**inputs)
+        finally:
+            self._recorder.is_on = False
 
     def _next_positions(self) -> torch.Tensor:
         """Those of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""
@@ -347,7 +370,8 @@ def _sample(
 
 def _finished(row: _OpenResponse) -> Generation:
     assert row.finish_reason is not None, "a call returns when all of its rows have ended"
-    return Generation(row.response, row.log_probs, row.versions, row.finish_reason)
+    routes = np.concatenate(row.routes) if row.routes else None
+    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, routes)
 
 
 def _seed(seed: int, key: str, index: int) -> int:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
 from megarl.data.media import Media
+from megarl.data.routes import Routes
 from megarl.errors import EngineError
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_senders import ServerEndpoint
@@ -31,7 +32,8 @@ class SamplingParams:
     of the full distribution. `greedy` takes the likeliest token and reports log-probs at temperature 1. A response ends
     after the model's own end tokens, any of `stop_token_ids`, or `max_new_tokens` tokens; the end token is part of the
     response. With `ignore_eos` only the last of these ends it.
-    `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on.
+    `cut_token_ids` end it, too, but as `max_new_tokens` does: such a response must not go on. With `routes` the engine says
+    which experts each token went to.
     """
 
     max_new_tokens: int
@@ -43,6 +45,7 @@ class SamplingParams:
     cut_token_ids: tuple[int, ...] = ()
     greedy: bool = False
     ignore_eos: bool = False
+    routes: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -57,12 +60,17 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Generation:
-    """One sampled response: per token its id, its log-prob in nats and the version of the weights that sampled it."""
+    """One sampled response: per token its id, its log-prob in nats and the version of the weights that sampled it.
+
+    `routes` `[tokens, expert layers, k]` are the experts of the prompt's tokens and of all but the last one of the response
+    (`data/routes.py`), all from passes under the version of the last token; None: they were not asked for.
+    """
 
     response_ids: list[int]
     log_probs: list[float]
     weight_versions: list[int]
     finish_reason: FinishReason
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.log_probs), len(self.weight_versions)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.data.media import Media
+from megarl.data.routes import Routes, known, of_one_version, padded
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
@@ -25,6 +26,8 @@ class Transcript:
         self.turns: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.turn_states: list[str] = []
+        self._routes: Routes | None = None
+        self._routes_version = -1
 
     @property
     def ids(self) -> list[int]:
@@ -41,6 +44,7 @@ class Transcript:
 
         `state` is a key of the state that the turn was taken in, equal for equal states; None: nobody knows.
         """
+        self._take_routes(generation)
         self.response_ids += generation.response_ids
         self.sampled_mask += [1] * len(generation.response_ids)
         self.log_probs += generation.log_probs
@@ -49,6 +53,16 @@ class Transcript:
         if generation.response_ids:
             self.turn_rewards.append(0.0)
             self.turn_states += [] if state is None else [state]
+
+    def _take_routes(self, generation: Generation) -> None:
+        """Those of a turn are of everything before it, too; what was chosen first under the same weights stays."""
+        routes, before = generation.routes, self._routes
+        version = generation.weight_versions[-1] if generation.weight_versions else self._routes_version
+        if routes is not None and before is not None and version == self._routes_version:
+            routes = routes.copy()
+            first = known(before)
+            routes[: len(before)][first] = before[first]
+        self._routes, self._routes_version = routes, version
 
     def reward_turn(self, gained: float) -> None:
         """Add `gained` to what the last turn was given."""
@@ -78,6 +92,12 @@ class Transcript:
         self.versions += [self.versions[-1]] * len(ids)
         self.turns += turns
 
+    def _routes_of_all(self) -> Routes | None:
+        if self._routes is None:
+            return None
+        routes = padded(self._routes, len(self.ids))
+        return of_one_version(routes, len(self.prompt_ids), self.sampled_mask, self.versions)
+
     def sample(self, prompt: Prompt, number: int, finish_reason: str, rewards: dict[str, float] | None = None) -> Sample:
         """The episode as sample `number` of the group that `prompt` names; its text is that of the last turn."""
         group_id = prompt.group_id or prompt.row_id
@@ -99,4 +119,5 @@ class Transcript:
             turn_rewards=self.turn_rewards if any(self.turn_rewards) else [],
             turn_states=self.turn_states if len(self.turn_states) == len(self.turn_rewards) else [],
             media=self.media,
+            routes=self._routes_of_all(),
         )

@@ -194,6 +194,7 @@ class Rollouts:
         params = replace(
             self._params(greedy=False),
             greedy=not settings.temperature,
+            routes=False,
             temperature=settings.temperature or 1.0,
             top_p=settings.top_p,
             top_k=settings.top_k,
@@ -230,6 +231,7 @@ class Rollouts:
             ignore_eos=rollout.ignore_eos,
             stop_token_ids=(self.tokenizer.eos_token_id,) if self.tokenizer.eos_token_id is not None else (),
             cut_token_ids=self._placeholders,
+            routes=self.config.routing_replay == "engine" and not greedy,
         )
 
     def _respond(self, params: SamplingParams, n: int) -> GenerateGroups:

@@ -35,6 +35,7 @@ from megarl.trainers.rl.online_pairs import OnlinePairs, choose_pairs
 from megarl.trainers.rl.parity_checks import ParityChecks
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
+from megarl.trainers.rl.routing_figures import RoutingFigures
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.rl.source_figures import DataSources
 from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
@@ -77,6 +78,7 @@ class RlRun(Run):
         self.experience = Experience(config)
         self.teachers = Teachers(config)
         self.parity = ParityChecks()
+        self.routing = RoutingFigures(config)
         self._updates: list[dict[str, float]] = []
         self._pairs: OnlinePairs | None = None
         self._scores: list[float] = []
@@ -207,8 +209,12 @@ class RlRun(Run):
                 limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
                 names = ["old_log_probs", "old_entropy", *limited, *(["old_collision"] if config.needs_collision else [])]
                 self.roles.forward(POLICY, batch, names, **self.teachers.asked_of_policy())
+                if config.routing_replay == "old_policy":
+                    recorded = self.roles.recorded_routes()
+                    batch.take_routes([recorded.get(row) for row in range(len(batch))])
                 for name in limited:  # the engine's are over all tokens
                     batch.columns["rollout_log_probs"] = batch.columns["rollout_log_probs"] - batch.columns[name]
+            self.metrics |= self.routing.compare(self.roles, batch, self.step)
             if config.uses_reference:
                 self.reset_reference_if_due()
                 self.roles.forward(REFERENCE, batch, ["reference_log_probs", "reference_entropy"])
@@ -313,6 +319,7 @@ class RlRun(Run):
             "speed/generated_tokens_per_s": tokens / (times.phase_s["generate"] if takes_turns else times.wall_s),
             "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
         }
+        metrics |= self.routing.replayed(self.roles, batch)
         if not self.metrics["staleness/max"]:  # else trainer and engine are meant to differ
             self.parity.record(self.step, metrics, self._updates[0], synced=self.metrics["rollout/weight_version"] > 0)
         self.log(metrics)

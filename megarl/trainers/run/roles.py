@@ -26,6 +26,7 @@ from megarl.config.sections import TrainedRole
 from megarl.data.answers import Answers
 from megarl.data.batch import Batch
 from megarl.data.micro_batches import plan_micro_batches
+from megarl.data.routes import ReplayCounts, Routes, joined
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
 from megarl.megatron.options import ModelOptions, OptimizerOptions, SamplingLimits, untested_pair
@@ -128,6 +129,8 @@ class Roles:
             freeze=spec.trained.freeze if spec.trained is not None else (),
             media_folder=str(config.data.kept_in(config.run_folder)),
             collision=role == POLICY and config.needs_collision,
+            replays_routes=role == POLICY and config.routing_replay != "none",
+            records_routes=role == POLICY and config.routing_replay == "old_policy",
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",
         )
@@ -177,11 +180,13 @@ class Roles:
         columns: Sequence[str] = (),
         top_k: TopK | None = None,
         wide: Mapping[str, int] = MappingProxyType({}),
+        routed: bool = True,
     ) -> None:
         """`forward` of several roles, each on its own rows of `batch`, at the same time where their processes are others.
 
-        `columns` are sent along (`SCORED_IDS`); `top_k` asks for the likeliest tokens. What is then answered besides `names`
-        becomes the columns `wide`, by name and width (see `megatron.step.forward`).
+        The policy takes the batch's routes, if there are any, unless `routed` is false. `columns` are sent along
+        (`SCORED_IDS`); `top_k` asks for the likeliest tokens. What is then answered besides `names` becomes the columns
+        `wide`, by name and width (see `megatron.step.forward`).
         """
         self.before_use()
         position, running = ScorePosition.of(at), []
@@ -190,7 +195,8 @@ class Roles:
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
             missing = max(0, group.layout.dp - len(rows))
             filling = sorted({*range(len(batch))} - {*rows})[:missing] if missing else []
-            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at)]
+            routed = routed and role == POLICY
+            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at, routed=routed)]
             arguments = [(role, shares, position, top_k) for shares in group.per_rank(replicas)]
             running.append((role, rows if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
@@ -199,6 +205,20 @@ class Roles:
             given = self.group_of(role).wait(submitted, phase=phase, deadline_s=deadline_s)
             answers += given if read is None else [answer and answer.of_rows(read) for answer in given]
         batch.gather(names, answers, wide)
+
+    def recorded_routes(self) -> dict[int, Routes]:
+        """By row of the batch what the policy's last pass chose (`policy.routing.replay: old_policy`)."""
+        answers = self.group_of(POLICY).call(
+            RankCalls.recorded_routes, POLICY, phase="recorded routes", deadline_s=self._deadlines.step_s
+        )
+        return joined([answer for answer in answers if answer is not None])
+
+    def take_replay_counts(self) -> ReplayCounts:
+        """The choices that the policy's ranks replayed since the last call."""
+        answers = self.group_of(POLICY).call(
+            RankCalls.take_replay_counts, POLICY, phase="replayed routes", deadline_s=self._deadlines.step_s
+        )
+        return ReplayCounts(*map(sum, zip(*answers, strict=True)))
 
     def start_update(
         self,
@@ -219,7 +239,7 @@ class Roles:
         """
         self.before_use()
         group = self.group_of(role)
-        of_batches = [self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups)]
+        of_batches = [self._shares(role, batch, rows, columns, at=at, keep_groups=keep_groups, routed=role == POLICY)]
         if mixed_in is not None:
             of_batches.append(self._shares(role, mixed_in[0], range(len(mixed_in[0])), mixed_in[1]))
         replicas = [*zip(*of_batches, strict=True)]
@@ -361,6 +381,7 @@ class Roles:
         *,
         at: Tensor | None = None,
         keep_groups: bool = False,
+        routed: bool = False,
     ) -> list[Share]:
         """For every data-parallel replica of the role its micro-batches."""
         group = self.group_of(role)
@@ -378,4 +399,4 @@ class Roles:
         )
         if copied:
             units, plan = units.with_copied_prompts(plan)
-        return batch.shares(units, plan, columns, mask=at)
+        return batch.shares(units, plan, columns, mask=at, routed=routed)

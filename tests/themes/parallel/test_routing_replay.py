@@ -45,10 +45,11 @@ def replay_world() -> Iterator[World]:
 
 
 class ToldRouters:
-    """A transformers model whose routers send tokens to `experts` `[T, layers, k]`, and score by the family's formula."""
+    """A transformers model in float64 (in float32 its own gradients are off by 2e-5) whose routers send tokens to `experts`
+    `[T, layers, k]`, and score by the family's formula."""
 
     def __init__(self, family: str) -> None:
-        self.model = hugging_face(family)
+        self.model = hugging_face(family).double()
         self.experts = torch.zeros(0)
         gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "experts")]
         for place, gate in enumerate(gates):
@@ -56,7 +57,7 @@ class ToldRouters:
 
     def route(self, gate: Any, live: Any, place: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat, config = hidden.reshape(-1, hidden.shape[-1]), self.model.config
-        logits = flat.float() @ gate.weight.float().T
+        logits = flat @ gate.weight.T
         told = self.experts[:, place]
         chosen = torch.where(told[:, :1] < 0, live(hidden)[2].sort(-1).values, told)
         if config.model_type in ("mixtral", "qwen3_moe"):
@@ -86,7 +87,7 @@ def by_hugging_face(family: str, given: list[Unit]) -> dict[str, Any]:
             loss = -(response.columns["weights"] * (both[:, 0] + 0.3 * both[:, 1]))[response.mask].sum()
             loss.backward()
             values[response.index] = both.detach() * response.mask[:, None]
-    return {"tensors": hub_tensors(told.model), "values": values, "gradients": hub_gradients(told.model)}
+    return {"tensors": hub_tensors(hugging_face(family)), "values": values, "gradients": hub_gradients(told.model)}
 
 
 @pytest.fixture(scope="module")
