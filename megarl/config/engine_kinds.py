@@ -60,6 +60,7 @@ _SGLANG_SET_ELSEWHERE = {
     "custom_weight_loader": "megarl, which sends the weights",
     "mm_enable_dp_encoder": "megarl, which sends every rank of an engine the whole vision tower",
     "mm_process_config": "data.min_pixels and data.max_pixels",
+    "enable_return_routed_experts": "policy.routing.replay",
     "port": "rollout.servers.port",
     "model_path": "rollout.servers.model_path",
 }
@@ -73,6 +74,7 @@ SGLANG = EngineCapabilities(
     in_process=False,
     over_nodes=True,
     sees=True,
+    routes=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import aiohttp
@@ -17,6 +18,7 @@ import aiohttp
 from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
+from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
@@ -43,8 +45,9 @@ class AskedServer(Protocol):
 class SglangClient:
     """One server as an engine asks it. Every method raises EngineError if the server does not answer, or refuses."""
 
-    def __init__(self, server: AskedServer) -> None:
-        self.server = server
+    def __init__(self, server: AskedServer, expert_layers: ExpertLayers | None = None) -> None:
+        """`expert_layers`: those of the model it serves; None: it has none, or its choices are not asked for."""
+        self.server, self.expert_layers = server, expert_layers
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
 
     async def generate(
@@ -81,9 +84,13 @@ class SglangClient:
 
     async def _sample(self, call: _GenerateCall, prompt: AskedPrompt, rid: str) -> Generation:
         body = prompt.body | {"sampling_params": call.sampling, "rid": rid, "return_logprob": True}
-        answer = await self._post(call.session, "generate", body)
+        answer = await self._post(call.session, "generate", body | ({"return_routed_experts": True} if call.routes else {}))
         prompt.check(answer, self.server.url)
         generation = _generation(answer, call, self.server.url)
+        if call.routes:
+            assert self.expert_layers is not None, "routes are asked of mixtures of experts"
+            routes = self.expert_layers.routes(answer, len(prompt.ids) + len(generation.response_ids) - 1, self.server.url)
+            generation = replace(generation, routes=routes)
         call.answered += 1
         return generation
 
@@ -182,7 +189,7 @@ class _GenerateCall:
     def __init__(self, session: aiohttp.ClientSession, params: SamplingParams, version: int) -> None:
         """`version` is that of tokens for which the server names none."""
         self.session, self.sampling, self.version = session, _sampling(params), version
-        self.cut_token_ids = params.cut_token_ids
+        self.cut_token_ids, self.routes = params.cut_token_ids, params.routes
         self.answered = 0
 
 

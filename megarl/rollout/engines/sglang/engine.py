@@ -22,6 +22,7 @@ from megarl.reshard.run_plan import engine_target
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import check_engine_args
 from megarl.rollout.engines.sglang.fp8_layout import check_fp8_layout
+from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
@@ -34,6 +35,7 @@ from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
 MORE_TOKENS = 1024
 """Room in a CPU server's cache beside that for the responses of a step."""
 FEWEST_REQUESTS = 64
+RETURNS_ROUTES = "enable_return_routed_experts"
 
 
 def check_picture_limits(config: Config) -> None:
@@ -83,6 +85,8 @@ class SglangEngine(ServedEngine):
         requests = rollout.groups_per_engine * rollout.samples_per_prompt
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         on_cpu = place.platform == "cpu"
+        extra = {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
+        extra |= rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
         return {
             "log_file": place.log_folder / f"engine-{place.number}.log",
             "device": place.platform,
@@ -95,7 +99,7 @@ class SglangEngine(ServedEngine):
             "port": port + place.number if port is not None else None,
             "max_total_tokens": requests * tokens + MORE_TOKENS if on_cpu else None,
             "max_running_requests": max(requests, FEWEST_REQUESTS) if on_cpu else None,
-            "extra": rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served},
+            "extra": extra,
             "start_timeout_s": config.resources.deadlines.start_s,
             "media_folder": config.data.kept_in(config.run_folder),
         }
@@ -140,7 +144,10 @@ class SglangEngine(ServedEngine):
         store: TCPStore | None = None,
     ) -> None:
         """`store` is where the server's ranks leave digests and meet their senders; None: no server takes part."""
-        super().__init__(server, initial_version, server.options.media_folder)
+        options = server.options
+        model_path = options.extra.get("model_path", options.model_path)
+        expert_layers = ExpertLayers.of(model_path) if options.extra.get(RETURNS_ROUTES) else None
+        super().__init__(server, initial_version, options.media_folder, expert_layers)
         self.server = server
         self._store = store
         where = (host(), store.port if store is not None else 0)

@@ -10,15 +10,22 @@ from megarl.data.media import Media
 from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams, check_request
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
+from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.weight_sync.weight_state import WeightState
 
 
 class ServedEngine(Engine):
     """An engine that asks `server`; `initial_version` is that of the weights it serves (None: not known)."""
 
-    def __init__(self, server: AskedServer, initial_version: int | None = None, media_folder: Path | None = None) -> None:
-        """`media_folder` has the pictures that prompts show; the server must see it, too."""
-        self._client = SglangClient(server)
+    def __init__(
+        self,
+        server: AskedServer,
+        initial_version: int | None = None,
+        media_folder: Path | None = None,
+        expert_layers: ExpertLayers | None = None,
+    ) -> None:
+        """`media_folder` has the pictures that prompts show; the server must see it, too. `expert_layers` are the model's."""
+        self._client = SglangClient(server, expert_layers)
         self.media_folder = media_folder
         self._weights = WeightState(initial_version)
 

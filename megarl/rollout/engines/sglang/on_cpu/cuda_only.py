@@ -1,5 +1,5 @@
-"""What SGLang 0.5.23 has on CUDA only, for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3, and several
-ranks that hold the same KV head."""
+"""What SGLang 0.5.23 has on CUDA only, for a CPU: expert parallelism, DP attention, the plain rope of DeepSeek-V3, several
+ranks that hold the same KV head, and the choices of experts that are kept beside the KV cache."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ def install() -> None:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.model_executor import model_runner
 
     model_runner.adjust_config_with_unaligned_cpu_tp = sharing_kv_heads(model_runner.adjust_config_with_unaligned_cpu_tp)
     of_cpu = factory.get_rope_cpu  # knows DeepSeek's yarn alone
     factory.get_rope_cpu = lambda *sizes: factory.get_rope(*sizes[:8]) if sizes[5] is None else of_cpu(*sizes)
     fused_moe_native.moe_forward_native = own_experts_only(fused_moe_native.moe_forward_native)
+    # to register memory with CUDA is all that the other function does beside
+    common.ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, device, pin_memory, allocator: torch.empty(dims, dtype=dtype)
     # the other way needs NCCL
     GroupCoordinator.reduce_scatterv = GroupCoordinator._deterministic_reduce_scatterv
 

@@ -1,0 +1,93 @@
+"""The experts that SGLang says it chose are those that the model chooses: behind cached prompts, after turns and retractions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megarl.data.routes import known, unknown
+from megarl.data.sample import Prompt
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang.engine import RETURNS_ROUTES, SglangEngine
+from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.rollout.episodes.transcript import Transcript
+from tests.models.test_transformers_names import other_values, update
+from tests.rollout.routed import chosen_experts
+from tests.rollout.test_sglang_experts import PROMPTS, served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tp", "arguments"),
+    [
+        ("qwen3_moe", 1, {}),
+        pytest.param("glm4_moe", 2, {}, marks=pytest.mark.exhaustive),  # its first layer has no experts
+        pytest.param("mixtral", 2, {"ep_size": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_moe", 2, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_experts_of_every_token_are_those_that_the_model_chooses(
+    family: str, tp: int, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = served(family, tmp_path / "model")
+    before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    weights = other_values(folder)
+    write_hf_folder(tmp_path / "sent", weights, HFFolder(folder).config)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", dtype=torch.float32)
+    sizes = {"threads": 1, "max_total_tokens": 4096, "max_running_requests": 8}
+    extra = {**arguments, RETURNS_ROUTES: True}
+    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, extra=extra, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True, routes=True)
+
+    async def scenario() -> None:
+        engine = await SglangEngine.open(options, 0)
+        try:
+            groups = await engine.generate(PROMPTS, params, n=2)
+            for prompt, group in zip(PROMPTS, groups, strict=True):
+                for one in group:
+                    ids = [*prompt, *one.response_ids]
+                    assert one.routes is not None
+                    np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(before, ids[:-1]))
+            turns = Transcript(Prompt("r", "g", PROMPTS[0], ""), 100)
+            turns.append_turn(groups[0][0], "")
+            turns.append_observation([50, 51, 52], [])
+            [[second]] = await engine.generate([turns.ids], params)
+            turns.append_turn(second, "")
+            whole = turns.sample(Prompt("r", "g", PROMPTS[0], ""), 0, "stop")
+            assert whole.routes is not None
+            assert second.routes is not None
+            assert known(whole.routes)[:-1].all()
+            np.testing.assert_array_equal(np.sort(whole.routes[:-1]), chosen_experts(before, turns.ids[:-1]))
+            plain = await engine.generate(PROMPTS[:1], SamplingParams(max_new_tokens=2))
+            assert plain[0][0].routes is None
+
+            long = SamplingParams(max_new_tokens=400, ignore_eos=True, routes=True)
+            waiting = asyncio.ensure_future(engine.generate(PROMPTS, long))
+            await asyncio.sleep(1.5)
+            await update(engine, weights, 1)
+            for prompt, [one] in zip(PROMPTS, await waiting, strict=True):
+                assert {*one.weight_versions} == {0, 1}, "the update must come in the middle of a response"
+                ids = [*prompt, *one.response_ids]
+                assert one.routes is not None
+                np.testing.assert_array_equal(np.sort(one.routes), chosen_experts(after, ids[:-1]))
+                turns = Transcript(Prompt("r", "g", prompt, ""), 400)
+                turns.append_turn(one, "")
+                sample = turns.sample(Prompt("r", "g", prompt, ""), 0, "length")
+                assert sample.routes is not None
+                old = one.weight_versions.count(0)
+                kept = [True] * (len(prompt) - 1) + [False] * old + [True] * (len(one.response_ids) - old) + [False]
+                assert known(sample.routes)[:, 0].tolist() == kept
+                assert (
+                    sample.routes[-1].tolist() == [[unknown(sample.routes.dtype)] * one.routes.shape[2]] * one.routes.shape[1]
+                )
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
