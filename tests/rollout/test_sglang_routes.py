@@ -1,4 +1,4 @@
-"""The experts that SGLang says it chose are those that the model chooses: behind cached prompts, after turns and retractions."""
+"""The experts that SGLang says it chose are those that the model chooses: behind cached prompts, turns and retractions."""
 
 from __future__ import annotations
 
