@@ -91,6 +91,9 @@ def check_supervised(config: SupervisedConfig) -> None:
     """`check_fields_agree` for a run that trains on given responses."""
     check_megatron_sections(config)
     _check_objective(config)
+    if config.policy.routing.replay != "none":
+        reason = "only reinforcement learning has: no engine and no earlier pass chose experts for rows"
+        raise ConfigError.of("policy.routing.replay", config.policy.routing.replay, reason, allowed="'none'")
     check_source("data.train", config.data.train)
     if config.data.eval is not None:
         check_source("data.eval", config.data.eval)

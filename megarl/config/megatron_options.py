@@ -86,6 +86,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ),
     ("megarl sets from model.recompute", "recompute_granularity moe_layer_recompute"),
     ("megarl sets from run.deterministic", "deterministic_mode"),
+    ("megarl sets from policy.routing", "moe_enable_routing_replay"),
     (
         _SUMS,
         "calculate_per_token_loss average_in_collective moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "

@@ -24,7 +24,7 @@ from megarl.data.routes import RecordedRoutes, ReplayCounts, compact
 from megarl.data.stream import PackedStream, StreamShard
 from megarl.megatron.options import ModelOptions
 
-TopK = Callable[..., tuple[Tensor, Tensor]]
+ComputeTopK = Callable[..., tuple[Tensor, Tensor]]
 
 
 class RoutingReplay:
@@ -149,7 +149,7 @@ class RouterLayer:
         topk: int,
         num_groups: int | None = None,
         group_topk: int | None = None,
-        default_compute_topk: TopK | None = None,
+        default_compute_topk: ComputeTopK | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Values and experts `[n, k]` for `scores` `[n, E]`: the replayed ones where they are known, else the live choice."""
         assert default_compute_topk is not None
