@@ -201,7 +201,7 @@ def test_reduction_during_the_backward_pass_gives_the_same_weights(
 def test_a_fused_router_would_leave_out_the_routes(world: World) -> None:
     hf_config = COMMON | MODELS["qwen3_moe"]
     refused = options(replays_routes=True, megatron={"moe_router_fusion": True})
-    assert "policy.megatron.moe_router_fusion is True, which would leave out policy.routing.replay" in str(
+    assert "policy.megatron.moe_router_fusion is true, which would leave out policy.routing.replay" in str(
         world.call(configs, refused, hf_config, size=1)[0]
     )
     assert world.call(configs, options(replays_routes=True), hf_config, size=1)[0][0]["moe_router_fusion"] is False
