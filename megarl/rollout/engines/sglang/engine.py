@@ -85,7 +85,7 @@ class SglangEngine(ServedEngine):
         requests = rollout.groups_per_engine * rollout.samples_per_prompt
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         on_cpu = place.platform == "cpu"
-        extra = {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
+        extra: dict[str, Any] = {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
         extra |= rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
         return {
             "log_file": place.log_folder / f"engine-{place.number}.log",
