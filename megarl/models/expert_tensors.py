@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.errors import ModelError
 from megarl.models.fused_experts import ExpertPlace, FusedExperts
-from megarl.models.fused_rows import FusedRows, RowPlace
+from megarl.models.fused_rows import FusedRows, MatrixPlace
 
 
 def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -31,7 +31,7 @@ def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]
             whole = torch.empty(fused.shape(place.stored), dtype=tensor.dtype)
             held[place.stored] = whole, set(fused.names_of(place.stored))
         whole, missing = held[place.stored]
-        if isinstance(place, RowPlace):
+        if isinstance(place, MatrixPlace):
             whole[place.start : place.stop] = tensor
         else:
             whole[place.expert, :, place.start : place.stop] = tensor.T
@@ -70,7 +70,7 @@ class ExpertSlice:
 class RowSlice:
     """A tensor in a stored one, read when it is indexed; as a safetensors slice."""
 
-    def __init__(self, source: Any, place: RowPlace) -> None:
+    def __init__(self, source: Any, place: MatrixPlace) -> None:
         self.source, self.place = source, place
 
     def get_shape(self) -> list[int]:

@@ -12,7 +12,7 @@ from megarl.errors import ModelError
 
 
 @dataclass(frozen=True)
-class RowPlace:
+class MatrixPlace:
     """A tensor is the rows `start:stop` of the tensor `stored`."""
 
     stored: str
@@ -37,13 +37,13 @@ class FusedRows:
                 return [stored.removesuffix(suffix) + part for part, _ in parts]
         return [stored]
 
-    def place(self, name: str) -> RowPlace | None:
+    def place(self, name: str) -> MatrixPlace | None:
         """Where a tensor is; None: it is stored by itself."""
         for suffix, parts in self.parts.items():
             start = 0
             for part, rows in parts:
                 if name.endswith(part):
-                    return RowPlace(name.removesuffix(part) + suffix, start, start + rows)
+                    return MatrixPlace(name.removesuffix(part) + suffix, start, start + rows)
                 start += rows
         return None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from megarl.errors import ModelError, nearest
 from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
 from megarl.models.fused_experts import ExpertPlace, FusedExperts
-from megarl.models.fused_rows import FusedRows, RowPlace
+from megarl.models.fused_rows import FusedRows, MatrixPlace
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
@@ -121,7 +121,7 @@ class HFFolder:
             ModelError: there is no such tensor, or its file is missing or damaged.
         """
         place = self.fused.place(name) if self.fused is not None else None
-        if isinstance(place, RowPlace) and isinstance(self.fused, FusedRows):
+        if isinstance(place, MatrixPlace) and isinstance(self.fused, FusedRows):
             source = self.get_slice(place.stored)
             self.fused.check(place.stored, tuple(source.get_shape()))
             return RowSlice(source, place)
