@@ -58,11 +58,13 @@ def source(name: str, family: str) -> Layout:
 
 
 def target(name: str, family: str) -> EngineTarget:
-    """A target of `TARGETS`; expert parallelism and replicated attention are left out where SGLang does not have them."""
+    """A target of `TARGETS`; expert parallelism, copies of KV heads and of attention are left out where SGLang has none."""
     wanted = TARGETS[name]
-    dp = wanted.dp if architecture_for(hf_config(family)).sglang.replicates_attention else 1
-    ep = wanted.ep if FAMILIES[family].num_experts and wanted.tp * dp % wanted.ep == 0 else 1
-    return EngineTarget(wanted.tp, ep, dp, wanted.engines, wanted.whole)
+    sglang = architecture_for(hf_config(family)).sglang
+    dp = wanted.dp if sglang.replicates_attention else 1
+    tp = wanted.tp if sglang.copies_kv_heads else min(wanted.tp, hf_config(family)["num_key_value_heads"])
+    ep = wanted.ep if FAMILIES[family].num_experts and tp * dp % wanted.ep == 0 else 1
+    return EngineTarget(tp, ep, dp, wanted.engines, wanted.whole)
 
 
 def weight_map(family: str) -> WeightMap:

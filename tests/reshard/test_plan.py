@@ -231,6 +231,7 @@ def test_what_is_taken_whole_is_recorded_and_makes_the_plan_redundant() -> None:
 @pytest.mark.parametrize(
     ("family", "to", "sentence"),
     [
+        ("olmo2", EngineTarget(tp=4), "target tp is 4 .* the model has 4 attention heads, 2 KV heads.*it must be 1 or 2"),
         ("llama", EngineTarget(tp=3), "target tp is 3 .* the model has 4 attention heads, 2 KV heads.*it must be 1, 2 or 4"),
         ("llama", EngineTarget(tp=2, ep=2), "target ep is 2, but the model has no experts; ep must be 1"),
         ("llama", EngineTarget(tp=2, dp=2), "target dp is 2, but SGLang replicates attention .* not for 'llama'; dp must be 1"),
