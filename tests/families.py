@@ -41,13 +41,22 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """`class_prefix` of transformers' config and model classes, and what this model's config has of its own."""
+    """`class_prefix` of transformers' config and model classes, and what this model's config has of its own.
+
+    `linear`: some layers have linear attention, and norms' weights are stored less one.
+    """
 
     class_prefix: str
     settings: dict[str, Any] = field(default_factory=dict)
     num_experts: int | None = None
     model_type: str | None = None
     """What `config.json` calls it, if not as transformers does."""
+    linear: bool = False
+
+    @property
+    def config_class(self) -> str:
+        """transformers' config class of the text model."""
+        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith('Qwen3_5') else ''}Config"
 
 
 LLAMA3_ROPE = {
@@ -115,6 +124,25 @@ GRANITE = {
     "logits_scaling": 0.7,
     "rms_norm_eps": 1e-5,
 }
+LINEAR, FULL = "linear_attention", "full_attention"
+DELTA_NET = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "rms_norm_eps": 1e-2,  # of what a token reads of a state hardly anything may be left, of which the norm makes noise
+}
+QWEN3_NEXT = DELTA_NET | {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 12,
+    "mlp_only_layers": [1],
+}
+QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "mlp_only_layers"}
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": None}),
@@ -130,6 +158,8 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3", {"rope_parameters": HALF_ROPE}),
     "smollm3": Family("SmolLM3", {"no_rope_layers": [1, 0, 1, 0, 1, 1], "tie_word_embeddings": True}),
     "granite": Family("Granite", GRANITE),
+    "qwen3_next": Family("Qwen3Next", QWEN3_NEXT, 8, linear=True),
+    "qwen3_5": Family("Qwen3_5", DELTA_NET, linear=True),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
     "llama-tied": Family("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12}),
@@ -164,6 +194,15 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "partial_rotary_factor": 0.67, "factor": 3.0}},
         8,
     ),
+    "qwen3_5_moe": Family("Qwen3_5Moe", QWEN3_5_MOE, 8, linear=True),
+    "qwen3_next-plain": Family(
+        "Qwen3Next",
+        QWEN3_NEXT
+        | {"layer_types": None, "mlp_only_layers": [], "norm_topk_prob": False, "num_key_value_heads": 4}
+        | {"linear_num_value_heads": 4, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True},
+        8,
+        linear=True,
+    ),
 }
 
 
@@ -188,8 +227,8 @@ ODD: dict[str, Family] = {
 """Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers."""
 
 
-UNDER_TRANSFORMER_ENGINE = [name for name, family in VARIANTS.items() if family.class_prefix != "Olmo2"]
-"""Families whose layers Transformer Engine can compute."""
+UNDER_TRANSFORMER_ENGINE = [name for name, family in VARIANTS.items() if family.class_prefix != "Olmo2" and not family.linear]
+"""Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 
 
 def hugging_face(family: str) -> Any:
@@ -206,7 +245,7 @@ def hugging_face(family: str) -> Any:
         }
         | entry.settings
     )
-    config = getattr(transformers, f"{entry.class_prefix}Config")(**settings)
+    config = getattr(transformers, entry.config_class)(**settings)
     model = getattr(transformers, f"{entry.class_prefix}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(7)
     values = dict(model.named_parameters()) | {
@@ -214,7 +253,8 @@ def hugging_face(family: str) -> Any:
     }
     with torch.no_grad():
         for name, value in values.items():
-            centre = 1.0 if "norm" in name else 0.0
+            centre = 1.0 if "norm" in name and (not entry.linear or ".linear_attn." in name) else 0.0
+            centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
             spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))
     return model

@@ -190,24 +190,36 @@ class Layout:
         num_experts: int | None = None,
         expert_ffn_size: int | None = None,
         deepstack: int = 0,
+        linear_heads: int | None = None,
     ) -> None:
         """Refuse a layout that cannot hold a model of these sizes, naming the nearest sizes that can.
 
         `ffn_size` is the width of dense layers and shared experts, None where there are none. Behind the first `deepstack`
-        layers features of a vision tower are added, which is on the first stage.
+        layers features of a vision tower are added, which is on the first stage. `linear_heads` are the key heads of linear
+        attention, None where no layer has any.
 
         Raises:
-            LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, the
-                layers do not share among the stages or too few are in the first chunk, ep does not divide the experts, or etp
-                an expert's width.
+            LayoutError: tp does not divide the heads (or the KV heads in either direction) or the feed-forward width, cp is
+                more than 1 with linear attention, the layers do not share among the stages or too few are in the first chunk,
+                ep does not divide the experts, or etp an expert's width.
         """
 
         def holds(tp: int) -> bool:
             kv_heads_fit = num_kv_heads % tp == 0 or tp % num_kv_heads == 0
-            return num_heads % tp == 0 and kv_heads_fit and (ffn_size or tp) % tp == 0
+            return num_heads % tp == 0 and kv_heads_fit and (ffn_size or tp) % tp == 0 and (linear_heads or tp) % tp == 0
+
+        if linear_heads is not None and self.cp > 1:
+            raise LayoutError.of(
+                "cp",
+                self.cp,
+                "splits a sequence, whose states linear attention hands from token to token",
+                allowed="1",
+                rule="must be 1 for a model with linear attention",
+            )
 
         if not holds(self.tp):
             sizes = [f"{num_heads} attention heads", f"{num_kv_heads} KV heads"]
+            sizes += [f"{linear_heads} key heads of linear attention"] if linear_heads else []
             sizes += [f"feed-forward width of {ffn_size}"] if ffn_size else []
             raise LayoutError.of(
                 "tp",

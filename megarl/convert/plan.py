@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoint.format.dist_format import COMMON, StoredChunk, StoredKey, empty_object, write_metadata
-from megarl.checkpoint.format.naming import Chunk, chunks_of, is_linear_weight, stage_of_layers
+from megarl.checkpoint.format.naming import Chunk, chunks_of, is_linear_weight, stage_of_layers, stored_rows
 from megarl.checkpoint.format.torch_save_format import frame
 from megarl.config.layout import Layout
 from megarl.convert.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
@@ -110,10 +110,14 @@ def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | 
         parts, stored = source.param_parts(rule, rows)
         place = names.place(rule)
         wanted = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
-        key = laid.setdefault(place.keys[0], _KeyLayout(wanted, (*place.prefix_sizes, *shape), place.keys))
+        sections = stored_rows(rule, rows)
         extents, frames, chunk_names = [], [], []
         for chunk in chunks_of(rule, rows, cols, layout, names.weight_map, stages):
-            offsets, sizes = _box(place.prefix, shape, chunk)
+            section = next(part for part in reversed(sections) if part.first <= chunk.row)
+            keys = tuple(key + section.suffix for key in place.keys)
+            own_shape = (section.rows, *shape[1:])
+            key = laid.setdefault(keys[0], _KeyLayout(wanted, (*place.prefix_sizes, *own_shape), keys))
+            offsets, sizes = _box(place.prefix, own_shape, replace(chunk, row=chunk.row - section.first))
             around = frame(key.dtype, sizes)
             file = _file_of(chunk.rank)
             start = ends.get(file, 0) + -ends.get(file, 0) % _ALIGNMENT
@@ -121,7 +125,7 @@ def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | 
             key.chunks.append(StoredChunk(offsets, sizes, file, start, around.length))
             extents.append(Extent(file, start + len(around.prefix), chunk.row, chunk.rows, chunk.col, chunk.cols))
             frames += [(file, start, around.prefix), (file, ends[file] - len(around.suffix), around.suffix)]
-            chunk_names.append(f"{place.keys[0]}{list(offsets)}")
+            chunk_names.append(f"{keys[0]}{list(offsets)}")
         tasks.append(Task(Matrix(place.keys[0], key.dtype, rows, cols, tuple(extents)), parts, tuple(chunk_names)))
         fixed.append(tuple(frames))
 

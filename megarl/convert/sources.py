@@ -21,10 +21,13 @@ import yaml
 from megarl.checkpoint.format.dist_format import DistFolder, StoredChunk
 from megarl.checkpoint.format.naming import (
     ModelNames,
+    Place,
+    StoredRows,
     default_dtype,
     is_linear_weight,
     is_vocabulary,
     model_names,
+    stored_rows,
     without_quantization,
 )
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
@@ -173,10 +176,24 @@ class DistSource(ConversionSource):
             rows, cols = rows_and_cols(shape)
             return Matrix(rule.megatron_name, kept_dtype(rule) or default_dtype(self.hf_config), rows, cols, ())
         place = self.names.place(rule)
-        key = next((key for key in place.keys if key in self.dist.keys), None)
+        found = [self._section(rule, place, part, shape) for part in stored_rows(rule, shape[0] if shape else 1)]
+        if len(found) == 1:
+            return found[0]
+        first, moved = 0, []
+        for part in found:
+            moved += [replace(extent, row=extent.row + first) for extent in part.extents]
+            first += part.rows
+        return Matrix(place.keys[0], found[0].dtype, first, found[0].cols, tuple(moved))
+
+    def _section(self, rule: BoundRule, place: Place, part: StoredRows, shape: tuple[int, ...]) -> Matrix:
+        """The rows of a parameter that have a key of their own: all, but of a parameter in sections."""
+        assert self.dist is not None
+        keys = [key + part.suffix for key in place.keys]
+        shape = (part.rows, *shape[1:])[: len(shape)]
+        key = next((key for key in keys if key in self.dist.keys), None)
         if key is None:
             raise CheckpointError(
-                f"'{self.path}' has no '{place.keys[0]}', which the model's config.json implies for '{rule.megatron_name}'"
+                f"'{self.path}' has no '{keys[0]}', which the model's config.json implies for '{rule.megatron_name}'"
             )
         stored, depth = self.dist.keys[key], len(place.prefix)
         own = stored.shape[depth:]
@@ -265,7 +282,8 @@ def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, con
     names = model_names(config)
     skipped: tuple[str, ...] = ()
     if dist is not None:
-        known = {key for rule in names.weight_map.bound_rules() for key in names.place(rule).keys}
+        rules = names.weight_map.bound_rules()
+        known = {key + part.suffix for rule in rules for part in stored_rows(rule, 0) for key in names.place(rule).keys}
         skipped = tuple(key for key in dist.keys if key not in known)
         unknown = next((key for key in skipped if key.startswith(_MODEL_KEYS)), None)
         if unknown is not None:

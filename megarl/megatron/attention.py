@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, Segment, StreamShard
+from megarl.megatron.recurrence import Recurrence
 
 
 @dataclass
@@ -41,11 +42,12 @@ class AttentionCall:
 class StreamAttention(PackedSeqParams):
     """What travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    `position_ids` int64 `[S/cp]` are those of this rank's tokens.
+    `position_ids` int64 `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
     """
 
     calls: tuple[AttentionCall, ...] = ()
     position_ids: Tensor | None = None
+    recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class _QueryRange:
         return self.is_plain, (self.last - self.first).bit_length()
 
 
-def stream_attention(stream: PackedStream, share: StreamShard, dtype: torch.dtype) -> StreamAttention:
+def stream_attention(
+    stream: PackedStream, share: StreamShard, dtype: torch.dtype, recurrence: Recurrence | None = None
+) -> StreamAttention:
     """The attention of `share`'s tokens, on its device, for queries of type `dtype`.
 
     `qkv_format` stays `sbhd`: the tokens are `[S/cp, 1, ...]`.
@@ -80,7 +84,8 @@ def stream_attention(stream: PackedStream, share: StreamShard, dtype: torch.dtyp
         for runs in _runs(stream, len(share.layout), share.rank)
         for _, together in groupby(sorted(runs, key=lambda run: run.call), key=lambda run: run.call)
     ]
-    return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=stream.position_ids[..., share.positions])
+    positions = stream.position_ids[..., share.positions]
+    return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=positions, recurrence=recurrence)
 
 
 def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange]]:

@@ -15,6 +15,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -25,6 +26,7 @@ from torch import Tensor
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
 from megarl.megatron.branches import BranchLayer
+from megarl.megatron.delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, StateRule, fla_rule, plain_rule
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.seeing import DeepstackLayer
@@ -34,6 +36,22 @@ from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.vision import Mrope
 
 PLAIN = DecoderTraits()
+
+
+class GatedSelfAttention(SelfAttention):
+    """megatron-core's attention whose output is gated, also where several tensor ranks share a KV head.
+
+    There megatron-core (0.16.1) picks the rank's query heads out of their group's, but leaves it the gates of the whole group.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Query, key, value `[S, 1, heads, d]` and the gates of the query's heads."""
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        heads = query.shape[2]
+        if gate.shape[2] != heads:
+            ranks_of_group = gate.shape[2] // heads
+            gate = gate.narrow(2, self.pg_collection.tp.rank() % ranks_of_group * heads, heads)
+        return query, key, value, gate
 
 
 class DirectQueryLatentAttention(MLASelfAttention):
@@ -113,15 +131,27 @@ def block_spec(
             "model.layer_spec is 'local', but this model has latent attention, which megatron-core's local layers cannot run "
             "on packed sequences; it must be 'reference' or 'transformer_engine'"
         )
+    if name == "local" and config.experimental_attention_variant is not None:
+        raise LayoutError(
+            "model.layer_spec is 'local', but this model has linear attention, which megatron-core's local layers do not have; "
+            "it must be 'reference' or 'transformer_engine'"
+        )
     make = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}[name]
-    frequency = config.moe_layer_freq
-    has_experts = [
-        config.num_moe_experts is not None and bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
+    frequency, linear = config.moe_layer_freq, config.linear_attention_freq
+    kinds = [
+        (
+            config.num_moe_experts is not None
+            and bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0),
+            isinstance(linear, list) and bool(linear[layer]),
+        )
         for layer in layers
     ]
-    specs = {kind: _with_traits(make(config, config.num_moe_experts if kind else None), traits) for kind in set(has_experts)}
+    specs = {
+        kind: _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits)
+        for kind in set(kinds)
+    }
     norm = ReferenceRMSNorm if name == "reference" else LayerNormImpl
-    of_layers = [specs[kind] for kind in has_experts]
+    of_layers = [specs[kind] for kind in kinds]
     if layers[0] == 0:
         of_layers = [replace(spec, module=DeepstackLayer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
     if len(layers) < deepstack if layers[0] == 0 else layers[0] < deepstack:
@@ -155,7 +185,7 @@ def set_latent_norm_epsilon(model: Any) -> None:
                 module.eps = LATENT_NORM_EPS
 
 
-def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _transformer_engine(config: TransformerConfig, num_experts: int | None, *, linear: bool) -> ModuleSpec:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -165,10 +195,11 @@ def _transformer_engine(config: TransformerConfig, num_experts: int | None) -> M
     )
     if isinstance(config, MLATransformerConfig) and config.q_lora_rank is None:
         layer.submodules.self_attention.module = DirectQueryLatentAttention
+    _set_variant(layer, config, fla_rule() if linear else None)
     return layer
 
 
-def _local(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _local(config: TransformerConfig, num_experts: int | None, *, linear: bool = False) -> ModuleSpec:
     return get_gpt_layer_local_spec(
         num_experts=num_experts,
         qk_layernorm=config.qk_layernorm,
@@ -177,7 +208,7 @@ def _local(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
     )
 
 
-def _reference(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _reference(config: TransformerConfig, num_experts: int | None, *, linear: bool) -> ModuleSpec:
     layer = _local(config, num_experts)
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = ReferenceRMSNorm
@@ -189,8 +220,20 @@ def _reference(config: TransformerConfig, num_experts: int | None) -> ModuleSpec
         attention.q_layernorm = attention.kv_layernorm = ReferenceRMSNorm
         fused |= {f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_" for x in ("q", "kv")}
     else:
-        fused["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        projection = "in_proj" if linear else "linear_qkv"
+        fused["input_layernorm."] = f"self_attention.{projection}.layer_norm_"
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = ReferenceRMSNorm
     parts.sharded_state_dict_keys_map = fused
+    _set_variant(layer, config, plain_rule if linear else None)
     return layer
+
+
+def _set_variant(layer: ModuleSpec, config: TransformerConfig, rule: StateRule | None) -> None:
+    """Put linear attention that computes with `rule` in attention's place, if there is one; else the gate that it has."""
+    attention = layer.submodules.self_attention
+    if rule is not None:
+        of_linear = GatedDeltaNetSubmodules(attention.submodules.linear_qkv, attention.submodules.linear_proj, rule)
+        layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=of_linear)
+    elif config.attention_output_gate:
+        attention.module = GatedSelfAttention

@@ -16,12 +16,17 @@ class ReferenceRMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.is_zero_centred = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., H]` to `[..., H]`; the statistics are float32 or better."""
-        return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+        """`[..., H]` to `[..., H]`; the statistics are float32 or better, and so is the sum of a zero-centred weight and 1."""
+        if not self.is_zero_centred:
+            return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), self.weight, self.eps)
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        weight = 1.0 + self.weight.to(exact)
+        return torch.nn.functional.rms_norm(hidden.to(exact), (hidden.shape[-1],), weight, self.eps).to(hidden.dtype)
 
 
 class ProjectionNorm(torch.nn.Module):

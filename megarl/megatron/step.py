@@ -39,6 +39,7 @@ from megarl.megatron.heads import HeadRequest
 from megarl.megatron.layer_specs import PackedRotaryEmbedding
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.recurrence import Recurrence, recurrence_of
 from megarl.megatron.routing_replay import RoutingReplay
 from megarl.megatron.seeing import SeeingModel
 
@@ -162,10 +163,11 @@ def _run(
     if options.layout.vpp is not None:
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
-    inputs = [_pack(units, options, position, device, loss, replay) for units, loss in filled]
+    config = get_model_config(chunks[0])
+    width = config.linear_conv_kernel_dim if config.experimental_attention_variant else None
+    inputs = [_pack(units, options, position, device, loss, replay, width) for units, loss in filled]
     if replay is not None:
         replay.begin_pass([(prepared.stream, prepared.share) for prepared in inputs], training=not forward_only)
-    config = get_model_config(chunks[0])
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
     progress = progress or PassProgress()
@@ -197,7 +199,8 @@ class _Prepared(NamedTuple):
     """A micro-batch on the device: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
     `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know. `seen` are the
-    pictures that this rank's tokens show, `routes` the experts that its routers take.
+    pictures that this rank's tokens show, `routes` the experts that its routers take. `recurrence` is for layers with linear
+    attention.
     """
 
     stream: PackedStream
@@ -205,8 +208,9 @@ class _Prepared(NamedTuple):
     sequences: PackedSeqParams | None
     positions: int
     seen: StreamMedia | None
-    loss_function: LossFunction
+    recurrence: Recurrence | None
     routes: Tensor | None
+    loss_function: LossFunction
 
 
 def _pack(
@@ -216,8 +220,12 @@ def _pack(
     device: torch.device,
     loss_function: LossFunction,
     replay: RoutingReplay | None,
+    width: int | None,
 ) -> _Prepared:
-    """All that a micro-batch needs, before the pass: in it nothing waits for main memory."""
+    """All that a micro-batch needs, before the pass: in it nothing waits for main memory.
+
+    `width` is that of the convolutions before linear attention; None: there are none.
+    """
     layout = options.layout
     of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
     of_segment = 1 if layout.cp == 1 else 2 * layout.cp
@@ -229,13 +237,14 @@ def _pack(
     )
     share = context_parallel_shard(stream, layout.cp, parallel_state.get_context_parallel_rank())
     on_device = stream.to(device)
-    sequences = packed_lengths(on_device) if options.layer_spec == "transformer_engine" else None
+    order = recurrence_of(stream, width).to(device) if width is not None else None
+    sequences = packed_lengths(on_device, order) if options.layer_spec == "transformer_engine" else None
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     positions = int(stream.position_ids.max()) + 1
     seen = seen.to(device) if seen else None
     routes = replay.of_rank(stream, share) if replay is not None else None
     routes = routes.to(device) if routes is not None else None
-    return _Prepared(on_device, share.to(device), sequences, positions, seen, loss_function, routes)
+    return _Prepared(on_device, share.to(device), sequences, positions, seen, order, routes, loss_function)
 
 
 def _forward_step(
@@ -247,7 +256,7 @@ def _forward_step(
     top_k: TopK | None,
     replay: RoutingReplay | None,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-    stream, share, sequences, positions, seen, loss_function, routes = next(inputs)
+    stream, share, sequences, positions, seen, recurrence, routes, loss_function = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -260,7 +269,7 @@ def _forward_step(
         core.seen = seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
-    mask, packed = _attention_inputs(stream, share, sequences, options)
+    mask, packed = _attention_inputs(stream, share, sequences, recurrence, options)
     with replay.forward(routes) if replay is not None else nullcontext():
         output = model(
             input_ids=token_ids[None],
@@ -286,14 +295,25 @@ def _targets(stream: PackedStream) -> Tensor:
 
 
 def _attention_inputs(
-    stream: PackedStream, share: StreamShard, sequences: PackedSeqParams | None, options: ModelOptions
+    stream: PackedStream,
+    share: StreamShard,
+    sequences: PackedSeqParams | None,
+    recurrence: Recurrence | None,
+    options: ModelOptions,
 ) -> tuple[Tensor | None, PackedSeqParams | None]:
     """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths."""
     if options.layer_spec == "reference":
-        return None, stream_attention(stream, share, DTYPES[options.dtype])
+        return None, stream_attention(stream, share, DTYPES[options.dtype], recurrence)
     if options.layer_spec == "local":
         return _dense_mask(stream), None
     return None, sequences
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Transformer Engine's packed sequences, and the order of their tokens for layers with linear attention."""
+
+    recurrence: Recurrence | None = None
 
 
 def _dense_mask(stream: PackedStream) -> Tensor:
@@ -306,7 +326,7 @@ def _dense_mask(stream: PackedStream) -> Tensor:
     return ~visible[None, None]
 
 
-def packed_lengths(stream: PackedStream) -> PackedSeqParams:
+def packed_lengths(stream: PackedStream, recurrence: Recurrence | None = None) -> PackedSequences:
     """`stream`, whose prompts are not shared, as Transformer Engine's packed (THD) sequences.
 
     The lengths are those of the whole stream; under context parallelism each rank passes its tokens in the order of
@@ -315,7 +335,7 @@ def packed_lengths(stream: PackedStream) -> PackedSeqParams:
     """
     cumulative = torch.tensor([*stream.boundaries], dtype=torch.int32, device=stream.token_ids.device)
     longest = max(end - start for start, end in pairwise(stream.boundaries))
-    return PackedSeqParams(
+    return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cumulative,
         cu_seqlens_kv=cumulative,
@@ -323,4 +343,5 @@ def packed_lengths(stream: PackedStream) -> PackedSeqParams:
         cu_seqlens_kv_padded=cumulative,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        recurrence=recurrence,
     )

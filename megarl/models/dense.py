@@ -134,24 +134,28 @@ def attention_rules(
     head_norms: bool = False,
     projection_norms: bool = False,
     pre_norm: bool = True,
+    gated: bool = False,
+    layers: frozenset[int] | None = None,
 ) -> list[Rule]:
     """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, and with norms of every q and k head.
 
-    With `projection_norms` one norm is of all heads of q together, and one of all heads of k.
+    With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
+    output. `layers` are those that have it, None for all.
     """
     hidden, hf = sizes.hidden_size, HF_LAYER + "self_attn."
     qkv = LAYER + "self_attention.linear_qkv."
-    rules = [input_norm_rule(hidden, te_name=qkv + "layer_norm_weight")] if pre_norm else []
+    rules = [input_norm_rule(hidden, te_name=qkv + "layer_norm_weight", layers=layers)] if pre_norm else []
     for kind in ("weight", "bias") if bias else ("weight",):
         columns = hidden if kind == "weight" else None
-        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns)
-        rules.append(Rule(qkv + kind, tuple(f"{hf}{part}_proj.{kind}" for part in "qkv"), packing))
+        packing = GroupedQKV(sizes.num_heads, sizes.num_groups, sizes.head_dim, columns, gated)
+        rules.append(Rule(qkv + kind, tuple(f"{hf}{part}_proj.{kind}" for part in "qkv"), packing, layers=layers))
     for which, heads in (("q", sizes.num_heads), ("k", sizes.num_groups)) if head_norms or projection_norms else ():
         name = f"{LAYER}self_attention.{which}_layernorm.weight"
         normed = heads * sizes.head_dim if projection_norms else sizes.head_dim
-        rules.append(Rule(name, (f"{hf}{which}_norm.weight",), Copy((normed,))))
+        rules.append(Rule(name, (f"{hf}{which}_norm.weight",), Copy((normed,)), layers=layers))
     width = sizes.num_heads * sizes.head_dim
-    rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), Copy((hidden, width), axis=1)))
+    packing_of_output = Copy((hidden, width), axis=1)
+    rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), packing_of_output, layers=layers))
     return rules
 
 
@@ -162,10 +166,10 @@ def prediction_layers(hf_config: dict[str, Any], sizes: DenseSizes, default: int
     return tuple(f"model.layers.{sizes.num_layers + number}." for number in range(extra))
 
 
-def input_norm_rule(hidden_size: int, te_name: str | None) -> Rule:
+def input_norm_rule(hidden_size: int, te_name: str | None, layers: frozenset[int] | None = None) -> Rule:
     """The norm before attention; Transformer Engine fuses it into the linear layer `te_name`, if any."""
     hf_names = (HF_LAYER + "input_layernorm.weight",)
-    return Rule(LAYER + "input_layernorm.weight", hf_names, Copy((hidden_size,)), te_name=te_name)
+    return Rule(LAYER + "input_layernorm.weight", hf_names, Copy((hidden_size,)), te_name=te_name, layers=layers)
 
 
 def post_norm_rules(sizes: DenseSizes, after_attention: str, after_mlp: str) -> list[Rule]:

@@ -1,6 +1,6 @@
 """What a decoder computes: multiply-adds of its matrices, operations of a forward pass, operations of an update.
 
-Of any model that `shape.py` describes: dense, with experts, with latent attention; and what a vision tower computes.
+Of any model that `shape.py` describes: dense, with experts, with latent or linear attention; and what a vision tower computes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megarl.data.micro_batches import Grid
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
+from megarl.models.delta_net import DeltaSizes
 from megarl.models.shape import ModelShape
 from megarl.models.vision import Vision
 
@@ -42,10 +43,11 @@ class FlopsModel:
     def of(cls, shape: ModelShape) -> FlopsModel:
         """Of a model; experts count as many as a token uses."""
         per_token, per_pair = _attention_products(shape)
+        of_linear = len(shape.linear.layers) * _linear_products(shape.hidden, shape.linear) if shape.linear else 0
         return cls(
-            per_token=2 * (shape.layers * per_token + _mlp_products(shape)),
+            per_token=2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape)),
             per_logit_row=2 * shape.hidden * shape.vocab,
-            per_pair=2 * shape.layers * per_pair,
+            per_pair=2 * shape.attention_layers * per_pair,
             vision=shape.vision,
         )
 
@@ -130,11 +132,20 @@ def _attention_products(shape: ModelShape) -> tuple[int, int]:
     """Multiply-adds of one layer's attention: (per token in its matrices, per pair of a token and one it attends to)."""
     hidden, heads = shape.hidden, shape.heads
     if shape.latent is None:
-        return hidden * shape.head_dim * 2 * (heads + shape.kv_heads), 2 * heads * shape.head_dim
+        of_gates = heads if shape.gated else 0
+        return hidden * shape.head_dim * (2 * (heads + shape.kv_heads) + of_gates), 2 * heads * shape.head_dim
     latent, value = shape.latent, shape.value_dim
     of_queries = latent.query * (hidden + shape.query) if latent.query else hidden * shape.query
     of_keys_and_values = hidden * (latent.key_value + latent.rope) + latent.key_value * heads * (latent.nope + value)
     return of_queries + of_keys_and_values + heads * value * hidden, heads * (shape.head_dim + value)
+
+
+def _linear_products(hidden: int, linear: DeltaSizes) -> int:
+    """Multiply-adds per token of one layer's linear attention: projections, convolution, and a state that is read with the key,
+    written to, and read with the query, as generation does it; chunks compute more."""
+    projected = linear.channels + linear.values_width + 2 * linear.values
+    states = 3 * linear.values * linear.key_dim * linear.value_dim
+    return hidden * (projected + linear.values_width) + linear.channels * linear.width + states
 
 
 def _mlp_products(shape: ModelShape) -> int:

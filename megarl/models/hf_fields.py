@@ -34,7 +34,8 @@ def without_prediction_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
 
     A model that sees has the field among those of its decoder.
     """
-    found = {**hf_config, "num_nextn_predict_layers": 0} if hf_config.get("num_nextn_predict_layers") else dict(hf_config)
+    fields = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    found = hf_config | {field: 0 for field in fields if hf_config.get(field)}
     if isinstance(found.get("text_config"), dict):
         found["text_config"] = without_prediction_layers(found["text_config"])
     return found

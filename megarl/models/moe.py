@@ -135,9 +135,14 @@ def mlp_rules(
     *,
     hf_block: str = "mlp.",
     hf_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    hf_shared: str = "shared_experts.",
+    hf_shared_gate: str | None = None,
     expert_bias: bool = False,
 ) -> list[Rule]:
-    """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts."""
+    """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts.
+
+    `hf_shared` and `hf_shared_gate` are what the shared expert is called, and what scales its output, if anything does.
+    """
     hidden, block, hf = hidden_size, LAYER + "mlp.", HF_LAYER + hf_block
     gate, up, down = hf_expert
 
@@ -161,5 +166,7 @@ def mlp_rules(
         hf_bias = (hf + "gate.e_score_correction_bias",)
         rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype="float32"))
     if moe.shared_ffn_size:
-        rules += gated(block + "shared_experts.", hf + "shared_experts.", moe.shared_ffn_size, (None, None))
+        rules += gated(block + "shared_experts.", hf + hf_shared, moe.shared_ffn_size, (None, None))
+    if hf_shared_gate is not None:
+        rules.append(rule(block + "shared_experts.gate_weight", (hf + hf_shared_gate,), Copy((1, hidden))))
     return rules

@@ -66,13 +66,15 @@ class GroupedQKV:
 
     A rank holds an even, contiguous share of that order. With more ranks than groups the share is a part of a group:
     megatron-core keeps no replica of k and v, it gathers the projection's output and picks its heads from it.
-    `hidden_size` is None for the biases.
+    `hidden_size` is None for the biases. `gated`: behind each head of q are as many rows of its gate, which a rank holds
+    behind the q heads of the group.
     """
 
     num_heads: int
     num_groups: int
     head_dim: int
     hidden_size: int | None
+    gated: bool = False
 
     @property
     def tp_axis(self) -> int:
@@ -84,7 +86,7 @@ class GroupedQKV:
         """Shapes of q, k and v."""
         columns = () if self.hidden_size is None else (self.hidden_size,)
         rows_of_kv = self.num_groups * self.head_dim
-        return ((self.num_heads * self.head_dim, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
+        return ((self.num_heads * self._of_head * self.head_dim, *columns), (rows_of_kv, *columns), (rows_of_kv, *columns))
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The rank's window of the interleaved order."""
@@ -94,11 +96,24 @@ class GroupedQKV:
         heads_per_group = self.num_heads // self.num_groups
         whole: list[RowRange] = []
         for group in range(self.num_groups):
-            for part, heads in ((0, heads_per_group), (1, 1), (2, 1)):
-                rows = heads * self.head_dim
-                whole.append((part, group * rows, (group + 1) * rows))
-        share = _share((self.num_heads + 2 * self.num_groups) * self.head_dim, tp_size, "the rows of q, k and v")
+            whole += self._queries(group * heads_per_group, heads_per_group)
+            rows = group * self.head_dim, (group + 1) * self.head_dim
+            whole += [(1, *rows), (2, *rows)]
+        share = _share(
+            (self.num_heads * self._of_head + 2 * self.num_groups) * self.head_dim, tp_size, "the rows of q, k and v"
+        )
         return list(_clip_ranges(whole, tp_rank * share, (tp_rank + 1) * share))
+
+    @property
+    def _of_head(self) -> int:
+        return 2 if self.gated else 1
+
+    def _queries(self, first: int, heads: int) -> Iterable[RowRange]:
+        """The q heads from `first` on, then their gates."""
+        if not self.gated:
+            return [(0, first * self.head_dim, (first + heads) * self.head_dim)]
+        starts = [(2 * head + gate) * self.head_dim for gate in (0, 1) for head in range(first, first + heads)]
+        return [(0, start, start + self.head_dim) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -122,6 +137,51 @@ class GateUp:
         """The same rows of both halves."""
         share = _share(self.ffn_size, tp_size, "intermediate_size")
         return [(part, tp_rank * share, (tp_rank + 1) * share) for part in (0, 1)]
+
+
+@dataclass(frozen=True)
+class HeadSection:
+    """Rows that are alike: `rows` for each unit, the first unit's from row `first` of the `part`-th tensor on, the next one's
+    `stride` rows further. `name` is what megatron-core's checkpoints add to the parameter's key."""
+
+    name: str
+    part: int
+    first: int
+    rows: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Sections one after the other; of each a rank has its share of the `units`, which are heads. Checkpoints of megatron-core
+    store each section as a tensor of its own. `shapes` are those of the Hugging Face tensors."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    units: int
+    sections: tuple[HeadSection, ...]
+
+    @property
+    def tp_axis(self) -> int:
+        """Output rows."""
+        return 0
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """As given."""
+        return self.shapes
+
+    def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
+        """The rank's units of every section."""
+        share = _share(self.units, tp_size, "the heads of linear attention")
+        found: list[RowRange] = []
+        for section in self.sections:
+            first, last = tp_rank * share, (tp_rank + 1) * share
+            if section.stride == section.rows:  # next to each other
+                found.append((section.part, section.first + first * section.rows, section.first + last * section.rows))
+                continue
+            starts = (section.first + unit * section.stride for unit in range(first, last))
+            found += [(section.part, start, start + section.rows) for start in starts]
+        return found
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

@@ -18,7 +18,7 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
         ModelError: biases, a sliding window, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    sizes, experts = dense.DenseSizes.from_hf(hf_config), experts_of(hf_config)
     sliding_layers = sizes.num_layers if hf_config.get("use_sliding_window") else 0
     return (
         dense.transformer_config_kwargs(hf_config, sizes, sliding_layers)
@@ -30,14 +30,14 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules, the norms of q and k, and the experts' where a layer has them."""
-    sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
+    sizes, experts = dense.DenseSizes.from_hf(hf_config), experts_of(hf_config)
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size)]
     attention = dense.attention_rules(sizes, head_norms=True)
     return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts)
 
 
-def _experts(hf_config: HFConfig) -> moe.MoeSizes:
+def experts_of(hf_config: HFConfig) -> moe.MoeSizes:
     """Every `decoder_sparse_step`-th layer has experts, but for `mlp_only_layers`."""
     step, dense_only = size(hf_config, "decoder_sparse_step", default=1), hf_config.get("mlp_only_layers") or ()
     layers = (n for n in range(size(hf_config, "num_hidden_layers")) if (n + 1) % step == 0 and n not in dense_only)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.models.architecture import DecoderTraits
+from megarl.models.delta_net import DeltaSizes
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
@@ -29,7 +30,8 @@ class ModelShape:
     """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
 
     `expert_layers` have `experts` of width `expert_ffn`, of which a token uses `top_k`, and a shared one of `shared_ffn`.
-    `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
+    `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's. `linear` is
+    the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates attention.
     """
 
     config: dict[str, Any]
@@ -51,6 +53,13 @@ class ModelShape:
     expert_layers: frozenset[int]
     vision: Vision | None = None
     traits: DecoderTraits = field(default_factory=DecoderTraits)
+    linear: DeltaSizes | None = None
+    gated: bool = False
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that keep keys and values, or latents, of every token."""
+        return self.layers - (len(self.linear.layers) if self.linear else 0)
 
     @property
     def query(self) -> int:
@@ -86,6 +95,7 @@ class ModelShape:
             "num_experts": self.experts or None,
             "expert_ffn_size": self.expert_ffn or None,
             "deepstack": len(self.vision.deepstack) if self.vision else 0,
+            "linear_heads": self.linear.keys if self.linear else None,
         }
 
     @property
@@ -140,4 +150,20 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         expert_layers=frozenset(n for n in range(layers) if experts and has_experts[n]),
         vision=architecture.vision(hf_config),
         traits=architecture.traits(hf_config),
+        linear=_linear(sizes),
+        gated=bool(sizes.get("attention_output_gate")),
+    )
+
+
+def _linear(sizes: dict[str, Any]) -> DeltaSizes | None:
+    """The linear attention in arguments of TransformerConfig."""
+    if sizes.get("linear_attention_freq") is None:
+        return None
+    return DeltaSizes(
+        layers=frozenset(layer for layer, is_linear in enumerate(sizes["linear_attention_freq"]) if is_linear),
+        keys=sizes["linear_num_key_heads"],
+        values=sizes["linear_num_value_heads"],
+        key_dim=sizes["linear_key_head_dim"],
+        value_dim=sizes["linear_value_head_dim"],
+        width=sizes["linear_conv_kernel_dim"],
     )

@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config.layout import Layout
+from megarl.models.delta_net import DeltaSizes
 from megarl.models.shape import ModelShape
 
 STATISTICS = 4
 """Bytes of a norm's statistics per row, of the log-sum-exp of a head: float32."""
+CHUNK = 64
+"""Tokens that linear attention computes together (`megatron/delta_rule.py`, and flash-linear-attention)."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +71,25 @@ class LayerActivations:
 
 
 def layer_activations(
-    shape: ModelShape, layout: Layout, precision: Precision, *, has_experts: bool, mean_length: float
+    shape: ModelShape,
+    layout: Layout,
+    precision: Precision,
+    *,
+    has_experts: bool,
+    mean_length: float,
+    is_linear: bool = False,
 ) -> LayerActivations:
-    """The activations of a layer with or without experts. `mean_length`: tokens of the sequence that a token is in."""
+    """The activations of a layer with or without experts, whose attention `is_linear` or not.
+
+    `mean_length`: tokens of the sequence that a token is in.
+    """
     rows = 1 / layout.tp if layout.sequence_parallel else 1.0
-    attention = (
-        _latent(shape, layout, precision, rows, mean_length) if shape.latent else _grouped(shape, layout, precision, rows)
-    )
+    if shape.linear is not None and is_linear:
+        attention = _linear(shape, shape.linear, layout, precision, rows, mean_length)
+    elif shape.latent:
+        attention = _latent(shape, layout, precision, rows, mean_length)
+    else:
+        attention = _grouped(shape, layout, precision, rows)
     outside, core, core_inputs = attention
     mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
     checkpoint = rows * shape.hidden * precision.itemsize
@@ -143,6 +158,22 @@ def _latent(
         return outside, core, core_inputs
     core = core_inputs + value * size + STATISTICS * heads
     return outside + both * rows * size - (0 if precision.fp8 else value * size), core, core_inputs
+
+
+def _linear(
+    shape: ModelShape, linear: DeltaSizes, layout: Layout, precision: Precision, rows: float, mean_length: float
+) -> tuple[float, float, float]:
+    """All outside core attention: selective recomputation keeps it."""
+    size, heads = precision.itemsize, linear.values / layout.tp
+    values, channels, keys = linear.values_width / layout.tp, linear.channels / layout.tp, heads * linear.key_dim
+    outside = rows * (norm(shape.hidden, precision) + precision.operand * shape.hidden)
+    outside += size * channels * (linear.width + 1)  # the convolution's inputs, each token's once for every tap, and SiLU's
+    outside += 4 * 2 * (linear.keys_width / layout.tp + values) + size * 2 * values  # unit lengths; the norm, and its gate
+    outside += values * precision.operand  # the output projection's input
+    chunk = min(CHUNK, mean_length)
+    if precision.is_reference:  # pairs within a chunk six times; keys, queries and values as they are scaled, solved and read
+        return outside + 4 * (6 * heads * chunk + 10 * keys + 5 * values), 0.0, 0.0
+    return outside + size * (3 * keys + 2 * values) + 4 * heads * (chunk / 2 + 2), 0.0, 0.0
 
 
 def _dense(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> float:

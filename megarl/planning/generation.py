@@ -59,7 +59,7 @@ def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float
     """One decoding step of `active` sequences with `context` tokens each: the larger of reading and computing, and latency."""
     shape, ranks = engines.shape, engines.target.ranks
     read = engines.weight_bytes * _weights_touched(engines, active)
-    read += active / engines.target.dp * context * engines.kv_bytes_per_token
+    read += active / engines.target.dp * context * engines.cached_bytes_per_token(context)
     flops = FlopsModel.of(shape)
     operations = active * (flops.per_token + flops.per_logit_row + flops.per_pair * context) / ranks
     of_memory, of_peak = read / gpu.hbm_gb_per_s / 1e9, operations / gpu.peak_flops()

@@ -179,11 +179,15 @@ def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: 
 def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> list[LayerActivations]:
     shape, layout = role.shape, role.layout
     layers = [layer for chunk in layout.stage_layers(shape.layers)[stage] for layer in chunk]
+    linear = shape.linear.layers if shape.linear else frozenset()
+    kind_of = [(layer in shape.expert_layers, layer in linear) for layer in layers]
     kinds = {
-        has_experts: layer_activations(shape, layout, precision, has_experts=has_experts, mean_length=work.mean_length)
-        for has_experts in {layer in shape.expert_layers for layer in layers}
+        (experts, is_linear): layer_activations(
+            shape, layout, precision, has_experts=experts, is_linear=is_linear, mean_length=work.mean_length
+        )
+        for experts, is_linear in set(kind_of)
     }
-    return [kinds[layer in shape.expert_layers] for layer in layers]
+    return [kinds[kind] for kind in kind_of]
 
 
 def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
@@ -346,7 +350,8 @@ def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
     awake = [parts for kind in counted for parts in kind.turns.values() if ("engine", "parameters") in parts]
     room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
     tokens, wanted = _kv_tokens(run, run.engines, gpu, room, lengths.response)
-    cache = {("engine", "KV cache"): tokens * run.engines.kv_bytes_per_token}
+    length = run.config.longest_parts[0] + lengths.response
+    cache = {("engine", "KV cache"): tokens * run.engines.cached_bytes_per_token(length)}
     for parts in awake:
         parts |= cache
     return MemoryPlan(tuple(counted), gpu.usable_bytes, tokens, wanted)
@@ -443,14 +448,15 @@ def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, respo
     length, longest = longest_prompt + response_tokens, run.config.longest_sequence
     ranks_sharing = engines.target.engines * engines.target.dp
     wanted = max(longest, math.ceil(run.config.sequences_per_step / ranks_sharing * length))
+    of_token = engines.cached_bytes_per_token(length)
     if engines.max_total_tokens is not None:
         return engines.max_total_tokens, wanted
     if engines.memory_fraction is not None:
         pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes
-        return max(longest, int(pool / engines.kv_bytes_per_token)), wanted
+        return max(longest, int(pool / of_token)), wanted
     if _is_sized(run, gpu):
         room = min(static_bytes(run.config, gpu) - engines.weight_bytes, room)
-    return min(wanted, max(longest, int(room / engines.kv_bytes_per_token))), wanted
+    return min(wanted, max(longest, int(room / of_token))), wanted
 
 
 def engine_working_bytes(engines: Engines, lengths: Lengths) -> float:

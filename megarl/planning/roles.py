@@ -99,7 +99,21 @@ class Engines:
         """Of a rank that holds this token: KV heads are split over tp and at least one on each, latents are whole on each."""
         shape, tp = self.shape, self.target.tp
         width = shape.cached if shape.latent else 2 * max(shape.kv_heads / tp, 1) * shape.head_dim
-        return shape.layers * width * self.itemsize
+        return shape.attention_layers * width * self.itemsize
+
+    @property
+    def state_bytes_per_sequence(self) -> float:
+        """What linear attention keeps of a sequence on a rank: states in float32, and the last inputs of the convolutions."""
+        linear = self.shape.linear
+        if linear is None:
+            return 0.0
+        states = 4 * linear.values * linear.key_dim * linear.value_dim
+        inputs = (linear.width - 1) * linear.channels * self.itemsize
+        return len(linear.layers) * (states + inputs) / self.target.tp
+
+    def cached_bytes_per_token(self, length: float) -> float:
+        """Keys, values and states of a rank by token, for sequences of `length` tokens."""
+        return self.kv_bytes_per_token + self.state_bytes_per_sequence / length
 
 
 @lru_cache(maxsize=32)

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.config.layout import closest, divisors
 from megarl.errors import LayoutError
 from megarl.models.architecture import HFConfig
-from megarl.models.packings import GateUp, GroupedQKV, Vocabulary
+from megarl.models.packings import GateUp, GroupedQKV, Sections, Vocabulary
 from megarl.models.registry import architecture_for, architectures
 from megarl.models.weight_map import Rule
 from megarl.reshard.block_scales import BlockScales
@@ -142,7 +142,8 @@ def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
 
     Raises:
         LayoutError: tp does not divide the heads (or the KV heads in either direction), the ranks do not divide a feed-forward
-            width, ep does not divide the experts, or the family's attention cannot be replicated inside an engine.
+            width, ep does not divide the experts, the family's attention cannot be replicated inside an engine, or several
+            ranks share linear attention.
     """
     architecture = architecture_for(hf_config)
     weight_map = architecture.weight_map(hf_config)
@@ -168,6 +169,11 @@ def check_target(hf_config: HFConfig, target: EngineTarget) -> None:
         raise LayoutError(
             f"target dp is {target.dp}, but SGLang replicates attention inside an engine only for {', '.join(replicated)}, "
             f"not for '{architecture.name}'; dp must be 1"
+        )
+    if target.ranks > 1 and any(isinstance(rule.packing, Sections) for rule in weight_map.rules):
+        raise LayoutError(
+            f"target tp is {target.tp} in engines of {target.ranks} ranks, but the model has linear attention, of whose "
+            "convolution a rank holds channels in three places, which no slice can name yet; it must be 1, and dp 1"
         )
     if target.ep > 1 and (weight_map.num_experts or 1) % target.ep:
         what = f"{weight_map.num_experts} experts" if weight_map.num_experts else "no experts"

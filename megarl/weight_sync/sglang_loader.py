@@ -35,6 +35,12 @@ FUSED = {
     "mlp.up_proj": ("mlp.gate_up_proj", 1),
     "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
     "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
+    "mlp.shared_expert.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
+    "mlp.shared_expert.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
+    "linear_attn.in_proj_qkv": ("linear_attn.in_proj_qkvz", 0),
+    "linear_attn.in_proj_z": ("linear_attn.in_proj_qkvz", 1),
+    "linear_attn.in_proj_b": ("linear_attn.in_proj_ba", 0),
+    "linear_attn.in_proj_a": ("linear_attn.in_proj_ba", 1),
     "merger.gate_proj": ("merger.gate_up_proj", 0),
     "merger.up_proj": ("merger.gate_up_proj", 1),
     "self_attn.q_a_proj": ("self_attn.fused_qkv_a_proj_with_mqa", 0),
@@ -44,11 +50,15 @@ PARTS = {
     "self_attn.qkv_proj": 3,
     "mlp.gate_up_proj": 2,
     "mlp.shared_experts.gate_up_proj": 2,
+    "mlp.shared_expert.gate_up_proj": 2,
+    "linear_attn.in_proj_qkvz": 2,
+    "linear_attn.in_proj_ba": 2,
     "merger.gate_up_proj": 2,
     "self_attn.fused_qkv_a_proj_with_mqa": 2,
 }
-OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.")
-"""Fused parameters of which the first tensor may be of another length than the others: q beside k and v."""
+OF_TWO_LENGTHS = (".qkv_proj.", ".fused_qkv_a_proj_with_mqa.", ".in_proj_qkvz.")
+"""Fused parameters of which the first tensor may be of another length than the others: q beside k and v, which Qwen3.5 has in
+one tensor beside the gates."""
 DERIVED_FROM = ".self_attn.kv_b_proj."
 """What multi-head latent attention computes with is not this parameter, but copies of its two halves (`w_kc`, `w_vc`)."""
 HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."))

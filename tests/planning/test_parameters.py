@@ -42,7 +42,7 @@ def config_of(family: str) -> dict[str, Any]:
     import transformers
 
     entry = VARIANTS[family]
-    config = getattr(transformers, f"{entry.class_prefix}Config")(**(SIZES | {"pad_token_id": None} | entry.settings))
+    config = getattr(transformers, entry.config_class)(**(SIZES | {"pad_token_id": None} | entry.settings))
     return config.to_dict() | {"architectures": [f"{entry.class_prefix}ForCausalLM"]}
 
 
@@ -66,6 +66,7 @@ def test_counts_are_those_of_the_built_model_for_every_family(check: Callable[[l
             for family, entry in VARIANTS.items()
             if family in FAMILIES or family.endswith(("tied", "plain"))
             for layout in (EXPERT_LAYOUTS if entry.num_experts else LAYOUTS)
+            if layout.cp == 1 or not entry.linear
         ]
     )
 

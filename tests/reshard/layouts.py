@@ -60,6 +60,8 @@ def source(name: str, family: str) -> Layout:
 def target(name: str, family: str) -> EngineTarget:
     """A target of `TARGETS`; expert parallelism, copies of KV heads and of attention are left out where SGLang has none."""
     wanted = TARGETS[name]
+    if FAMILIES[family].linear:  # whose engines have one rank
+        return EngineTarget(engines=wanted.engines)
     sglang = architecture_for(hf_config(family)).sglang
     dp = wanted.dp if sglang.replicates_attention else 1
     tp = wanted.tp if sglang.copies_kv_heads else min(wanted.tp, hf_config(family)["num_key_value_heads"])

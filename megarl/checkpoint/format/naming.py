@@ -2,7 +2,8 @@
 
 A key's tensor is what one tensor-parallel rank alone would hold. Layers of one kind share a key, stacked along a leading
 axis; where layers differ (dense ones among layers with experts) each has a key of its own. Experts are stacked along an axis
-after that. A gated MLP's first layer is stored in halves, all of gate before all of up.
+after that. A gated MLP's first layer is stored in halves, all of gate before all of up; a parameter in `Sections` as a tensor
+for each of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
-from megarl.models.packings import GateUp, Vocabulary
+from megarl.models.packings import GateUp, Sections, Vocabulary
 from megarl.models.registry import architecture_for
 from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, Rule, WeightMap
@@ -30,6 +31,7 @@ _LOCAL_SPEC_RENAMES = (
     (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
     (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
 )
+_LINEAR_ATTENTION = ".self_attention.in_proj."
 _WITHOUT_EXTRA_STATE = ("word_embeddings", "output_layer", "router")
 
 
@@ -65,8 +67,9 @@ class ModelNames:
         return Place(tuple(dict.fromkeys(keys)), tuple(prefix), tuple(sizes))
 
     def first_keys(self) -> Iterator[str]:
-        """The first key of every parameter, each once."""
-        yield from dict.fromkeys(self.place(rule).keys[0] for rule in self.weight_map.bound_rules())
+        """The first key of every parameter, or of every section of one, each once."""
+        rules = self.weight_map.bound_rules()
+        yield from dict.fromkeys(self.place(rule).keys[0] + part.suffix for rule in rules for part in stored_rows(rule, 0))
 
     def extra_states(self) -> list[str]:
         """Unique names of the objects that megatron-core's linear layers, norms and attention want beside their weights.
@@ -76,7 +79,7 @@ class ModelNames:
         """
         found: dict[str, None] = {}
         for rule in self.weight_map.bound_rules():
-            place = self.place(rule)
+            place = self.place(rule)  # the objects of a parameter in sections go by its own key
             index = ".".join(map(str, place.prefix or (0,)))
             of = ".".join(map(str, place.prefix_sizes or (1,)))
             for key in place.keys:
@@ -101,6 +104,8 @@ class ModelNames:
         for of_rule in self._with_te_name.get(_LAYER.sub("decoder.layers.{layer}.", own), ()):
             if rule.layer is None or of_rule.has_layer(rule.layer):
                 under_te = of_rule.spellings()[-1].format(layer=rule.layer)
+        if _LINEAR_ATTENTION in under_te:  # which the local spec does not have
+            return under_te, under_te
         local = own
         for module, renamed in _LOCAL_SPEC_RENAMES:
             local = local.replace(module, renamed)
@@ -127,12 +132,35 @@ def model_names(hf_config: HFConfig) -> ModelNames:
         ModelError: the architecture is unknown, or the config contradicts itself.
     """
     architecture = architecture_for(hf_config)
-    frequency = architecture.transformer_config_kwargs(hf_config).get("moe_layer_freq", 1)
+    kwargs = architecture.transformer_config_kwargs(hf_config)
+    frequencies = (kwargs.get("moe_layer_freq", 1), kwargs.get("linear_attention_freq", 1))
     return ModelNames(
         weight_map=architecture.weight_map(hf_config),
         vocab_size=architecture.gpt_kwargs(hf_config)["vocab_size"],
-        stacks_layers=isinstance(frequency, int) and frequency <= 1,
+        stacks_layers=all(isinstance(frequency, int) and frequency <= 1 for frequency in frequencies),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """So many `rows` of a parameter from `first` on, stored under its key with `suffix`."""
+
+    suffix: str
+    first: int
+    rows: int
+
+
+def stored_rows(rule: BoundRule, rows: int) -> list[StoredRows]:
+    """What a parameter of so many rows, as one tensor-parallel rank alone would hold it, is stored as, in order."""
+    if not isinstance(rule.packing, Sections):
+        return [StoredRows("", 0, rows)]
+    found: list[StoredRows] = []
+    first = 0
+    for section in rule.packing.sections:
+        length = section.rows * rule.packing.units
+        found.append(StoredRows(f".{section.name}", first, length))
+        first += length
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +198,17 @@ def chunks_of(rule: BoundRule, rows: int, cols: int, layout: Layout, weight_map:
     if rule.expert is not None:
         size = layout.etp
         first_rank += layout.etp * (rule.expert // (weight_map.num_experts // layout.ep))
-    halves = 2 if isinstance(rule.packing, GateUp) else 1
     if rule.tp_axis is None:
         return [Chunk(first_rank, 0, rows, 0, cols)]
     rule.pieces(0, size, rows if is_vocabulary(rule) else None)  # raises where it does not divide
     if rule.tp_axis == 1:
         return [Chunk(first_rank + rank, 0, rows, rank * cols // size, cols // size) for rank in range(size)]
-    share = rows // (size * halves)
+    lengths = [rows // 2] * 2 if isinstance(rule.packing, GateUp) else [part.rows for part in stored_rows(rule, rows)]
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
     return [
-        Chunk(first_rank + rank, (half * size + rank) * share, share, 0, cols) for rank in range(size) for half in range(halves)
+        Chunk(first_rank + rank, start + rank * (length // size), length // size, 0, cols)
+        for rank in range(size)
+        for start, length in zip(starts, lengths, strict=True)
     ]
 
 

@@ -24,7 +24,7 @@ CELLS = [
     (layout, name)
     for layout in LAYOUTS
     for name, family in FAMILIES.items()
-    if layout_for(layout, experts=family.num_experts is not None) is not None
+    if layout_for(layout, experts=family.num_experts is not None, linear=family.linear) is not None
 ]
 
 

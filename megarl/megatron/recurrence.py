@@ -1,0 +1,116 @@
+"""Which tokens of a packed stream a recurrent layer runs behind which: runs of tokens, where they begin, what they hand on.
+
+A run is a segment of the stream. It begins from zeros or, where it has a prefix, from what the run of that prefix ends with, so
+that the responses to a prompt share its states. The gradient of a state that is handed on is the sum over those who got it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from megarl.data.stream import PackedStream, Segment
+
+
+@dataclass
+class PaddedRuns:
+    """Runs of similar length in one batched call: B runs filled up to T tokens.
+
+    `runs` int64 `[B]` are their numbers in the stage, `tokens` int64 `[B, T]` places in the stream (0 where filled up), `real`
+    bool `[B, T]`, `source` int64 `[M]` the places in the flat `[B * T]` result that hold real tokens, and `target` int64 `[M]`
+    their places in the stream.
+    """
+
+    runs: Tensor
+    tokens: Tensor
+    real: Tensor
+    source: Tensor
+    target: Tensor
+
+
+@dataclass
+class Stage:
+    """Runs that need no other run of the same stage.
+
+    `tokens` int64 `[M]` are the places in the stream of all their tokens, run after run, and `boundaries` int32 `[R + 1]` where
+    in these each begins and ends. `prefix` int64 `[R]` is the run of the stage before that hands its state to each; None: all
+    begin from zeros. `padded` are the same runs for batched calls.
+    """
+
+    tokens: Tensor
+    boundaries: Tensor
+    prefix: Tensor | None
+    padded: tuple[PaddedRuns, ...]
+
+
+@dataclass
+class Recurrence:
+    """The order of a stream's tokens.
+
+    `taps` int64 `[S, W]`: the tokens that a causal convolution of width W sees at each place, the oldest first; S where it
+    would look before the beginning. `stages` are run one after another.
+    """
+
+    taps: Tensor
+    stages: tuple[Stage, ...]
+
+    def to(self, device: torch.device) -> Recurrence:
+        """The same on `device`."""
+        return Recurrence(self.taps.to(device), tuple(_stage_to(stage, device) for stage in self.stages))
+
+
+def recurrence_of(stream: PackedStream, width: int) -> Recurrence:
+    """The order of `stream`'s tokens for layers whose convolution is `width` wide; its tensors are in main memory."""
+    first = [segment for segment in stream.segments if not segment.prefix_length]
+    second = [segment for segment in stream.segments if segment.prefix_length]
+    number = {segment.start: place for place, segment in enumerate(first)}
+    stages = [_stage(first, None)]
+    if second:
+        stages.append(_stage(second, torch.tensor([number[segment.prefix_start] for segment in second])))
+    return Recurrence(_taps(stream, width), tuple(stages))
+
+
+def _taps(stream: PackedStream, width: int) -> Tensor:
+    size = len(stream.token_ids)
+    taps = torch.full((size, width), size)
+    for segment in stream.segments:
+        place, own = torch.arange(segment.length)[:, None], torch.arange(1 - width, 1)[None]
+        behind = place + own  # negative: so many tokens from the prefix's end
+        before = torch.where(behind < -segment.prefix_length, size, segment.prefix_start + segment.prefix_length + behind)
+        taps[segment.start : segment.start + segment.length] = torch.where(behind < 0, before, segment.start + behind)
+    return taps
+
+
+def _stage(segments: Sequence[Segment], prefix: Tensor | None) -> Stage:
+    tokens = [torch.arange(segment.start, segment.start + segment.length) for segment in segments]
+    boundaries = torch.tensor([0, *accumulate(segment.length for segment in segments)], dtype=torch.int32)
+    in_order = sorted(range(len(segments)), key=lambda run: segments[run].length)
+    together = groupby(in_order, key=lambda run: segments[run].length.bit_length())
+    return Stage(torch.cat(tokens), boundaries, prefix, tuple(_padded(runs, segments) for _, runs in together))
+
+
+def _padded(numbers: Iterable[int], segments: Sequence[Segment]) -> PaddedRuns:
+    runs = list(numbers)
+    starts = torch.tensor([segments[run].start for run in runs])[:, None]
+    lengths = torch.tensor([segments[run].length for run in runs])[:, None]
+    place = torch.arange(int(lengths.max()))[None]
+    real = place < lengths
+    tokens = torch.where(real, starts + place, 0)
+    source = real.flatten().nonzero().flatten()
+    return PaddedRuns(torch.tensor(runs), tokens, real, source, tokens.flatten()[source])
+
+
+def _stage_to(stage: Stage, device: torch.device) -> Stage:
+    return Stage(
+        stage.tokens.to(device),
+        stage.boundaries.to(device),
+        stage.prefix.to(device) if stage.prefix is not None else None,
+        tuple(
+            PaddedRuns(*(t.to(device) for t in (runs.runs, runs.tokens, runs.real, runs.source, runs.target)))
+            for runs in stage.padded
+        ),
+    )
