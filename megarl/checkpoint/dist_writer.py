@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Written:
-    """What a rank wrote: its files, and where in them the chunks of tensors and the objects are."""
+    """What a rank wrote: its files, where in them the chunks of tensors and the objects are, and what `Shards.absent` says."""
 
     files: dict[str, FileRecord] = field(default_factory=dict)
     keys: dict[str, StoredKey] = field(default_factory=dict)
     objects: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    absent: dict[str, int] = field(default_factory=dict)
 
 
 def write_shards(shards: Shards, folder: str | Path) -> Written:
@@ -42,7 +43,7 @@ def write_shards(shards: Shards, folder: str | Path) -> Written:
         CheckpointError: it could not be written; names the file and why.
         MemoryError: this process had no memory left for it, which is not the disk's fault, nor anybody's mistake.
     """
-    written, path = Written(), Path(folder) / f"__{shards.rank}_0.distcp"
+    written, path = Written(absent=dict(shards.absent)), Path(folder) / f"__{shards.rank}_0.distcp"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with DirectFile(path) as output:
@@ -90,7 +91,8 @@ def join_shards(folder: str | Path, parts: Sequence[Written]) -> dict[str, FileR
             keys[key] = StoredKey(stored.dtype, stored.shape, (*(before.chunks if before else ()), *stored.chunks))
     for key, stored in keys.items():
         elements = sum(prod(chunk.sizes) for chunk in stored.chunks)
-        if elements != prod(stored.shape) or len({chunk.offsets for chunk in stored.chunks}) != len(stored.chunks):
-            raise CheckpointError(f"the ranks wrote {elements} elements of '{key}', which has {prod(stored.shape)}")
+        wanted = prod(stored.shape) - sum(part.absent.get(key, 0) for part in parts)
+        if elements != wanted or len({chunk.offsets for chunk in stored.chunks}) != len(stored.chunks):
+            raise CheckpointError(f"the ranks wrote {elements} elements of '{key}', of which there are {wanted}")
     write_metadata(Path(folder), keys, {name: at for part in parts for name, at in part.objects.items()})
     return {name: record for part in parts for name, record in part.files.items()}

@@ -215,6 +215,9 @@ def check_offload(model: ModelConfig, trained: dict[str, TrainedRole], valued: S
     """Refuse to offload a part of what megatron-core can only offload whole; `valued` roles have a value head."""
     for name, role in trained.items():
         fraction = role.optimizer.offload_fraction
+        if fraction and role.optimizer.name == "muon":
+            reason = "is for AdamW alone: Muon needs momenta where it computes"
+            raise ConfigError.of(f"{name}.optimizer.offload_fraction", fraction, reason, allowed="0 with optimizer.name 'muon'")
         if 0 < fraction < 1 and (model.dtype == "float32" or name in valued):
             what = "a model of model.dtype = 'float32'" if model.dtype == "float32" else "a model with a float32 value head"
             raise ConfigError.of(

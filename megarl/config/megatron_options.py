@@ -24,6 +24,7 @@ _OPTIMIZER = "megarl sets from the role's optimizer"
 _LAYERS = "megarl sets from model.layer_spec, by which weights have their names"
 _ARRANGEMENT = "arranges a layer's weights otherwise than megarl loads and exports them"
 _SUMS = "would be wrong: megarl's losses are sums that carry their denominators, and megatron-core's own terms are not"
+_BALANCE = "megarl has in the role's section experts: megatron-core's depend on how a batch is cut into micro-batches"
 _DROPOUT = "would make log-probs of two passes differ"
 _LENGTHS = "needs micro-batches of one length, and megarl's vary"
 _CHECKPOINTS = "megarl's checkpoints cannot hold"
@@ -43,7 +44,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
         "moe_layer_freq moe_router_topk moe_router_pre_softmax moe_router_score_function moe_router_num_groups "
         "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
-        "moe_router_bias_update_rate moe_router_dtype moe_router_topk_limited_devices softmax_scale softmax_type "
+        "moe_router_dtype moe_router_topk_limited_devices softmax_scale softmax_type "
         "no_rope_freq qk_l2_norm activation_func_clamp_value glu_linear_offset attention_output_gate "
         "experimental_attention_variant is_hybrid_model heterogeneous_block_specs mtp_num_layers moe_latent_size "
         "apply_residual_connection_post_layernorm",
@@ -89,9 +90,9 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("megarl sets from policy.routing", "moe_enable_routing_replay"),
     (
         _SUMS,
-        "calculate_per_token_loss average_in_collective moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff "
-        "dsa_indexer_loss_coeff",
+        "calculate_per_token_loss average_in_collective dsa_indexer_loss_coeff",
     ),
+    (_BALANCE, "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate"),
     (_DROPOUT, "attention_dropout hidden_dropout moe_input_jitter_eps moe_router_force_load_balancing"),
     (
         _LENGTHS,

@@ -81,9 +81,22 @@ class ModelConfig(Section):
     """Number of layers at the start and at the end of the model that stay in BF16."""
 
 
-class OptimizerConfig(Section):
-    """AdamW with a learning-rate schedule."""
+class OptimizerGroupConfig(Section):
+    """Parameters that are updated otherwise than the rest; one that several groups choose is in the first of them."""
 
+    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
+    """Patterns of Hugging Face names of tensors, such as `*.embed_tokens.*`, or the word `router`."""
+    lr_factor: NonNegative = 1.0
+    """Their learning rate, as a multiple of the others'."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay; norms and biases have none. null: the others'."""
+
+
+class OptimizerConfig(Section):
+    """AdamW or Muon, with a learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: Muon for the matrices of the decoder's layers, AdamW for the rest (docs/optimizers.md#muon)."""
     lr: NonNegative = 1e-6
     """Peak learning rate."""
     min_lr: NonNegative = 0.0
@@ -102,6 +115,25 @@ class OptimizerConfig(Section):
     """Maximum of the global gradient norm; larger gradients are clipped. 0: no clipping."""
     offload_fraction: Fraction = 0.0
     """Fraction of the optimizer state that lives in CPU memory; the CPU computes that part of the step."""
+    momentum: Decay = 0.95
+    """Muon's decay rate of the momentum (Nesterov's)."""
+    newton_schulz_steps: Positive = 5
+    """Muon's number of Newton-Schulz steps."""
+    groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = ()
+    """Parameters with a learning rate or weight decay of their own."""
+
+
+class ExpertsConfig(Section):
+    """How experts are kept in balance (docs/experts.md). With all at 0 routing moves only as the loss of the run moves it."""
+
+    balance_coef: NonNegative = 0.0
+    """Coefficient of the balance loss over the whole batch of an update, which costs a forward pass more. 0: off."""
+    sequence_balance_coef: NonNegative = 0.0
+    """Coefficient of DeepSeek-V3's balance loss of each sequence (1e-4 there). 0: off."""
+    z_loss_coef: NonNegative = 0.0
+    """Coefficient of the z-loss, which keeps the logits of routers small (ST-MoE: 1e-3). 0: off."""
+    bias_update_rate: NonNegative = 0.0
+    """How far an update moves the bias of an expert against its load (DeepSeek-V3: 1e-3). 0: biases stay as they are."""
 
 
 class TrainedRole(Section):
@@ -111,6 +143,8 @@ class TrainedRole(Section):
     """Parallel layout of this role."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of this role."""
+    experts: ExpertsConfig = ExpertsConfig()
+    """How experts are kept in balance, of a model that has any."""
     threads_per_rank: Positive | None = None
     """CPU threads per rank. null: the machine's cores divided by its ranks."""
     max_tokens_per_micro_batch: Positive = 8192
@@ -118,9 +152,9 @@ class TrainedRole(Section):
     logit_chunk_tokens: Positive | None = None
     """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 1 GiB
     (without a GPU: 64 MiB)."""
-    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] = ()
-    """Parts of a vision-language model that are not trained: `vision` (the tower), `projector` (which makes tokens of its
-    features), `language` (the decoder)."""
+    freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """What is not trained: patterns of Hugging Face names (`*.layers.0.*`), `router`, or parts of a model that sees:
+    `vision` (the tower), `projector`, `language` (the decoder)."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by their own names
     (docs/performance.md)."""

@@ -116,8 +116,9 @@ class PackedStream:
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]` or `[N, k]`, aligned with `rows`.
-    `media` are the pictures and which of the tokens show them; None: there are none. `laid` says where each owner lies.
-    `routes` `[S, layers, k]` are the experts of the tokens, unknown on padding; None: of no token.
+    `parts`: the numbers of the segments that make up each owner's sequence, its prompt first. `media` are the pictures and
+    which of the tokens show them; None: there are none. `laid` says where each owner lies. `routes` `[S, layers, k]` are the
+    experts of the tokens, unknown on padding; None: of no token.
     """
 
     token_ids: Tensor
@@ -130,6 +131,7 @@ class PackedStream:
     response: Tensor
     lengths: Tensor
     columns: dict[str, Tensor]
+    parts: list[tuple[int, ...]]
     media: StreamMedia | None = None
     laid: list[LaidResponse] = field(default_factory=list)
     routes: Tensor | None = None
@@ -147,6 +149,7 @@ class PackedStream:
             self.response.to(device),
             self.lengths.to(device),
             {name: column.to(device) for name, column in self.columns.items()},
+            self.parts,
             self.media,
             self.laid,
             None if self.routes is None else self.routes.to(device),
@@ -322,8 +325,10 @@ def pack(
     columns: dict[str, list[Tensor]] = {}
     shown: list[tuple[Media, int]] = []
     places_of: list[LaidResponse] = []
+    parts: list[tuple[int, ...]] = []
     for unit in units:
         prompt_length, prompt_start = len(unit.prompt_ids), laid.length
+        of_unit = len(laid.segments)
         of_prompt, first = _positions(unit)
         shown += ((media, prompt_start) for media in unit.media)
         laid.routed += [(prompt_start, unit.routes)] if unit.routes is not None else []
@@ -348,6 +353,7 @@ def pack(
             rows.append(at + places if position is ScorePosition.AT else before)
             targets.append(response.token_ids[places])
             owners.append((response.index, places, length))
+            parts.append((of_unit, *([len(laid.segments) - 1] if shared and len(kept) else [])))
             for name, column in response.columns.items():
                 columns.setdefault(name, []).append(column[places])
     laid.pad_to(pad_to_multiple)
@@ -363,7 +369,8 @@ def pack(
         owners,
         torch.repeat_interleave(torch.arange(len(owners)), lengths),
         lengths,
-        {name: torch.cat(parts) for name, parts in columns.items()},
+        {name: torch.cat(of_responses) for name, of_responses in columns.items()},
+        parts,
         laid_media(shown) if shown else None,
         places_of,
         laid.routes(),

@@ -9,6 +9,7 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class BoxReader:
         """Fill the `data` of every box with the checkpoint's values; no collective takes place.
 
         Raises:
-            CheckpointError: the checkpoint has no such tensor, or one of another shape.
+            CheckpointError: the checkpoint has no such tensor, one of another shape, or not these boxes of it.
         """
         by_key: dict[str, list[ShardBox]] = defaultdict(list)
         for box in boxes:
@@ -69,8 +70,19 @@ class BoxReader:
                 for box in of_key:
                     box.data.zero_()
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in of_key]
-            items += create_read_items_for_chunk_list(key, stored, chunks)
+            found = create_read_items_for_chunk_list(key, stored, chunks)
+            if sum(prod(one.sizes) for one in stored.chunks) < prod(stored.size):
+                self._check_covered(key, sum(prod(item.lengths) for item in found), sum(prod(box.sizes) for box in of_key))
+            items += found
         self._reader.read_data(LoadPlan(items), _IntoBoxes(by_key)).wait()
+
+    def _check_covered(self, key: str, found: int, wanted: int) -> None:
+        """Of a tensor that is not whole, as moments are not if parameters were frozen, all that is asked for must be there."""
+        if found < wanted:
+            raise CheckpointError(
+                f"'{self._folder}' has {found} of {wanted} elements of '{key}': what is trained was frozen when it was "
+                "written; freeze it again, or begin a new run from an export of its weights"
+            )
 
     def _stored(self, key: str, box: ShardBox) -> TensorStorageMetadata:
         stored = self._contents.get(key)

@@ -18,6 +18,7 @@ from megarl.data.picture_rules import load_picture_rules
 from megarl.data.pixels import Pictures
 from megarl.errors import ModelError
 from megarl.megatron import layer_specs
+from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
@@ -25,7 +26,7 @@ from megarl.megatron.seeing import SeeingModel, build_tower
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
-from megarl.models.vision import Vision, part_of
+from megarl.models.vision import Vision
 
 
 def initialize_layout(layout: Layout, seed: int) -> None:
@@ -70,8 +71,9 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         for chunk in chunks:
             chunk.requires_grad_(False)
         return chunks
+    weight_map = architecture.weight_map(hf_config)
     for chunk in chunks:
-        _freeze(chunk, options)
+        freeze(chunk, options, weight_map)
     wrapped = [
         DistributedDataParallel(
             config,
@@ -102,14 +104,6 @@ def fuse_gradient_accumulation(chunk: torch.nn.Module) -> None:
 
 def _finalize_without_rescaling(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
-
-
-def _freeze(chunk: torch.nn.Module, options: ModelOptions) -> None:
-    """Leave the parts that the options name without gradients; a value head is none of them."""
-    for name, parameter in chunk.named_parameters():
-        is_value_head = options.head == "value" and name.startswith("output_layer.")
-        if part_of(name) in options.freeze and not is_value_head:
-            parameter.requires_grad_(False)
 
 
 def _stages(options: ModelOptions) -> list[int | None]:

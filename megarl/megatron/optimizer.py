@@ -11,19 +11,31 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl import platform
 from megarl.errors import ConfigError
+from megarl.megatron.chosen_parameters import group_overrides
 from megarl.megatron.model_config import DTYPES, fields_for, gathers_through_gradients
+from megarl.megatron.muon import add_muon, is_matrix
+from megarl.megatron.optimizer_state import BY_MUON, parts_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions, has_transformer_engine
+from megarl.megatron.weights import global_tensors, is_value_head
+from megarl.models.weight_map import WeightMap
 
 
 def build_optimizer(
-    chunks: Sequence[torch.nn.Module], options: OptimizerOptions, model: ModelOptions
+    chunks: Sequence[torch.nn.Module], options: OptimizerOptions, model: ModelOptions, weight_map: WeightMap
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The optimizer over DDP-wrapped `chunks` of `model` and its scheduler, whose unit is one update."""
     # Without gradients, shards of float32 weights are leaves: the offloading optimizer takes nothing else.
     with torch.no_grad():
-        optimizer = get_megatron_optimizer(
-            optimizer_config(on_this_platform(options), model), list(chunks), use_gloo_process_groups=False
-        )
+        config = optimizer_config(on_this_platform(options), model)
+        overrides = group_overrides(chunks, options, model, weight_map, config)
+        optimizer = get_megatron_optimizer(config, list(chunks), overrides, use_gloo_process_groups=False)
+    if options.name == "muon":
+        named = ((tensor, name) for name, tensor in global_tensors(chunks) if not is_value_head(name, model))
+        rules = {tensor: weight_map.rule_for(name) for tensor, name in named}
+        matrices = {tensor: rule for tensor, rule in rules.items() if tensor.requires_grad and is_matrix(rule)}
+        for tensor in matrices:
+            setattr(tensor, BY_MUON, True)
+        add_muon(parts_of(optimizer), matrices, options)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -82,6 +94,8 @@ def on_this_platform(options: OptimizerOptions) -> OptimizerOptions:
 
 def describe_optimizer(options: OptimizerOptions) -> str:
     """Which Adam computes the updates, as megatron-core finds it: Transformer Engine's, apex's or torch's, in this order."""
+    if options.name == "muon":
+        return f"Muon for the matrices of layers, {_full_name(Adam)} for the rest"
     share = on_this_platform(options).offload_fraction
     if not share:
         return _full_name(Adam)

@@ -9,16 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.fp8_utils import is_float8tensor
 from torch import Tensor
 
-from megarl.megatron.shards import ShardBox, boxes_of, is_tensor
+from megarl.megatron.shards import ShardBox, boxes_of, elements_of, is_tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """`param` is the float32 master copy, which BF16 training cannot do without; float32 weights have none."""
+MUON_KEY = "exp_avg"
+"""What Muon's momentum is called: as Adam's first moment. Parameters that Muon updates have no second one."""
+BY_MUON = "is_updated_by_muon"
+"""The attribute of these parameters."""
+
+
+class OwnedSlice(NamedTuple):
+    """Of a parameter, the flat elements `place` that this rank's optimizer owns: its float32 `main` copy and their group."""
+
+    place: slice
+    main: Tensor
+    group: dict[str, Any]
 
 
 def step_of(optimizer: Any) -> int:
@@ -53,7 +66,7 @@ def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[Sh
         place, tensors = owned
         if not in_fp8:
             boxes += boxes_of(sharded, parameter.detach().view(-1)[place], place.start)
-        for key in KEYS:
+        for key in _keys(parameter):
             if key == "param" and parameter.dtype == torch.float32:
                 continue  # the weight itself
             of_key = replace(sharded, key=f"optimizer.{key}.{sharded.key}")
@@ -61,6 +74,18 @@ def owned_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]]) -> list[Sh
             values = tensors[key].float() if key in tensors else torch.zeros(place.stop - place.start)
             boxes += boxes_of(of_key, values.flatten(), place.start)
     return boxes
+
+
+def absent_elements(models: Mapping[str, dict[str, Any]]) -> dict[str, int]:
+    """By key, how many elements of the tensors of moments nobody has, of the parameters that this rank speaks for."""
+    found: dict[str, int] = {}
+    for entry in (entry for state in models.values() for entry in state.values() if is_tensor(entry)):
+        if not isinstance(entry.data, torch.nn.Parameter) or not is_main_replica(entry.replica_id):
+            continue
+        for key in set(KEYS) - set(_keys(entry.data)) if entry.data.requires_grad else KEYS:
+            for stored, elements in elements_of(replace(entry, key=f"optimizer.{key}.{entry.key}")):
+                found[stored] = found.get(stored, 0) + elements
+    return found
 
 
 def make_moments(optimizer: Any, chunks: Sequence[Any]) -> None:
@@ -84,7 +109,7 @@ def moment_boxes(optimizer: Any, models: Mapping[str, dict[str, Any]], *, has_ma
             continue
         place, tensors = owned
         sharded = metadata[id(parameter)]
-        for key in KEYS if has_masters else KEYS[1:]:
+        for key in _keys(parameter) if has_masters else _keys(parameter)[1:]:
             of_key = replace(sharded, key=f"optimizer.{key}.{sharded.key}")
             yield from boxes_of(of_key, tensors[key].detach().view(-1), place.start)
 
@@ -107,32 +132,46 @@ def finish_moments(optimizer: Any, step: int, *, has_masters: bool) -> None:
                 group["step"] = step
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def parts_of(optimizer: Any) -> list[Any]:
+    """The distributed optimizers of dense and of expert parameters."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[Any, torch.nn.Parameter]]:
     """(distributed optimizer, parameter) of every parameter of this rank's model, in the buffers' order."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         for buffer in part.buffers:
             for parameter in buffer.param_index_map:
                 yield part, parameter
 
 
-def _owned(part: Any, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
-    """(the slice of the flat parameter that this rank's optimizer owns, its tensors by key); None if it owns nothing."""
+def owned_slice(part: Any, parameter: Tensor) -> OwnedSlice | None:
+    """What of a parameter this rank's distributed optimizer `part` owns; None if it owns nothing."""
     if parameter not in part.model_param_group_index_map:
         return None
     buffer_index, dtype, bucket_index = part.model_param_gbuf_map[parameter]
     owned = part.gbuf_ranges[buffer_index][dtype][bucket_index]["param_map"][parameter]["param"]
-    group, order = part.model_param_group_index_map[parameter]
-    shard = part.optimizer.param_groups[group]["params"][order]
+    number, order = part.model_param_group_index_map[parameter]
+    group = part.optimizer.param_groups[number]
+    return OwnedSlice(slice(owned.start, owned.end), group["params"][order], group)
+
+
+def _owned(part: Any, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
+    """(the slice of the flat parameter that this rank's optimizer owns, its tensors by key); None if it owns nothing."""
+    mine = owned_slice(part, parameter)
+    if mine is None:
+        return None
     # An offloading optimizer updates a float32 copy of its own, in main memory or on the device.
-    main = getattr(part.optimizer, "param_to_inner_param", {}).get(shard, shard)
-    return slice(owned.start, owned.end), {"param": main, **part.optimizer.state.get(shard, {})}
+    main = getattr(part.optimizer, "param_to_inner_param", {}).get(mine.main, mine.main)
+    return mine.place, {"param": main, **part.optimizer.state.get(mine.main, {})}
+
+
+def _keys(parameter: Tensor) -> tuple[str, ...]:
+    """Those of `KEYS` that a trained parameter has."""
+    return tuple(key for key in KEYS if key != "exp_avg_sq" or not hasattr(parameter, BY_MUON))
 
 
 def _adams(optimizer: Any) -> Iterator[Any]:
     """The torch optimizers inside: an offloading one is several."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         yield from getattr(part.optimizer, "sub_optimizers", [part.optimizer])

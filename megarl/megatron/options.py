@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
-from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
+from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.errors import ConfigError
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
@@ -35,16 +35,32 @@ class SamplingLimits:
 
 
 @dataclass(frozen=True)
+class ExpertBalance:
+    """What moves the routing of a model with experts besides the loss, as in a role's section `experts`; 0: off."""
+
+    balance_coef: float = 0.0
+    sequence_balance_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether losses are added to that of the update."""
+        return self.balance_coef > 0 or self.sequence_balance_coef > 0 or self.z_loss_coef > 0
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
 
     `sampling_limits`: log-probs are of the tokens that these leave to be sampled; None: of all.
 
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
-    `freeze`: parts that training leaves as they are. `media_folder`: where the pictures of prompts are; None: none shows any.
-    `replays_routes`: its routers take the experts that come with tokens, where they are known; `records_routes`: passes without
-    gradients remember the choices of tokens that come with none.
+    `freeze`: parts and patterns of what training leaves as it is. `media_folder`: where the pictures of prompts are; None: none
+    shows any. `replays_routes`: its routers take the experts that come with tokens, where they are known; `records_routes`:
+    passes without gradients remember the choices of tokens that come with none.
     `collision`: passes without gradients answer the collision probability of each token's distribution, too.
+    `experts`: how experts are kept in balance in training.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
@@ -64,11 +80,12 @@ class ModelOptions:
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
     deterministic: bool = False
-    freeze: tuple[ModelPart, ...] = ()
+    freeze: tuple[str, ...] = ()
     media_folder: str | None = None
     collision: bool = False
     replays_routes: bool = False
     records_routes: bool = False
+    experts: ExpertBalance = ExpertBalance()
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 
@@ -77,8 +94,19 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters chosen by patterns, the factor of their learning rate, and their weight decay (None: as the others)."""
+
+    match: tuple[str, ...]
+    lr_factor: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
 class OptimizerOptions:
-    """Adam with decoupled weight decay. `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates.
+    """AdamW, or with `name` `muon` Muon for matrices, which alone uses the last two numbers.
+
+    `schedule` is `constant`, `linear` or `cosine` over `total_steps` updates.
 
     An update that breaks one of `skip_rules` is not applied, nor is one whose loss or gradients are not finite.
     """
@@ -93,6 +121,10 @@ class OptimizerOptions:
     weight_decay: float = 0.0
     clip_grad: float = 1.0
     offload_fraction: float = 0.0
+    groups: tuple[ParameterGroup, ...] = ()
+    name: str = "adamw"
+    momentum: float = 0.95
+    newton_schulz_steps: int = 5
     skip_rules: tuple[GuardRule, ...] = ()
 
 

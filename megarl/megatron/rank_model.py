@@ -25,9 +25,11 @@ from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
 from megarl.megatron.moving_average import MovingAverage
 from megarl.megatron.optimizer import build_optimizer
-from megarl.megatron.optimizer_state import finish_moments, make_moments, moment_boxes, owned_boxes, step_of
+from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
+from megarl.megatron.router_watch import RouterWatch
+from megarl.megatron.routers import Routers
 from megarl.megatron.routing_replay import RoutingReplay
 from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
@@ -37,6 +39,7 @@ from megarl.megatron.weights import Quantiser, export_weights, global_tensors, l
 from megarl.models.hf_folder import HFFolder
 from megarl.models.positions import with_positions
 from megarl.models.registry import architecture_for
+from megarl.observe.expert_load import EXPERTS
 from megarl.platform.deterministic import make_deterministic
 
 
@@ -56,9 +59,12 @@ class RankModel:
         self.average = MovingAverage()
         self.replay = RoutingReplay(self.chunks, options) if options.replays_routes else None
         self.optimizer: Any = None
+        self.watch: RouterWatch | None = None
         if optimizer is not None:
-            self.skip_rules = optimizer.skip_rules
-            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options)
+            if self.weight_map.num_experts:
+                self.watch = RouterWatch(self.chunks, options.layout, options.experts)
+            self.skip_rules, self.method = optimizer.skip_rules, optimizer.name
+            self.optimizer, self.scheduler = build_optimizer(self.chunks, optimizer, options, self.weight_map)
 
     @property
     def reports(self) -> bool:
@@ -77,36 +83,47 @@ class RankModel:
             chunk.eval()
         laid = self._placed(micro_batches)
         results = forward(
-            self.chunks, self.options, laid, position=position, progress=self.progress, top_k=top_k, replay=self.replay
+            self.chunks,
+            self.options,
+            laid,
+            position=position,
+            progress=self.progress,
+            top_k=top_k,
+            routers=Routers(self.replay),
         )
         return results if self.reports else Answers.joined([])
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """One optimizer step on the summed loss of `micro_batches` over all data-parallel ranks.
 
         It is not applied, and weights, moments and schedule stay as they are, where `update_guard.refusal` says so.
 
-        Returns metric sums of this rank on reporting ranks; `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0.
+        Returns metric sums of this rank on reporting ranks; `grad_norm`, `lr`, `skipped` and `non_finite` on rank 0; what
+        layers with experts routed under `EXPERTS`, on the leading rank of their stage.
         """
         for chunk in self.chunks:
             chunk.train()
         watched = WatchedLoss(loss_function)
         laid = self._placed(micro_batches)
-        totals = forward_backward(
-            self.chunks, self.options, laid, watched, position=position, progress=self.progress, replay=self.replay
-        )
-        metrics = totals if self.reports else {}
+        routers = Routers(self.replay, self.watch)
+        chunks, progress = self.chunks, self.progress
+        totals = forward_backward(chunks, self.options, laid, watched, position=position, progress=progress, routers=routers)
+        metrics: dict[str, Any] = totals if self.reports else {}
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
         refused = refusal(metrics, grad_norm, loss_is_finite=watched.is_finite, rules=self.skip_rules)
+        routed = self.watch.take() if self.watch is not None else {}
         if not refused["skipped"]:
             self.scheduler.step(1)
             self.optimizer.step()
+            if self.watch is not None:
+                self.watch.move_biases()
         self.optimizer.zero_grad()  # of bfloat16 gradients it has copies in float32, which nobody moves off the GPU
+        metrics |= {EXPERTS: routed} if routed else {}
         if torch.distributed.get_rank() == 0:
-            metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.param_groups[0]["lr"], **refused}
+            metrics |= {"grad_norm": grad_norm, "lr": self.scheduler.get_lr({}), **refused}
         return metrics
 
     def recorded_routes(self) -> RecordedRoutes | None:
@@ -152,10 +169,12 @@ class RankModel:
         state: dict[str, Any] = self._models()
         if self.optimizer is None:
             return shards_of(state | {"average": self.average.sharded_state(global_tensors(self.chunks), state)}, [])
+        absent = absent_elements(state)
         owned = owned_boxes(self.optimizer, state)
-        state |= {"moments": {"step": step_of(self.optimizer)}, "scheduler": self.scheduler.state_dict()}
+        step = step_of(self.optimizer) or self.scheduler.num_steps  # of a rank that trains nothing Adam counts nothing
+        state |= {"moments": {"step": step, "method": self.method}, "scheduler": self.scheduler.state_dict()}
         state |= {"layout": asdict(self.options.layout), "seed": initial_seed(), "rng": sharded_rng_state()}
-        return shards_of(state, owned)
+        return shards_of(state, owned, absent)
 
     def load(self, folder: str) -> None:
         """Read a checkpoint made of all ranks' `shards`, under this or another layout (see `rng_state` for random numbers).
@@ -170,6 +189,10 @@ class RankModel:
         reader, models = BoxReader(folder), self._models()
         has_masters = reader.has("optimizer.param.")
         if self.optimizer is not None:
+            if (method := saved["moments"].get("method", "adamw")) != self.method:
+                raise CheckpointError(
+                    f"'{folder}' has the moments of '{method}', and optimizer.name is '{self.method}'; it must be '{method}'"
+                )
             make_moments(self.optimizer, self.chunks)
             reader.read(moment_boxes(self.optimizer, models, has_masters=has_masters))
         read_weights(reader, models)

@@ -7,8 +7,8 @@ so that all ranks write and none gathers; a slice of a flat tensor is at most a 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -44,12 +44,16 @@ class ShardBox:
 
 @dataclass(frozen=True)
 class Shards:
-    """A rank's part of a role's checkpoint. `objects` are `torch.save`d; `common` is None but on rank 0."""
+    """A rank's part of a role's checkpoint. `objects` are `torch.save`d; `common` is None but on rank 0.
+
+    `absent`: by key how many elements of a tensor nobody has, since what is frozen has no optimizer state.
+    """
 
     rank: int
     boxes: list[ShardBox]
     objects: dict[str, bytes]
     common: dict[str, Any] | None
+    absent: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +81,10 @@ def host_memory(nbytes: int) -> HostMemory:
     return HostMemory(nbytes, "cuda" if platform.cuda_present() else "cpu")
 
 
-def shards_of(state: dict[str, Any], owned: Sequence[ShardBox]) -> Shards:
+NOTHING_ABSENT: Mapping[str, int] = {}
+
+
+def shards_of(state: dict[str, Any], owned: Sequence[ShardBox], absent: Mapping[str, int] = NOTHING_ABSENT) -> Shards:
     """This rank's part of a sharded state of megatron-core's, and `owned` besides, which the state must not hold."""
     sharded, common = save_preprocess(state, validate_access_integrity=False)
     boxes, objects = list(owned), {}
@@ -91,7 +98,7 @@ def shards_of(state: dict[str, Any], owned: Sequence[ShardBox]) -> Shards:
         else:
             boxes += boxes_of(entry, plain(entry.data).reshape(-1), 0)
     rank = torch.distributed.get_rank()
-    return Shards(rank, boxes, objects, common if rank == 0 else None)
+    return Shards(rank, boxes, objects, common if rank == 0 else None, absent)
 
 
 def boxes_of(sharded: ShardedTensor | ShardedTensorFactory, data: Tensor, start: int) -> Iterator[ShardBox]:
@@ -147,6 +154,12 @@ def objects_of(state: dict[str, Any]) -> dict[str, Any]:
 
 def _aligned(box: ShardBox) -> int:
     return box.data.nbytes + -box.data.nbytes % _ALIGNMENT
+
+
+def elements_of(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[str, int]]:
+    """(key, number of elements here) of every tensor that one is stored as."""
+    for part, _ in _parts(sharded):
+        yield part.key, prod(part.local_shape)
 
 
 def _parts(sharded: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:

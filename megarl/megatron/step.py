@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,6 +32,7 @@ from megarl.data.stream import (
     split_shared_prompts,
 )
 from megarl.data.stream_media import StreamMedia
+from megarl.data.stream_sequences import TokenSequences
 from megarl.megatron.attention import stream_attention
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
@@ -40,7 +40,7 @@ from megarl.megatron.layer_specs import PackedRotaryEmbedding
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.recurrence import Recurrence, recurrence_of
-from megarl.megatron.routing_replay import RoutingReplay
+from megarl.megatron.routers import Routers
 from megarl.megatron.seeing import SeeingModel
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
@@ -49,6 +49,8 @@ LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 Sums are numbers or tensors of one element, which are read when the pass is over: to ask for a number is to wait for the device.
 `ScoredValues` become a dictionary by response; one is joined with those of other micro-batches, not summed.
 """
+
+NO_ROUTERS = Routers()
 
 
 @dataclass
@@ -67,7 +69,7 @@ def forward(
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
     top_k: TopK | None = None,
-    replay: RoutingReplay | None = None,
+    routers: Routers = NO_ROUTERS,
 ) -> Answers:
     """Outputs per response without gradients: `{response index: float32 [L, C]}`, zero where nothing is scored.
 
@@ -88,7 +90,7 @@ def forward(
         return output.sum(), {}
 
     with torch.no_grad():
-        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, replay=replay)
+        _run(chunks, options, micro_batches, collect, position, progress, forward_only=True, top_k=top_k, routers=routers)
     return Answers.joined([stream.answers(output) for stream, output in zip(streams, on_host(outputs), strict=True)])
 
 
@@ -100,16 +102,21 @@ def forward_backward(
     *,
     position: ScorePosition = ScorePosition.NEXT,
     progress: PassProgress | None = None,
-    replay: RoutingReplay | None = None,
+    routers: Routers = NO_ROUTERS,
 ) -> dict[str, float]:
-    """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage."""
+    """Accumulate and reduce the gradients of the summed loss; returns the metric sums of this rank's last stage.
+
+    What routers decide is counted by `routers.watch`, which adds the losses that keep experts in balance.
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     totals: dict[str, Any] = {}
-    of_micro_batches = _run(
-        chunks, options, micro_batches, loss_function, position, progress, forward_only=False, replay=replay
-    )
-    for metrics in metrics_on_host(of_micro_batches):
+    run = partial(_run, chunks, options, micro_batches, position=position, progress=progress, routers=routers)
+    if routers.watch is not None and routers.watch.counts_first:
+        with torch.no_grad():
+            run(_no_loss, forward_only=True)
+        routers.watch.keep_loads()
+    for metrics in metrics_on_host(run(loss_function, forward_only=False)):
         for name, value in metrics.items():
             if isinstance(value, dict):
                 totals[name] = totals.get(name, {}) | value
@@ -156,7 +163,7 @@ def _run(
     *,
     forward_only: bool,
     top_k: TopK | None = None,
-    replay: RoutingReplay | None = None,
+    routers: Routers = NO_ROUTERS,
 ) -> list[dict[str, Any]]:
     device = torch.device(torch.cuda.current_device())
     filled = [(units, loss_function) for units in micro_batches]
@@ -165,15 +172,17 @@ def _run(
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
     width = config.linear_conv_kernel_dim if config.experimental_attention_variant else None
-    inputs = [_pack(units, options, position, device, loss, replay, width) for units, loss in filled]
-    if replay is not None:
-        replay.begin_pass([(prepared.stream, prepared.share) for prepared in inputs], training=not forward_only)
+    inputs = [_pack(units, options, position, device, loss, routers, width) for units, loss in filled]
+    if routers.replay is not None:
+        routers.replay.begin_pass([(prepared.stream, prepared.share) for prepared in inputs], training=not forward_only)
+    if routers.watch is not None:
+        routers.watch.begin([prepared.routed for prepared in inputs], trains=not forward_only)
     config.grad_scale_func = None
     iterators = [iter(inputs) for _ in chunks]
     progress = progress or PassProgress()
     progress.begun, progress.wanted = 0, len(inputs) * len(chunks)
     outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, replay=replay),
+        forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, routers=routers),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(inputs),
@@ -199,8 +208,8 @@ class _Prepared(NamedTuple):
     """A micro-batch on the device: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
 
     `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know. `seen` are the
-    pictures that this rank's tokens show, `routes` the experts that its routers take. `recurrence` is for layers with linear
-    attention.
+    pictures that this rank's tokens show, `routes` the experts that its routers take, `routed` the tokens whose experts are
+    counted. `recurrence` is for layers with linear attention.
     """
 
     stream: PackedStream
@@ -210,6 +219,7 @@ class _Prepared(NamedTuple):
     seen: StreamMedia | None
     recurrence: Recurrence | None
     routes: Tensor | None
+    routed: TokenSequences | None
     loss_function: LossFunction
 
 
@@ -219,7 +229,7 @@ def _pack(
     position: ScorePosition,
     device: torch.device,
     loss_function: LossFunction,
-    replay: RoutingReplay | None,
+    routers: Routers,
     width: int | None,
 ) -> _Prepared:
     """All that a micro-batch needs, before the pass: in it nothing waits for main memory.
@@ -242,9 +252,10 @@ def _pack(
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
     positions = int(stream.position_ids.max()) + 1
     seen = seen.to(device) if seen else None
-    routes = replay.of_rank(stream, share) if replay is not None else None
+    routes = routers.replay.of_rank(stream, share) if routers.replay is not None else None
     routes = routes.to(device) if routes is not None else None
-    return _Prepared(on_device, share.to(device), sequences, positions, seen, order, routes, loss_function)
+    routed = routers.watch.tokens_of(stream, share).to(device) if routers.watch is not None else None
+    return _Prepared(on_device, share.to(device), sequences, positions, seen, order, routes, routed, loss_function)
 
 
 def _forward_step(
@@ -254,9 +265,9 @@ def _forward_step(
     options: ModelOptions,
     progress: PassProgress,
     top_k: TopK | None,
-    replay: RoutingReplay | None,
+    routers: Routers,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-    stream, share, sequences, positions, seen, recurrence, routes, loss_function = next(inputs)
+    stream, share, sequences, positions, seen, recurrence, routes, routed, loss_function = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -270,7 +281,7 @@ def _forward_step(
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
     mask, packed = _attention_inputs(stream, share, sequences, recurrence, options)
-    with replay.forward(routes) if replay is not None else nullcontext():
+    with routers.micro_batch(routes, routed):
         output = model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],

@@ -74,7 +74,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
         )
     with torch.no_grad():
         for name, tensor in global_tensors(chunks):
-            if _is_value_head(name, options):
+            if is_value_head(name, options):
                 if SCORE in folder.names:
                     tensor.copy_(folder.get_slice(SCORE)[:])
                 continue
@@ -113,7 +113,7 @@ def local_shards(
     """
     found: dict[str, Tensor] = {}
     for name, tensor in global_tensors(chunks):
-        if _is_value_head(name, options):
+        if is_value_head(name, options):
             continue
         rule = weight_map.rule_for(name)
         if rule.tied_copy:
@@ -201,7 +201,7 @@ def export_weights(
     leads = of_replica and torch.distributed.get_rank() == lead
     for name, tensor in global_tensors(chunks):
         local = plain(tensor).contiguous()
-        if _is_value_head(name, options):
+        if is_value_head(name, options):
             if leads:
                 yield SCORE, local
             continue
@@ -278,7 +278,8 @@ def _place(rule: BoundRule, options: ModelOptions) -> tuple[int, int]:
     return parallel_state.get_expert_tensor_parallel_rank(), options.layout.etp
 
 
-def _is_value_head(name: str, options: ModelOptions) -> bool:
+def is_value_head(name: str, options: ModelOptions) -> bool:
+    """Whether a parameter is of the role's own scalar head, which is in no weight map."""
     return options.head == "value" and name.startswith("output_layer.")
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
 from megarl.config.layout import Layout
-from megarl.config.presets import ModelPart
+from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
+from megarl.models.parameter_patterns import check_patterns
 from megarl.models.registry import use_architecture
 from megarl.models.shape import ModelShape
 
@@ -23,7 +23,7 @@ def check_models(config: AnyConfig) -> None:
     Raises:
         ModelError: a folder, or its config.json, is missing or unreadable.
         ConfigError: a layout does not divide heads, layers, feed-forward width or experts, or leaves widths unfit for FP8, or
-            a role freezes parts that its model does not have, or all of them.
+            a role freezes or groups what its model does not have, freezes all of it, or balances experts that it does not have.
     """
     use_architecture(config.model.architecture)
     for role in config.roles:
@@ -31,8 +31,9 @@ def check_models(config: AnyConfig) -> None:
         _check_layout(f"{role.name}.layout", layout, model.layout_sizes, config.model.layer_spec)
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
-        if role.trained is not None and role.trained.freeze:
-            _check_freeze(f"{role.name}.freeze", role.trained.freeze, sees=model.vision is not None)
+        if role.trained is not None:
+            _check_experts(f"{role.name}.experts", role.trained.experts, model)
+            _check_patterns(role.name, role.trained, model)
     if config.routing_replay != "none" and not read_shape("model.path", config.model.path).experts:
         reason = f"is for mixtures of experts, and the model in '{config.model.path}' has none"
         raise ConfigError.of("policy.routing.replay", config.routing_replay, reason, allowed="'none'")
@@ -60,13 +61,26 @@ def read_shape(field: str, folder: str) -> ModelShape:
         raise ModelError(f"{field} is '{folder}': {error}") from None
 
 
-def _check_freeze(field: str, parts: Sequence[ModelPart], *, sees: bool) -> None:
-    if not sees:
-        raise ConfigError.of(
-            field, list(parts), "names parts of a vision-language model, and this one only reads", allowed="[]"
-        )
-    if set(parts) == set(get_args(ModelPart)):
-        raise ConfigError.of(field, list(parts), "leaves nothing to train", allowed="at most two parts")
+def _check_experts(field: str, experts: ExpertsConfig, model: ModelShape) -> None:
+    given = {name: value for name, value in experts.model_dump().items() if value}
+    for name, value in given.items():
+        if not model.experts:
+            raise ConfigError.of(f"{field}.{name}", value, "is for a model with experts, and this one has none", allowed="0")
+    if "bias_update_rate" in given and not any(rule.megatron_name.endswith("expert_bias") for rule in model.weight_map.rules):
+        reason = "moves biases that pick experts, and the routers of this model have none"
+        raise ConfigError.of(f"{field}.bias_update_rate", experts.bias_update_rate, reason, allowed="0")
+
+
+def _check_patterns(role: str, trained: TrainedRole, model: ModelShape) -> None:
+    sees = model.vision is not None
+    if trained.freeze:
+        frozen = {rule.megatron_name for rule in check_patterns(f"{role}.freeze", trained.freeze, model.weight_map, sees=sees)}
+        if all(rule.megatron_name in frozen for rule in model.weight_map.bound_rules() if not rule.dtype):
+            raise ConfigError.of(
+                f"{role}.freeze", list(trained.freeze), "leaves nothing to train", allowed="fewer parts or patterns"
+            )
+    for place, group in enumerate(trained.optimizer.groups):
+        check_patterns(f"{role}.optimizer.groups[{place}].match", group.match, model.weight_map, sees=sees)
 
 
 def _check_layout(field: str, layout: Layout, sizes: dict[str, Any], layer_spec: str = "auto") -> None:

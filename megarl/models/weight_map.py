@@ -56,6 +56,11 @@ class Rule:
         """Whether this layer of the model has the parameter."""
         return self.layers is None or layer in self.layers
 
+    def bound(self, layer: int | None, expert: int | None) -> BoundRule:
+        """The rule of one layer's parameter, and of one expert's."""
+        name, *hf_names = (name.format(layer=layer, expert=expert) for name in (self.megatron_name, *self.hf_names))
+        return BoundRule(name, tuple(hf_names), self.packing, self.tied_copy, layer, expert, self.dtype)
+
 
 @dataclass(frozen=True)
 class HFSlice:
@@ -140,7 +145,7 @@ class WeightMap:
             raise ModelError(f"parameter '{megatron_name}' has no place in this model of {self.num_experts} experts")
         for rule in self._by_name.get(pattern, ()):
             if layer is None or rule.has_layer(layer):
-                return _bound(rule, layer, expert)
+                return rule.bound(layer, expert)
         known = [name.format(layer=layer, expert=expert or 0) for name in self._by_name]
         raise ModelError(f"parameter '{megatron_name}' is not in this model's weight map{nearest(megatron_name, known)}")
 
@@ -152,7 +157,7 @@ class WeightMap:
                 for rule in rules:
                     if layer is None or rule.has_layer(layer):
                         for expert in range(self.num_experts) if rule.is_expert else (None,):
-                            yield _bound(rule, layer, expert)
+                            yield rule.bound(layer, expert)
 
     def leaves_out(self, hf_name: str) -> bool:
         """Whether a Hugging Face tensor is one that is neither loaded nor exported."""
@@ -177,8 +182,3 @@ class WeightMap:
             for name in rule.spellings():
                 found.setdefault(name, []).append(rule)
         return found
-
-
-def _bound(rule: Rule, layer: int | None, expert: int | None) -> BoundRule:
-    name, *hf_names = (name.format(layer=layer, expert=expert) for name in (rule.megatron_name, *rule.hf_names))
-    return BoundRule(name, tuple(hf_names), rule.packing, rule.tied_copy, layer, expert, rule.dtype)

@@ -29,9 +29,11 @@ TOKENS = 300_000
 """Response tokens of a run in a page at most; one makes about 50 bytes."""
 POINTS = 1000
 """Points of a curve in a page; of a longer run every n-th step and the last one."""
+EXPERT_LOADS = 200_000
+"""Numbers of the heat maps of experts of a run in a page; of a longer run those of evenly spread steps and of the last one."""
 SPANS = 20_000
 """Spans of a run's timeline in a page: those of its last steps."""
-PARTS = ("charts.js", "pictures.js", "samples.js", "page.js")
+PARTS = ("charts.js", "experts.js", "pictures.js", "samples.js", "page.js")
 
 
 def build_page(runs: Sequence[RunRecord], place: str | Path = ".") -> str:
@@ -101,6 +103,7 @@ def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
         "steps": [row["step"] for row in kept],
         "curves": curves,
         "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
+        "experts": _expert_maps(run.experts),
         "trace": _last_spans(run.trace),
         "samples": [_sample_data(sample, run, pictures) for sample in _shown_samples(run)],
         "samples_written": len(run.samples),
@@ -180,6 +183,15 @@ def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             break
         kept.append({"step": row["step"], "spans": row["spans"]})
     return kept[::-1]
+
+
+def _expert_maps(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As many of the steps' maps as there is room for, evenly spread, and always the last one."""
+    if not rows:
+        return []
+    size = sum(len(of_layer) for name, role in rows[-1].items() if name != "step" for of_layer in role["loads"])
+    room = max(1, EXPERT_LOADS // max(size, 1))
+    return [dict(row) for row in (_thinned(rows[:-1], room - 1) if room > 1 else [])] + [dict(rows[-1])]
 
 
 def _thinned(rows: Sequence[Any], at_most: int) -> list[Any]:

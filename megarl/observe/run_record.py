@@ -21,13 +21,14 @@ IDENTITY = ("run.name", "run.seed", "run.folder", "run.resume")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run. `metrics`, `distributions`, `trace` and `samples` are the rows of the files of these names."""
+    """One run. `metrics`, `distributions`, `experts`, `trace` and `samples` are the rows of the files of these names."""
 
     folder: Path
     name: str
     config: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     distributions: Sequence[Mapping[str, Any]]
+    experts: Sequence[Mapping[str, Any]]
     trace: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]]
     faults: Sequence[Mapping[str, Any]]
@@ -77,6 +78,7 @@ def read_run(folder: str | Path) -> RunRecord:
             config=read_yaml(config_file) if config_file.is_file() else {},
             metrics=read_metrics(path / "metrics.jsonl"),
             distributions=read_metrics(path / "distributions.jsonl"),
+            experts=read_metrics(path / "experts.jsonl"),
             trace=read_metrics(path / "trace.jsonl"),
             samples=list(read_samples(path / "samples.jsonl")),
             faults=read_metrics(path / "faults.jsonl"),

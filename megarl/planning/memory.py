@@ -125,10 +125,13 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         head, here = held.value_head / _replicas(role), 1 - offloaded
         parts["gradients"] = float(of_each.gradient * (held.trained - held.value_head) + of_head.gradient * held.value_head)
         parts["optimizer"] = (share * (of_each.moments + of_each.master) + head * (of_head.moments + of_head.master)) * here
+        if role.trained.optimizer.name == "muon":  # its matrices have one moment
+            parts["optimizer"] -= of_each.moments / 2 * _matrices(held, role)
         parts["optimizer step"] = share * of_each.step * here
         parts["activations"] = activation_bytes(role, stage, precision, work)
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
         host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
+        host -= 4 * _matrices(held, role) if role.trained.optimizer.name == "muon" else 0
         host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.expert_shards) * precision.itemsize
     if stage == 0 and work.patches:
         parts["tower activations"] = tower_bytes(role, precision, work)
@@ -166,6 +169,11 @@ def _replicas(role: PlannedRole) -> int:
 def _shard(held: ParameterCounts, role: PlannedRole) -> float:
     """Elements whose optimizer state this rank has."""
     return held.trained_dense / _replicas(role) + held.trained_expert / role.layout.expert_shards
+
+
+def _matrices(held: ParameterCounts, role: PlannedRole) -> float:
+    """Those of `_shard` that Muon updates: elements of trained matrices of layers."""
+    return held.dense_matrices / _replicas(role) + held.expert_matrices / role.layout.expert_shards
 
 
 def activation_bytes(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:

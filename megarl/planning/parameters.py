@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 
 from megarl.config.layout import Layout
-from megarl.config.presets import ModelPart
 from megarl.models.packings import padded_vocab
+from megarl.models.parameter_patterns import ParameterPatterns
 from megarl.models.shape import ModelShape
-from megarl.models.vision import TOWER, part_of
+from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, Rule
 
 
@@ -21,7 +21,8 @@ class ParameterCounts:
 
     `frozen_dense` and `frozen_expert` are those of them that are not trained, `tower` the dense ones that are the vision
     tower's, of which `frozen_tower` are not trained. `products` are those that are operands of the layers' matrix products,
-    which FP8 may hold in a byte. `value_head` is in float32, as are the `buffers`, which are not trained.
+    which FP8 may hold in a byte. `dense_matrices` and `expert_matrices` are the elements of the layers' matrices that are
+    trained. `value_head` is in float32, as are the `buffers`, which are not trained.
     """
 
     dense: int
@@ -33,6 +34,8 @@ class ParameterCounts:
     frozen_expert: int = 0
     tower: int = 0
     frozen_tower: int = 0
+    dense_matrices: int = 0
+    expert_matrices: int = 0
 
     @property
     def trained_dense(self) -> int:
@@ -52,9 +55,11 @@ class ParameterCounts:
 
 @cache
 def stage_parameters(
-    shape: ModelShape, layout: Layout, *, value_head: bool = False, freeze: tuple[ModelPart, ...] = ()
+    shape: ModelShape, layout: Layout, *, value_head: bool = False, freeze: tuple[str, ...] = ()
 ) -> tuple[ParameterCounts, ...]:
-    """The parameters of a rank of each pipeline stage; the ranks of a stage hold equally many. `freeze`: parts not trained.
+    """The parameters of a rank of each pipeline stage; the ranks of a stage hold equally many.
+
+    `freeze`: parts and patterns of what is not trained.
 
     Raises:
         LayoutError: the layout does not divide the model.
@@ -64,18 +69,20 @@ def stage_parameters(
     stages = [[layer for chunk in chunks for layer in chunk] for chunks in layout.stage_layers(shape.layers)]
     found = []
     for stage, layers in enumerate(stages):
-        names = ("dense", "expert", "products", "buffers", "frozen_dense", "frozen_expert", "tower", "frozen_tower")
-        count = dict.fromkeys(names, 0)
+        count = dict.fromkeys((field.name for field in fields(ParameterCounts) if field.name != "value_head"), 0)
         for rule in weight_map.rules:
             held = _copies(rule, layers, stage, layout, shape.experts) * elements[rule]
             kind, is_tower = "expert" if rule.is_expert else "dense", rule.megatron_name.startswith(TOWER)
             count["buffers" if rule.dtype else kind] += held
             count["tower"] += held * is_tower
-            if part_of(rule.megatron_name) in freeze and not rule.dtype:
-                count[f"frozen_{kind}"] += held
-                count["frozen_tower"] += held * is_tower
-            if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2 and "router" not in rule.megatron_name:
-                count["products"] += held
+            frozen = 0
+            if freeze and not rule.dtype:
+                frozen = _frozen_copies(rule, layers, stage, layout, shape.experts, freeze) * elements[rule]
+                count[f"frozen_{kind}"] += frozen
+                count["frozen_tower"] += frozen * is_tower
+            if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2:
+                count[f"{kind}_matrices"] += held - frozen
+                count["products"] += held if "router" not in rule.megatron_name else 0
         found.append(ParameterCounts(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
     return tuple(found)
 
@@ -86,6 +93,20 @@ def _copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: 
         return sum(map(rule.has_layer, layers)) * (experts // layout.ep if rule.is_expert else 1)
     is_first, is_last = stage == 0, stage == layout.pp - 1
     return int(is_first if rule.stage == "first" else is_last and not (rule.tied_copy and is_first))
+
+
+def _frozen_copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int, freeze: tuple[str, ...]) -> int:
+    """How many of them are not trained; of ranks with different experts, on the one where fewest are."""
+    patterns = ParameterPatterns(freeze)
+    if rule.stage != "layer":
+        return _copies(rule, layers, stage, layout, experts) * patterns.choose(rule.bound(None, None))
+    of_ranks = (
+        [range(start, start + experts // layout.ep) for start in range(0, experts, experts // layout.ep)]
+        if rule.is_expert
+        else [[None]]
+    )
+    held = [layer for layer in layers if rule.has_layer(layer)]
+    return min(sum(patterns.choose(rule.bound(layer, expert)) for layer in held for expert in of_rank) for of_rank in of_ranks)
 
 
 def _elements(rule: Rule, layout: Layout, shape: ModelShape) -> int:

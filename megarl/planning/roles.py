@@ -10,7 +10,6 @@ import numpy as np
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout
-from megarl.config.presets import ModelPart
 from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
@@ -43,8 +42,8 @@ class PlannedRole:
     averaged: bool = False
 
     @property
-    def freeze(self) -> tuple[ModelPart, ...]:
-        """Parts of the model that are not trained, of a role that is."""
+    def freeze(self) -> tuple[str, ...]:
+        """Parts and patterns of what is not trained, of a role that is."""
         return self.trained.freeze if self.trained is not None else ()
 
     @property

@@ -198,8 +198,10 @@ def _update(
     precision = precision_of(run, gpu)
     of_step = float(run.config.sequences_per_step)
     # Of a part that is frozen, gradients of the weights are not computed; before the first one that is not, none are.
-    decoder = (2.0 if "language" in role.freeze else 3.0) + _computed_anew(role.shape, precision)
+    decoder = 2.0 + _trained_share(role) + _computed_anew(role.shape, precision)
     tower = 1.0 if "vision" in role.freeze else 3.0 + (precision.recompute == "full")
+    if role.trained is not None and role.trained.experts.balance_coef:  # a pass that counts loads comes before
+        decoder, tower = decoder + 1.0, tower + 1.0
     one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower)
     held = max(role.parameters, key=lambda stage: stage.trained)
     replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.expert_shards
@@ -221,6 +223,13 @@ def _update(
         * ((1 - offloaded) / gpu.hbm_gb_per_s + offloaded / gpu.host_gb_per_s)
         / 1e9,
     }
+
+
+def _trained_share(role: PlannedRole) -> float:
+    """Of the decoder's elements, those with a gradient."""
+    whole = sum(stage.dense + stage.expert - stage.tower for stage in role.parameters)
+    frozen = sum(stage.frozen_dense + stage.frozen_expert - stage.frozen_tower for stage in role.parameters)
+    return 1 - frozen / whole
 
 
 def _computed_anew(shape: ModelShape, precision: Precision) -> float:

@@ -44,6 +44,7 @@ def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> No
             "algorithm.distillation.coef=0.5",
             "teacher.named=[{name: math, path: elsewhere, layout: {tp: 2}}]",
             "data.curriculum={key: difficulty, stages: [{}]}",
+            "policy.optimizer.groups=[{match: ['*']}]",
         ],
     )
     config = parse_config(tree)

@@ -154,3 +154,32 @@ def test_many_tensors_come_to_main_memory_at_once_as_they_are() -> None:
     for copy, tensor in zip(copies, tensors, strict=True):
         assert torch.equal(copy, tensor.double())
     assert on_host([]) == []
+
+
+def waits_of_routers(rank: int, world_size: int, folder: Path, counts: bool) -> Counter[str]:
+    from megarl.config.layout import Layout
+    from megarl.megatron import step
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.routers import Routers
+
+    initialize_layout(Layout(), seed=1)
+    model = RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=1e-3))
+    progress, micro_batches = step.PassProgress(), [[unit(number)] for number in range(3)]
+    watch = model.watch if counts else None
+    assert model.watch is not None
+    with Waits(progress) as mode:
+        routers = Routers(watch=watch)
+        step.forward_backward(
+            model.chunks, model.options, micro_batches, SupervisedObjective(), progress=progress, routers=routers
+        )
+    assert bool(model.watch.sums.any()) is counts
+    return mode.seen
+
+
+def test_counting_what_routers_decide_adds_no_wait(world: World, tmp_path: Path) -> None:
+    build_folder("mixtral", tmp_path / "mixtral")
+    # megatron-core's dispatcher asks how many tokens each expert has
+    without, counted = (world.call(waits_of_routers, tmp_path / "mixtral", counts, size=1)[0] for counts in (False, True))
+    assert counted == without

@@ -429,8 +429,12 @@ def test_the_first_stage_holds_the_whole_tower_on_every_tensor_rank(family: str)
             "[vision, projector, language]",
             "policy.freeze is .*, which leaves nothing to train; it must",
         ),
-        ("qwen2_5_vl", "[tower]", r"policy.freeze is \['tower'\]; it must be a list of 'vision', 'projector' or 'language'"),
-        ("qwen2", "[vision]", "policy.freeze is .*, which names parts of a vision-language model, and this one only reads"),
+        ("qwen2_5_vl", "[tower]", r"policy.freeze is \['tower'\], which names 'tower', a pattern of no tensor of the model"),
+        (
+            "qwen2",
+            "[vision]",
+            "policy.freeze is .*, which names 'vision', a part of a vision-language model, and this one only reads",
+        ),
     ],
 )
 def test_parts_to_freeze_are_checked_before_a_run(family: str, freeze: str, sentence: str | None, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from megarl.observe.report import build_page
+from megarl.observe.report import build_page, page_data
 from megarl.observe.run_record import read_run
 from tests.observe.chromium import BINARY, Chromium
 from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
@@ -214,3 +215,34 @@ def test_a_run_that_has_only_begun_can_be_shown(browser: Chromium, tmp_path: Pat
     browser.open(tmp_path / "report.html")
     assert "No samples were written." in browser.run("document.body.textContent")
     assert browser.complaints == []
+
+
+def test_experts_are_a_map_of_layers_and_experts(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r")
+    maps = [
+        {"step": 1, "policy": {"layers": [1, 3], "loads": [[1.0, 1.0, 1.0], [0.0, 3.0, 0.0]], "entropy": [1.0986, 0.5]}},
+        {"step": 2, "policy": {"layers": [1, 3], "loads": [[0.5, 1.5, 1.0], [1.0, 1.0, 1.0]], "entropy": [1.0, 1.0]}},
+    ]
+    (run / "experts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in maps))
+    (tmp_path / "report.html").write_text(build_page([read_run(run)]))
+    browser.open(tmp_path / "report.html")
+    fills = "[...document.querySelectorAll('#experts-map rect')].map((cell) => cell.getAttribute('fill'))"
+    less, even, more = "rgba(var(--good), 0.500)", "rgba(var(--bad), 0.000)", "rgba(var(--bad), 0.500)"
+    assert browser.run(fills) == [less, more, even, even, even, even]
+    browser.fill("#experts-step", "1")
+    idle, busiest = "rgba(var(--good), 1.000)", "rgba(var(--bad), 1.000)"
+    assert browser.run(fills) == [even, even, even, idle, busiest, idle]
+    assert texts(browser, "#experts-map rect title")[4] == "layer 3, expert 1: 3 of the mean load"
+    assert [text for text in texts(browser, "#experts-map svg > text") if "nats" in text] == [
+        "max 1, 1.099 nats",
+        "max 3, 0.5 nats",
+    ]
+    assert browser.complaints == []
+
+
+def test_a_page_has_room_for_some_steps_of_many_experts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r")
+    loads = [[1.0] * 500 for _ in range(100)]
+    rows = [{"step": step, "policy": {"layers": [*range(100)], "loads": loads, "entropy": [1.0] * 100}} for step in range(9)]
+    (run / "experts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["step"] for row in page_data([read_run(run)])["runs"][0]["experts"]] == [0, 2, 5, 8]

@@ -91,6 +91,7 @@ def held(
     from megarl.megatron.optimizer import build_optimizer
     from megarl.megatron.options import OptimizerOptions
     from megarl.megatron.step import forward_backward
+    from megarl.models.registry import architecture_for
 
     chunks, model_options = _model(layout, config, **options)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -98,7 +99,9 @@ def held(
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 50)
-    optimizer, _ = build_optimizer(chunks, OptimizerOptions(lr=1e-3), model_options)
+    optimizer, _ = build_optimizer(
+        chunks, OptimizerOptions(lr=1e-3), model_options, architecture_for(config).weight_map(config)
+    )
     watch = _Saved(parameters)
     batches = [_micro_batch(generator, tokens, scored) for _ in range(micro_batches)]
     if grid is not None:

@@ -195,7 +195,7 @@ function faultTables() {
 }
 
 const SECTIONS = {
-  Overview: overview, Curves: curves, Timeline: timelines, Samples: () => samplesSection(runs, data.pictures, data.pictures_left_out), Distributions: spreads,
+  Overview: overview, Curves: curves, ...(runs.some((run) => run.experts.length) ? { Experts: () => expertsSection(runs) } : {}), Timeline: timelines, Samples: () => samplesSection(runs, data.pictures, data.pictures_left_out), Distributions: spreads,
   ...(runs.length > 1 ? { Comparison: comparison } : {}), Config: configs, Environment: environments, Faults: faultTables,
 };
 document.querySelector("h1").textContent = document.title;

@@ -291,6 +291,7 @@ class RlRun(Run):
             merged: dict[str, float] = {}
             for name, metrics in zip(names, self.roles.finish_updates(running), strict=False):
                 self._log_probs |= metrics.pop(LOG_PROBS, {})
+                self.experts.take(name, metrics)
                 merged |= {(f"{name}/{key}" if "/" not in key else key): value for key, value in metrics.items()}
             self._updates.append(merged)
 

@@ -27,6 +27,7 @@ from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
+from megarl.trainers.run.expert_record import ExpertRecord
 from megarl.trainers.run.guards import Guards, newest_sound_before
 from megarl.trainers.run.profiling import Profiling
 from megarl.trainers.run.roles import POLICY, REFERENCE, Roles
@@ -47,6 +48,7 @@ class Run(ABC):
     shown: ClassVar[Mapping[str, str]]
     """Label and metric name of what the progress shows of every step."""
     roles: Roles
+    experts: ExpertRecord
 
     def __init__(self, config: AnyConfig, *, leads: bool = True) -> None:
         """`leads`: this process writes the run's files and shows its progress."""
@@ -137,6 +139,9 @@ class Run(ABC):
             save_resolved(config, self.folder / "config.yaml")
             self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
             self._stack.callback(self.trackers.close)
+        experts = self.folder / "experts.jsonl" if self.leads else None
+        self.experts = ExpertRecord(experts, self.step if state is not None else None)
+        self._stack.callback(self.experts.close)
         trace = self.folder / "trace.jsonl" if self.leads else None
         self.timeline = Timeline(trace, self.phases, self.step if state is not None else None)
         self._stack.callback(self.timeline.close)
@@ -210,6 +215,7 @@ class Run(ABC):
         """Write the metrics of the step that was just done, and show them."""
         assert self.phases.last_step is not None, "metrics come after a step"
         self.metrics |= {**metrics, **self.phases.last_step.metrics(), **self.timeline.record(self.step, self.roles)}
+        self.experts.write(self.step)
         if self.leads:
             self.trackers.log(self.step, self.metrics)
             self.progress.step_done(self.step, self.metrics)

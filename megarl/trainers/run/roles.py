@@ -29,7 +29,7 @@ from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.routes import ReplayCounts, Routes, joined
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
-from megarl.megatron.options import ModelOptions, OptimizerOptions, SamplingLimits, untested_pair
+from megarl.megatron.options import ExpertBalance, ModelOptions, OptimizerOptions, ParameterGroup, SamplingLimits, untested_pair
 from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
@@ -131,6 +131,7 @@ class Roles:
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",
             records_routes=role == POLICY and config.routing_replay == "old_policy",
+            experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",
         )
@@ -138,7 +139,9 @@ class Roles:
         if spec.trained is not None:
             others = (POLICY,) if role == CRITIC else (CRITIC,)
             rules = skip_rules(config.run.guards, role, config.metric_prefix(role), others=others)
-            optimizer = OptimizerOptions(**spec.trained.optimizer.model_dump(), total_steps=self.updates, skip_rules=rules)
+            given = spec.trained.optimizer.model_dump()
+            given["groups"] = tuple(ParameterGroup(**group) for group in given["groups"])
+            optimizer = OptimizerOptions(**given, total_steps=self.updates, skip_rules=rules)
         phase, deadline_s = f"loading of {role}", self._deadlines.start_s
         answers = group.call(RankCalls.add_role, role, options, optimizer, phase=phase, deadline_s=deadline_s)
         if role == POLICY:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.observe.expert_load import EXPERTS, routing_figures
+
 LOG_PROBS = "log_probs"
 """Of an update's metrics, the one that is no number: by row the trainer's log-probs, float32 `[L]`."""
 SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy/pair_margin", "critic/loss", "ptx/loss"})
@@ -11,16 +13,20 @@ SUMMED = frozenset({"policy/loss", "policy/nll", "policy/pair_accuracy", "policy
 
 
 def combine(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """One update's metrics from its ranks' sums: means per token, maxima, and what only one rank reported.
+    """One update's metrics from its ranks' sums: means per token, maxima, what only one rank reported, and figures of experts.
 
     Where no rank counted `tokens`, the sums are the values.
     """
     log_probs = {row: seen for answer in answers for row, seen in answer.pop(LOG_PROBS, {}).items()}
+    routed = {layer: row for answer in answers for layer, row in answer.pop(EXPERTS, {}).items()}
     totals: dict[str, float] = {}
     for answer in answers:
         for name, value in answer.items():
             totals[name] = max(totals.get(name, value), value) if name.endswith("_max") else totals.get(name, 0) + value
     tokens = max(totals.pop("tokens", 0.0), 1.0)
     alone = {"grad_norm", "lr", "skipped", "non_finite"} | SUMMED
-    means = {name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()}
+    means: dict[str, Any] = {
+        name: value if name in alone or name.endswith("_max") else value / tokens for name, value in totals.items()
+    }
+    means |= routing_figures(routed) | {EXPERTS: routed} if routed else {}
     return means | ({LOG_PROBS: log_probs} if log_probs else {})

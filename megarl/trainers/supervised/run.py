@@ -152,6 +152,7 @@ class SupervisedRun(Run):
                 keep_groups=self.objective.name in PAIR_LOSSES,
             )
             (metrics,) = self.roles.finish_updates([update])
+            self.experts.take(POLICY, metrics)
         if {*self.objective.losses} & {*SHIFTED_LOSSES}:
             metrics["reward_shift"] = self.rewards.mean
             if isfinite(metrics["reward"]):

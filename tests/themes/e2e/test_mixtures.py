@@ -60,20 +60,35 @@ def model_folder(kind: str, tokenizer_from: Path, folder: Path, **more: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
+    ("kind", "layout", "own"),
     [
         # spread as the next one's experts are; SGLang is given this family's in tests/rollout/test_sglang_experts.py
-        pytest.param("qwen3_moe", {"dp": 2, "ep": 2}, id="qwen3_moe-dp2+ep2", marks=pytest.mark.exhaustive),
-        pytest.param("mixtral", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, id="mixtral-tp2+ep2"),
-        pytest.param("deepseek_v3", {"pp": 2}, id="deepseek_v3-pp2"),
+        pytest.param("qwen3_moe", {"dp": 2, "ep": 2}, {}, id="qwen3_moe-dp2+ep2", marks=pytest.mark.exhaustive),
+        pytest.param(
+            "mixtral",
+            {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+            {"policy.freeze": ["router"]},
+            id="mixtral-tp2+ep2",
+        ),
+        pytest.param(
+            "deepseek_v3",
+            {"pp": 2},
+            {"policy.experts": {"balance_coef": 1e-3, "bias_update_rate": 1e-3}},
+            id="deepseek_v3-pp2",
+        ),
     ],
 )
 def test_after_each_sync_the_engine_samples_from_the_experts_that_were_trained(
-    tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path, kind: str, layout: dict[str, Any]
+    tiny_config: Callable[..., Config],
+    tiny_model: Path,
+    tmp_path: Path,
+    kind: str,
+    layout: dict[str, Any],
+    own: dict[str, Any],
 ) -> None:
     folder = model_folder(kind, tiny_model, tmp_path / kind)
     config = tiny_config(
-        **{"model.path": str(folder), "policy.layout": layout, "data.eval": None, "run.steps": 3, "run.export": True}
+        **{"model.path": str(folder), "policy.layout": layout, "data.eval": None, "run.steps": 3, "run.export": True}, **own
     )
     gates = train(config)["gates"]
     assert gates["kl_to_reference_at_first_step"] < 1e-9
@@ -88,6 +103,16 @@ def test_after_each_sync_the_engine_samples_from_the_experts_that_were_trained(
         moved = float((exported.get_slice(name)[:] - before.get_slice(name)[:]).abs().max())
         assert moved < 1e-2
         assert moved > 0 or ".experts." not in name, name
+        assert moved == 0 or ".gate." not in name or "policy.freeze" not in own, name
+        assert moved > 0 or "e_score" not in name, name
+    maps = read_metrics(Path(config.run_folder) / "experts.jsonl")
+    assert [row["step"] for row in maps] == [1, 2, 3]
+    for row, of_step in zip(rows, maps, strict=True):
+        routed = of_step["policy"]
+        assert routed["layers"] == ([1] if kind == "deepseek_v3" else [0, 1])
+        worst = max(max(loads) for loads in routed["loads"])
+        assert row["policy/expert_imbalance_max"] == pytest.approx(worst, abs=1e-3)  # with one update a step
+        assert 0 < row["policy/router_entropy"] <= 1.3863
     assert {version for s in samples if s["step"] == 3 for version in s["weight_versions"]} == {2}
 
 

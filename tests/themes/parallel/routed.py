@@ -41,6 +41,7 @@ def run_replay(
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.routers import Routers
     from megarl.megatron.step import forward_backward
 
     initialize_layout(layout, seed=1)
@@ -60,7 +61,7 @@ def run_replay(
             role.take_replay_counts()
             for chunk in role.chunks:
                 chunk.train()
-            forward_backward(role.chunks, options, mine, objective, replay=role.replay)
+            forward_backward(role.chunks, options, mine, objective, routers=Routers(role.replay))
             role.optimizer.prepare_grads()
             norm = float(role.optimizer.get_grad_norm())
             counts = role.take_replay_counts()
@@ -74,6 +75,7 @@ def run_recorded(rank: int, world_size: int, folder: Path, layout: Layout, units
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
+    from megarl.megatron.routers import Routers
     from megarl.megatron.step import forward_backward
 
     initialize_layout(layout, seed=1)
@@ -95,7 +97,7 @@ def run_recorded(rank: int, world_size: int, folder: Path, layout: Layout, units
     for name, batch in (("live", mine), ("replayed", given)):
         for chunk in role.chunks:
             chunk.train()
-        forward_backward(role.chunks, options, batch, objective, replay=role.replay)
+        forward_backward(role.chunks, options, batch, objective, routers=Routers(role.replay))
         role.optimizer.prepare_grads()
         answer[f"{name} gradients"] = gradients(role)
         put_back(role, weights)
