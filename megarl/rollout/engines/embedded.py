@@ -289,7 +289,7 @@ class _DecodeBatch:
                 row.routes = [routes[sequence, longest - len(ids_of[sequence]) :]]
         rows = torch.tensor(where, device=device)
         self._cache = output.past_key_values
-        self._cache.batch_select_indices(rows)
+        self._cache.reorder_cache(rows)  # batch_select_indices does the same, but not for layers with linear attention
         self._mask, self._logits = mask[rows], output.logits[rows, -1]
 
     @torch.inference_mode()
@@ -307,7 +307,7 @@ class _DecodeBatch:
         going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
         if going_on and len(going_on) < len(self.rows):
             kept = torch.tensor(going_on, device=tokens.device)
-            self._cache.batch_select_indices(kept)
+            self._cache.reorder_cache(kept)
             self._mask, tokens = self._mask[kept], tokens[kept]
         self.rows = [self.rows[i] for i in going_on]
         if self.rows:
