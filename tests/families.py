@@ -54,6 +54,15 @@ class Family:
     linear: bool = False
 
     @property
+    def kind(self) -> dict[str, bool]:
+        """What the layouts depend on that it can be split by: experts, linear attention, experts with biases."""
+        return {
+            "experts": self.num_experts is not None,
+            "linear": self.linear,
+            "biases": self.class_prefix == "GptOss",
+        }
+
+    @property
     def config_class(self) -> str:
         """transformers' config class of the text model."""
         return f"{self.class_prefix}{'Text' if self.class_prefix.startswith('Qwen3_5') else ''}Config"
@@ -76,6 +85,15 @@ YARN_ROPE = {
     "mscale": 0.7,
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
+}
+WIDE_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+"""With the defaults that published configs leave out."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+    "long_factor": [1.0, 3.0, 5.0, 8.0, 13.0, 21.0],
+    "original_max_position_embeddings": 64,
 }
 QWEN3_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [1]}
 DEEPSEEK = {
@@ -143,11 +161,22 @@ QWEN3_NEXT = DELTA_NET | {
     "mlp_only_layers": [1],
 }
 QWEN3_5_MOE = {name: value for name, value in QWEN3_NEXT.items() if name != "mlp_only_layers"}
+WINDOW_IN_LAST = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}
+"""The last two of four layers have a window; both are shorter than most sequences of the tests."""
+GPT_OSS = {
+    "head_dim": 12,
+    "intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 0.4,  # so that some are clamped
+    "rope_parameters": WIDE_YARN | {"truncate": False},
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
-    "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": None}),
-    "qwen2": Family("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": Family("Qwen3", {"head_dim": 12, "num_key_value_heads": 1}),
+    "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": 6}),
+    "qwen2": Family("Qwen2", WINDOW_IN_LAST | {"tie_word_embeddings": True}),
+    "qwen3": Family("Qwen3", {"head_dim": 12, "num_key_value_heads": 1, "rope_parameters": WIDE_YARN}),
     "qwen3_5": Family("Qwen3_5", DELTA_NET, linear=True),
     "glm4": Family("Glm4", {"head_dim": 12, "attention_bias": True, "rope_parameters": HALF_ROPE}),
     "olmo2": Family("Olmo2", {"rms_norm_eps": 1e-5}),
@@ -160,10 +189,25 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family("Glm4Moe", GLM, 8),
     "qwen3_next": Family("Qwen3Next", QWEN3_NEXT, 8, linear=True),
     "kimi_k2": Family("DeepseekV3", KIMI, 8, "kimi_k2"),
+    "gpt_oss": Family("GptOss", GPT_OSS, 4),
 }
 VARIANTS: dict[str, Family] = FAMILIES | {
     "llama-tied": Family("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 12}),
     "llama-rope-linear": Family("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}}),
+    "llama-biases": Family("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "llama-rope-yarn": Family("Llama", {"head_dim": 12, "rope_parameters": YARN_ROPE | {"truncate": False}}),
+    "llama-rope-longrope": Family("Llama", {"head_dim": 12, "rope_parameters": LONGROPE}),
+    "mistral-full": Family("Mistral", {"sliding_window": None, "rope_parameters": WIDE_YARN | {"attention_factor": 0.8}}),
+    "qwen2-full": Family("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2-layer-types": Family(
+        "Qwen2",
+        WINDOW_IN_LAST
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "mixtral-window": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}, 4),
+    "qwen3_moe-window": Family("Qwen3Moe", QWEN3_MOE | {"use_sliding_window": True, "sliding_window": 7}, 4),
+    "glm4_moe-yarn": Family("Glm4Moe", GLM | {"rope_parameters": WIDE_YARN | {"partial_rotary_factor": 0.5}}, 8),
     "qwen3-tied": Family("Qwen3", {"head_dim": 12, "tie_word_embeddings": True}),
     "qwen3_moe-unnormalised": Family("Qwen3Moe", QWEN3_MOE | {"mlp_only_layers": [], "decoder_sparse_step": 2}, 4),
     "deepseek_v3-plain": Family(
@@ -185,7 +229,9 @@ VARIANTS: dict[str, Family] = FAMILIES | {
     ),
     "olmo2-tied": Family("Olmo2", {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "phi3-tied": Family("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "phi3-window": Family("Phi3", {"rope_parameters": HALF_ROPE, "sliding_window": 7}),
     "smollm3-interval": Family("SmolLM3", {"no_rope_layer_interval": 3, "tie_word_embeddings": False}),
+    "smollm3-window": Family("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}),
     "glm4_moe-grouped": Family(
         "Glm4Moe",
         GLM
@@ -205,7 +251,6 @@ VARIANTS: dict[str, Family] = FAMILIES | {
     ),
 }
 
-
 ODD_SIZES: dict[str, Any] = {
     "hidden_size": 36,
     "num_hidden_layers": 5,
@@ -223,8 +268,16 @@ ODD: dict[str, Family] = {
         KIMI | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6},
         6,
     ),
+    "mistral-odd": Family("Mistral", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "sliding_window": 3}),
+    "gpt_oss-odd": Family(
+        "GptOss",
+        GPT_OSS
+        | {"num_attention_heads": 6, "num_key_value_heads": 3, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "rope_parameters": WIDE_YARN, "swiglu_limit": 7.0},
+        6,
+    ),
 }
-"""Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers."""
+"""Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers or 4."""
 
 
 UNDER_TRANSFORMER_ENGINE = [name for name, family in VARIANTS.items() if family.class_prefix != "Olmo2" and not family.linear]
@@ -266,12 +319,20 @@ def by_hub_name(model: Any, named: Iterator[tuple[str, Tensor]]) -> dict[str, Te
     transformers fuses all experts of a layer into one parameter; on disk each expert has its own.
     """
     found: dict[str, Tensor] = {}
-    mixtral = model.config.model_type == "mixtral"
+    mixtral, alternating = (model.config.model_type == name for name in ("mixtral", "gpt_oss"))
     for name, tensor in _apart(model, named):
         name = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
         prefix, fused, part = name.partition(".experts.")
         if not fused:
             found[name] = tensor
+            continue
+        if alternating:
+            stored, _, bias = part.partition("_proj")
+            kind = "bias" if bias else "weight"
+            for expert, matrix in enumerate(tensor):
+                rows = matrix.T if kind == "weight" else matrix
+                halves = {"gate_proj": rows[0::2], "up_proj": rows[1::2]} if stored == "gate_up" else {"down_proj": rows}
+                found |= {f"{prefix}.experts.{expert}.{which}.{kind}": half for which, half in halves.items()}
             continue
         gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         for expert, rows in enumerate(tensor):

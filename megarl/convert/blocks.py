@@ -54,12 +54,17 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`rows` rows of `source` from `start` on, or, `transposed`, so many of its columns; rows of zeros where that is None."""
+    """`rows` rows of `source` from `start` on, or, `transposed`, so many of its columns; rows of zeros where that is None.
+
+    `step`: only every second row or column is taken. `alternating`: the two halves of a row take turns in it.
+    """
 
     source: Matrix | None
     start: int
     rows: int
     transposed: bool = False
+    step: int = 1
+    alternating: bool = False
 
     @property
     def cols(self) -> int:
@@ -98,7 +103,7 @@ class Task:
         at = 0
         for part in self.parts:
             first, last = max(start, at), min(stop, at + part.rows)
-            source_row = part.start + first - at
+            row = first - at
             at += part.rows
             if first >= last:
                 continue
@@ -106,16 +111,14 @@ class Task:
                 rows = buffer[first - start : last - start]
                 if part.source is None:
                     rows.zero_()
-                elif part.transposed:
-                    rows.copy_(sources.columns(part.source, source_row, source_row + last - first))
+                elif part.transposed or part.step > 1:
+                    rows.copy_(sources.part(part, row, last - first))
                 else:
-                    sources.read_into(rows, part.source, source_row)
+                    sources.read_into(rows, part.source, part.start + row)
             elif part.source is None:
                 found.append(torch.zeros((last - first, self.target.cols), dtype=self.target.dtype))
-            elif part.transposed:
-                found.append(sources.columns(part.source, source_row, source_row + last - first))
             else:
-                found.append(sources.rows(part.source, source_row, source_row + last - first))
+                found.append(sources.part(part, row, last - first))
         if buffer is not None:
             return buffer
         common = found[0].dtype if len({rows.dtype for rows in found}) == 1 else torch.float32
@@ -165,6 +168,14 @@ class Reader:
         self._scales: dict[str, Tensor] = {}
         self._whole: tuple[Matrix, Tensor] | None = None
         self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def part(self, part: Part, row: int, rows: int) -> Tensor:
+        """`rows` rows of a part that has a source, from its own `row` on."""
+        assert part.source is not None
+        start = part.start + row * part.step
+        stop = start + (rows - 1) * part.step + 1
+        found = (self.columns if part.transposed else self.rows)(part.source, start, stop)[:: part.step]
+        return found.unflatten(1, (2, -1)).mT.flatten(1) if part.alternating else found
 
     def rows(self, source: Matrix, start: int, stop: int) -> Tensor:
         """Rows `start:stop`, `[stop - start, cols]`; dequantised to bfloat16 where the matrix has scales."""

@@ -24,6 +24,7 @@ from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
 from megarl.errors import ModelError
 from megarl.models.check_layouts import read_shape
 from megarl.models.fp8_blocks import quantization_config
+from megarl.models.fused_experts import ExpertPlace
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
@@ -255,9 +256,10 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
                 if place.stop == fused.shape(place.stored)[0]:
                     yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(together))
                     together = []
-            elif place.start == 0:  # up is beside gate, in the same matrix
+            elif isinstance(place, ExpertPlace) and place.start == 0:  # up is beside gate, in the same matrix
                 [part] = parts
-                together.append(Part(part.source, 0, part.cols, transposed=not part.transposed))
+                alternating = part.step < place.step  # not yet in the source
+                together.append(Part(part.source, 0, part.cols, not part.transposed, alternating=alternating))
                 if len(together) == fused.experts:
                     yield _Tensor(place.stored, wanted, fused.shape(place.stored), tuple(together), rows_of_last_axis=True)
                     together = []

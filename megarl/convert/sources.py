@@ -110,8 +110,11 @@ class HFSource(ConversionSource):
         if not isinstance(fused, FusedExperts) or place is None:
             return Part(self.matrices[name], start, rows), _value_dtype(self.matrices[name])
         matrix = self.experts[place.stored, place.expert]
-        as_on_the_hub = fused.check(place.stored, (fused.experts, matrix.rows, matrix.cols))
-        return Part(matrix, place.start + start, rows, transposed=as_on_the_hub), matrix.dtype
+        if place.is_bias:
+            transposed = not fused.check(place.stored, (fused.experts, matrix.rows))
+        else:
+            transposed = fused.check(place.stored, (fused.experts, matrix.rows, matrix.cols))
+        return Part(matrix, place.start + start * place.step, rows, transposed, place.step), matrix.dtype
 
     def files(self) -> list[Path]:
         """See `ConversionSource`."""
@@ -341,7 +344,7 @@ def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
     for name, (file, entry) in folder.entries().items():
         if fused.names_of(name) == [name]:
             continue
-        _, rows, cols = entry.shape
+        rows, cols = rows_and_cols(entry.shape[1:])
         for expert in range(fused.experts):
             extent = Extent(file, entry.offset + expert * rows * cols * entry.dtype.itemsize, 0, rows, 0, cols)
             found[name, expert] = Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))

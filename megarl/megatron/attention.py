@@ -7,8 +7,9 @@ out, never attended to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megarl.data.stream import PackedStream, Segment, StreamShard
@@ -42,10 +45,11 @@ class AttentionCall:
 class StreamAttention(PackedSeqParams):
     """What travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    `position_ids` int64 `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
+    `calls` are those of a layer by its window in tokens (None: it attends to all). `position_ids` int64 `[S/cp]` are those of
+    this rank's tokens. `recurrence` is for layers with linear attention.
     """
 
-    calls: tuple[AttentionCall, ...] = ()
+    calls: Mapping[int | None, tuple[AttentionCall, ...]] = field(default_factory=dict)
     position_ids: Tensor | None = None
     recurrence: Recurrence | None = None
 
@@ -58,20 +62,22 @@ class _QueryRange:
     first: int
     last: int
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.first and not self.segment.prefix_length
+    def is_plain(self, window: int | None) -> bool:
+        return not self.first and not self.segment.prefix_length and (window is None or self.last <= window)
 
-    @property
-    def call(self) -> tuple[bool, int]:
+    def call(self, window: int | None) -> tuple[bool, int]:
         """Runs for which this is equal are computed together: of one kind, and none twice as long as another."""
-        return self.is_plain, (self.last - self.first).bit_length()
+        return self.is_plain(window), (self.last - self.first).bit_length()
 
 
 def stream_attention(
-    stream: PackedStream, share: StreamShard, dtype: torch.dtype, recurrence: Recurrence | None = None
+    stream: PackedStream,
+    share: StreamShard,
+    dtype: torch.dtype,
+    recurrence: Recurrence | None = None,
+    windows: Collection[int | None] = (None,),
 ) -> StreamAttention:
-    """The attention of `share`'s tokens, on its device, for queries of type `dtype`.
+    """The attention of `share`'s tokens, on its device, for queries of type `dtype` and layers with these windows.
 
     `qkv_format` stays `sbhd`: the tokens are `[S/cp, 1, ...]`.
     """
@@ -79,13 +85,31 @@ def stream_attention(
     place[share.layout.flatten().cpu()] = torch.arange(len(place))
     first_of_rank = share.rank * share.layout.shape[1]
     device = share.layout.device
-    calls = [
-        _call(list(together), place, first_of_rank, dtype, device)
-        for runs in _runs(stream, len(share.layout), share.rank)
-        for _, together in groupby(sorted(runs, key=lambda run: run.call), key=lambda run: run.call)
-    ]
+    runs = list(_runs(stream, len(share.layout), share.rank))
+    calls = {
+        window: tuple(
+            _call(list(together), window, place, first_of_rank, dtype, device)
+            for of_chunk in runs
+            for _, together in groupby(sorted(of_chunk, key=kind), key=kind)
+        )
+        for window in windows
+        for kind in [partial(_QueryRange.call, window=window)]
+    }
     positions = stream.position_ids[..., share.positions]
-    return StreamAttention(qkv_format="sbhd", calls=tuple(calls), position_ids=positions, recurrence=recurrence)
+    return StreamAttention(qkv_format="sbhd", calls=calls, position_ids=positions, recurrence=recurrence)
+
+
+def window_of(config: TransformerConfig, layer_number: int) -> int | None:
+    """Tokens of the window that a layer (counted from 1) attends through, itself included; None: it attends to all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    before: int = config.window_size[0]
+    return before + 1
+
+
+def windows_of(config: TransformerConfig) -> frozenset[int | None]:
+    """Those of all layers."""
+    return frozenset(window_of(config, number + 1) for number in range(config.num_layers))
 
 
 def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange]]:
@@ -103,7 +127,12 @@ def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange
 
 
 def _call(
-    runs: list[_QueryRange], place: Tensor, first_of_rank: int, dtype: torch.dtype, device: torch.device
+    runs: list[_QueryRange],
+    window: int | None,
+    place: Tensor,
+    first_of_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> AttentionCall:
     def column(values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values))[:, None]
@@ -116,7 +145,7 @@ def _call(
     own_key = torch.arange(int(lasts.max()))[None]
     keys = torch.where(own_key < lasts, starts + own_key, 0)
     bias = None
-    if not runs[0].is_plain:
+    if not runs[0].is_plain(window):
         prefix_starts = column(r.segment.prefix_start for r in runs)
         prefix_lengths = column(r.segment.prefix_length for r in runs)
         prefix = torch.arange(int(prefix_lengths.max()))[None]
@@ -124,6 +153,11 @@ def _call(
         keys = torch.cat([torch.where(in_prefix, prefix_starts + prefix, 0), keys], dim=1)
         causal = own_query[..., None] >= own_key[:, None]
         visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
+        if window is not None:
+            positions = torch.cat([prefix.expand(len(runs), -1), prefix_lengths + own_key], dim=1)
+            oldest = prefix_lengths + own_query - window
+            # Rows that only fill up see what they did: they must see something, or their gradient is no number.
+            visible &= (positions[:, None] > oldest[..., None]) | ~real[..., None]
         # In the queries' type: a bool mask would be converted, and kept for the backward pass, by every layer anew.
         bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None].to(device)
     return AttentionCall(
@@ -132,11 +166,11 @@ def _call(
 
 
 class ReferenceAttention(torch.nn.Module):
-    """Core attention of the `reference` layer spec."""
+    """Core attention of the `reference` layer spec; with sinks where the config's `softmax_type` is `learnable`."""
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
@@ -147,6 +181,12 @@ class ReferenceAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.window = window_of(config, layer_number)
+        self.tp_group = None if pg_collection is None else pg_collection.tp
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // (1 if self.tp_group is None else self.tp_group.size())
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.cp_group = None if pg_collection is None else pg_collection.cp
 
     def forward(
@@ -174,17 +214,48 @@ class ReferenceAttention(torch.nn.Module):
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         result = query.new_zeros(*query.shape[:2], value.shape[-1])
-        if not packed_seq_params.calls:
+        calls = packed_seq_params.calls[self.window]
+        if not calls:
             # Nothing but padding here, yet the other ranks' backward pass waits for this one to join in their sums.
             return (result + value[:0].sum()).flatten(1)[:, None]
         targets, parts = [], []
-        for call in packed_seq_params.calls:
+        for call in calls:
             q = query[call.queries].transpose(1, 2)
             k = key[call.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
             v = value[call.keys].transpose(1, 2).repeat_interleave(repeat, dim=1)
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale
-            )
+            if self.softmax_offset is None:
+                out = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=call.bias, is_causal=call.bias is None, scale=self.softmax_scale
+                )
+            else:
+                out = _attention_with_sinks(q, k, v, call.bias, self.softmax_scale, self.softmax_offset)
             parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
             targets.append(call.target)
         return result.index_copy(0, torch.cat(targets), torch.cat(parts)).flatten(1)[:, None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, split as the heads are."""
+        if self.softmax_offset is None:
+            return {}
+        of_rank, groups = {"softmax_offset": self.softmax_offset}, {"dp_cp_group": (metadata or {})["dp_cp_group"]}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            of_rank, prefix, {"softmax_offset": 0}, sharded_offsets, tp_group=self.tp_group, **groups
+        )
+        return found
+
+
+def _attention_with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float | None, sinks: Tensor
+) -> Tensor:
+    """`[B, heads, R, v]`: as scaled_dot_product_attention, with one more key whose value is zero and whose score is the head's
+    sink (gpt-oss)."""
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    else:
+        scores = scores + bias
+    of_sinks = sinks[None, :, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, of_sinks], dim=-1).softmax(dim=-1)[..., :-1] @ value

@@ -65,6 +65,11 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
         chunk.to(device=torch.cuda.current_device())
+        if config.num_moe_experts is not None and config.add_bias_linear:
+            layer_specs.prepare_biased_experts(chunk)
+        for module in chunk.modules():
+            if isinstance(getattr(module, "softmax_offset", None), torch.nn.Parameter):
+                module.softmax_offset.data = module.softmax_offset.data.to(config.params_dtype)  # Transformer Engine: float32
         if fuses_gradient_accumulation(options):
             fuse_gradient_accumulation(chunk)
     if not options.trainable:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.rank_model import RankModel
-from megarl.models.hf_fields import without_prediction_layers
+from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 
@@ -56,7 +56,7 @@ def _all_stages(role: RankModel) -> Iterator[tuple[str, Tensor]]:
 
 def _config(role: RankModel) -> dict[str, Any]:
     """The `config.json` of the folder that the role came from, changed where the role differs from it."""
-    config = without_prediction_layers(HFFolder(role.options.path).config)
+    config = without_mxfp4(without_prediction_layers(HFFolder(role.options.path).config))
     config.pop("torch_dtype", None)
     config["dtype"] = role.options.dtype
     if role.options.head == "value":

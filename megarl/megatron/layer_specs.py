@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
@@ -34,6 +35,7 @@ from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.vision import Mrope
+from megarl.models.windows import check_windows
 
 PLAIN = DecoderTraits()
 
@@ -106,6 +108,20 @@ def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any], 
         )
 
 
+def prepare_biased_experts(chunk: torch.nn.Module) -> None:
+    """Have megatron-core's experts that run one after another add their biases as autograd and gradient sums allow.
+
+    It adds the bias of an expert's output in place, to what autograd takes for a view. Under sequence parallelism it marks that
+    bias for a sum over tensor parallelism, which the sum over the experts' data parallelism has in it already.
+    """
+    for module in chunk.modules():
+        if isinstance(module, SequentialMLP):
+            for expert in module.local_experts:
+                output: Any = expert.linear_fc2
+                output.register_forward_hook(lambda _, inputs, found: (found[0].clone(), found[1]))
+                output.bias.sequence_parallel = False
+
+
 def block_spec(
     name: str,
     config: TransformerConfig,
@@ -118,9 +134,10 @@ def block_spec(
     Behind the model's first `deepstack` layers features of a vision tower are added.
 
     Raises:
-        LayoutError: `local` or `transformer_engine` was asked for a model that it cannot run, or features are to be added in
+        LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
             several chunks.
     """
+    check_windows(name, windows=config.window_size is not None, cp=config.context_parallel_size)
     if name == "transformer_engine" and (traits.projection_norms or not traits.pre_norms):
         raise LayoutError(
             "model.layer_spec is 'transformer_engine', but this model has no norms before attention and MLP, or norms of all "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu as fused_quick_gelu
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -17,9 +19,19 @@ from megarl.config.megatron_options import given_to
 from megarl.errors import ConfigError
 from megarl.megatron.options import ModelOptions
 from megarl.models.registry import architecture_for
+from megarl.models.rope import rotary_scale
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ACTIVATIONS = {"silu": torch.nn.functional.silu}
+
+
+def quick_gelu(gate: torch.Tensor) -> torch.Tensor:
+    """megatron-core's, which it compiles: no machine without Triton can."""
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _activation(name: str, *, fast: bool) -> Any:
+    """megatron-core picks its fused kernels by the function itself."""
+    return {"silu": torch.nn.functional.silu, "quick_gelu": fused_quick_gelu if fast else quick_gelu}[name]
 
 
 def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> TransformerConfig:
@@ -32,7 +44,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     architecture = architecture_for(hf_config)
     layout = options.layout
     kwargs = dict(architecture.transformer_config_kwargs(hf_config))
-    kwargs["activation_func"] = ACTIVATIONS[kwargs.pop("activation")]
+    kwargs["activation_func"] = _activation(kwargs.pop("activation"), fast=_is_fast(options))
     if options.recompute != "none":
         kwargs["recompute_granularity"] = options.recompute
     if options.recompute == "full":
@@ -66,27 +78,52 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         "calculate_per_token_loss": True,
         **_defaults(options, has_experts="num_moe_experts" in kwargs, is_latent=config_class is MLATransformerConfig),
     }
+    if "num_moe_experts" in kwargs and kwargs["add_bias_linear"]:
+        kwargs["bias_dropout_fusion"] = False  # megatron-core adds the biases of experts inside them
     given = fields_for(config_class, options, kind="model")
-    reason = ""
+    reasons = []
+    scale = 1.0
+    if config_class is TransformerConfig:  # latent attention scales what it rotates by itself
+        scale = rotary_scale(architecture.text_config(hf_config), kwargs["kv_channels"])
     if architecture.vision(hf_config) is not None:
-        reason = "would give the tokens of pictures wrong angles: its kernel counts one position for each token"
-    elif kwargs.get("rotary_interleaved"):
-        reason = "would rotate the halves of a head against each other, but the pairs of this model are neighbours"
-    if reason:
-        kwargs |= dict.fromkeys(ONE_POSITION_KERNELS, False)
-        for name in ONE_POSITION_KERNELS & {name for name, value in given.items() if value is True}:
-            raise ConfigError.of(f"{options.section}.{name}", True, reason, allowed="false")
+        reasons.append("would give the tokens of pictures wrong angles: its kernel counts one position for each token")
+    if kwargs.get("rotary_interleaved"):
+        reasons.append("would rotate the halves of a head against each other, but the pairs of this model are neighbours")
+    if scale != 1.0:
+        reasons.append(f"has no attention factor, but this model's is {scale:g}")
+    if reasons:
+        kwargs |= dict.fromkeys(ROTARY_KERNELS, False)
+        for name in ROTARY_KERNELS & {name for name, value in given.items() if value is True}:
+            raise ConfigError.of(f"{options.section}.{name}", True, reasons[0], allowed="false")
     if options.replays_routes and given.get("moe_router_fusion"):
         reason = "would leave out policy.routing.replay: its kernel chooses the experts itself"
         raise ConfigError.of(f"{options.section}.moe_router_fusion", True, reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     given.pop("gradient_accumulation_fusion", None)
     try:
-        return config_class(**kwargs | given)
+        config = config_class(**kwargs | given)
     except (ValueError, AssertionError, RuntimeError) as error:
         if not given:
             raise
         raise refused(options, given, error) from error
+    if scale != 1.0:
+        _scale_rotary(config, scale)
+    return config
+
+
+def _without_rotary_kernels(options: ModelOptions, given: Mapping[str, Any], reason: str) -> dict[str, Any]:
+    for name in ROTARY_KERNELS & {name for name, value in given.items() if value is True}:
+        raise ConfigError.of(f"{options.section}.{name}", True, reason, allowed="false")
+    return dict.fromkeys(ROTARY_KERNELS, False)
+
+
+def _scale_rotary(config: Any, scale: float) -> None:
+    """Have attention multiply cosines and sines by `scale`.
+
+    megarl gives the rotary embedding its frequencies; the factor megatron-core's attention computes itself, from these
+    attributes as 0.1 * mscale * log(factor) + 1, over the same of mscale_all_dim.
+    """
+    config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (scale - 1), 0.0
 
 
 def refused(options: ModelOptions, given: Iterable[str], error: Exception) -> ConfigError:
@@ -136,8 +173,9 @@ NEEDS_TRANSFORMER_ENGINE = frozenset(
         "fp8_dot_product_attention", "fp8_multi_head_attention",
     }
 )  # fmt: skip
-ONE_POSITION_KERNELS = frozenset({"apply_rope_fusion", "fused_single_qkv_rope"})
-"""Fields whose kernels of Transformer Engine know neither positions on three axes nor, in all versions, neighbouring pairs."""
+ROTARY_KERNELS = frozenset({"apply_rope_fusion", "fused_single_qkv_rope"})
+"""Fields whose kernels of Transformer Engine know no positions on three axes, no attention factor and, in some versions, no
+neighbouring pairs."""
 ENUMS = {"attention_backend": AttnBackend}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -33,7 +33,7 @@ from megarl.data.stream import (
 )
 from megarl.data.stream_media import StreamMedia
 from megarl.data.stream_sequences import TokenSequences
-from megarl.megatron.attention import stream_attention
+from megarl.megatron.attention import stream_attention, windows_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
 from megarl.megatron.layer_specs import PackedRotaryEmbedding
@@ -280,7 +280,7 @@ def _forward_step(
         core.seen = seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
-    mask, packed = _attention_inputs(stream, share, sequences, recurrence, options)
+    mask, packed = _attention_inputs(stream, share, sequences, recurrence, options, windows_of(core.config))
     with routers.micro_batch(routes, routed):
         output = model(
             input_ids=token_ids[None],
@@ -311,10 +311,11 @@ def _attention_inputs(
     sequences: PackedSeqParams | None,
     recurrence: Recurrence | None,
     options: ModelOptions,
+    windows: Collection[int | None],
 ) -> tuple[Tensor | None, PackedSeqParams | None]:
     """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths."""
     if options.layer_spec == "reference":
-        return None, stream_attention(stream, share, DTYPES[options.dtype], recurrence)
+        return None, stream_attention(stream, share, DTYPES[options.dtype], recurrence, windows)
     if options.layer_spec == "local":
         return _dense_mask(stream), None
     return None, sequences

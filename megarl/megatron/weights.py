@@ -33,7 +33,10 @@ EXPERT_BIAS = "mlp.router.expert_bias"
 """The only buffer that is part of a checkpoint."""
 
 # An expert's place among those of its rank: in a sequential and in a grouped module.
-_LOCAL_EXPERT = re.compile(r"(?<=^mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=^mlp\.experts\.linear_fc[12]\.weight)\d+$")
+_LOCAL_EXPERT = re.compile(
+    r"(?<=^mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=^mlp\.experts\.linear_fc[12]\.weight)\d+$"
+    r"|(?<=^mlp\.experts\.linear_fc[12]\.bias)\d+$"
+)
 
 
 def global_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:

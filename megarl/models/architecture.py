@@ -8,14 +8,11 @@ from typing import Any
 
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
+from megarl.models.rope import rope_refusal
 from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
 
 HFConfig = dict[str, Any]
-
-
-def _serves(hf_config: HFConfig) -> str | None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class SglangFacts:
     """Whether an engine can hold several replicas of the attention (SGLang's DP attention)."""
     copies_kv_heads: bool = True
     """Whether more ranks than KV heads can share the attention."""
-    refusal: Callable[[HFConfig], str | None] = _serves
+    refusal: Callable[[HFConfig], str | None] = rope_refusal
     """Why SGLang cannot serve a model of this config, or cannot be given its weights; None: it can."""
     padded_heads: Callable[[HFConfig], int] = lambda hf_config: 0
     """Heads of the tower that its servers pad to a multiple of their ranks, between those that they are sent; 0: none."""
@@ -40,6 +37,8 @@ class HubNames:
 
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     block: str = "mlp"
+    alternating: bool = False
+    """Whether transformers holds all experts of a layer as the hub stores gpt-oss's (`FusedExperts.alternating`)."""
 
 
 @dataclass(frozen=True)

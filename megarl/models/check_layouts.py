@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
@@ -13,6 +13,7 @@ from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.parameter_patterns import check_patterns
 from megarl.models.registry import use_architecture
 from megarl.models.shape import ModelShape
+from megarl.models.windows import check_windows
 
 A_MODEL = "a Hugging Face model folder, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
 
@@ -28,7 +29,8 @@ def check_models(config: AnyConfig) -> None:
     use_architecture(config.model.architecture)
     for role in config.roles:
         model, layout = read_shape(role.folder_field, role.folder), role.layout or config.policy.layout
-        _check_layout(f"{role.name}.layout", layout, model.layout_sizes, config.model.layer_spec)
+        _check_layout(f"{role.name}.layout", layout, model, config.model.layer_spec)
+        _check_length(role.folder_field, config.longest_sequence, model)
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
         if role.trained is not None:
@@ -40,7 +42,7 @@ def check_models(config: AnyConfig) -> None:
     if config.sampling is not None:
         model = read_shape("model.path", config.model.path)
         # what training asks of layouts with experts is not asked of an engine
-        _check_layout("rollout", Layout(tp=config.sampling.tp), {**model.layout_sizes, "num_experts": None})
+        _check_layout("rollout", Layout(tp=config.sampling.tp), replace(model, experts=0))
 
 
 def read_shape(field: str, folder: str) -> ModelShape:
@@ -83,9 +85,32 @@ def _check_patterns(role: str, trained: TrainedRole, model: ModelShape) -> None:
         check_patterns(f"{role}.optimizer.groups[{place}].match", group.match, model.weight_map, sees=sees)
 
 
-def _check_layout(field: str, layout: Layout, sizes: dict[str, Any], layer_spec: str = "auto") -> None:
+def _check_length(field: str, longest: int, model: ModelShape) -> None:
+    """Refuse sequences for which rotary frequencies would depend on how long each of them is."""
+    if model.exact_positions is None or longest <= model.exact_positions[0]:
+        return
+    tokens, said = model.exact_positions
+    raise ConfigError(
+        f"{field} is a model whose rotary frequencies depend on the length of a sequence beyond {said} = {tokens} tokens, but "
+        f"the longest sequence of this run has {longest}; prompts and responses together must have at most {tokens}"
+    )
+
+
+def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str = "auto") -> None:
     try:
         layout.check_layer_spec(layer_spec)
-        layout.check_model(**sizes)
+        check_windows(layer_spec, windows=bool(model.window_layers), cp=layout.cp)
+        if model.biases and model.experts:
+            _check_biased_experts(layout)
+        layout.check_model(**model.layout_sizes)
     except LayoutError as error:
         raise error.under(field, ConfigError) from None
+
+
+def _check_biased_experts(layout: Layout) -> None:
+    """megatron-core splits no biases of experts; whole ones it trains under tensor parallelism only if ranks share them out."""
+    if layout.etp > 1:
+        raise LayoutError.of("etp", layout.etp, "splits experts that have biases, which megatron-core does not", allowed="1")
+    if layout.tp > 1 and layout.ep == 1:
+        reason = f"leaves experts that have biases whole on every rank of tp = {layout.tp}, where megatron-core loses gradients"
+        raise LayoutError.of("ep", layout.ep, reason, allowed="at least 2")

@@ -6,15 +6,16 @@ common arguments and rules. An architecture's own file adds what is its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError
-from megarl.models.hf_fields import refuse, refuse_quantised, refuse_sliding_window, size
+from megarl.models.hf_fields import refuse, refuse_quantised, size
 from megarl.models.packings import Copy, GateUp, GroupedQKV, Vocabulary
 from megarl.models.rope import rope_kwargs
 from megarl.models.weight_map import Rule, WeightMap
+from megarl.models.windows import in_all_layers, window_kwargs
 
 LAYER = "decoder.layers.{layer}."
 HF_LAYER = "model.layers.{layer}."
@@ -68,17 +69,21 @@ class DenseSizes:
         )
 
 
-def transformer_config_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, sliding_layers: int = 0) -> dict[str, Any]:
+def transformer_config_kwargs(
+    hf_config: dict[str, Any], sizes: DenseSizes, sliding: Collection[int] | None = None, window: int | None = None
+) -> dict[str, Any]:
     """Keyword arguments of megatron-core's TransformerConfig, but for `activation`, a name the caller translates.
 
-    `sliding_layers` attend through `sliding_window` if there is one. Dropout is left to the caller: it belongs to the run.
+    The layers `sliding` attend through `sliding_window`, `window` tokens where the config leaves it out; None: a family that
+    has no windows. Dropout is left to the caller: it belongs to the run.
 
     Raises:
         ModelError: the config asks for something that cannot be represented.
     """
     refuse(hf_config, "hidden_act", "silu", "all families are built with a gated SiLU MLP")
     refuse_quantised(hf_config)
-    refuse_sliding_window(hf_config, sliding_layers)
+    if sliding is None:
+        sliding = in_all_layers(hf_config, sliding=False)
     return {
         "num_layers": sizes.num_layers,
         "hidden_size": sizes.hidden_size,
@@ -94,6 +99,7 @@ def transformer_config_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, slid
         "add_qkv_bias": False,
         "qk_layernorm": False,
         "init_method_std": float(hf_config.get("initializer_range", 0.02)),
+        **window_kwargs(hf_config, sliding, window),
     }
 
 
@@ -109,7 +115,7 @@ def gpt_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, *, partial_rotary: 
         "vocab_size": sizes.vocab_size,
         "max_sequence_length": size(hf_config, "max_position_embeddings"),
         "share_embeddings_and_output_weights": sizes.tied and sizes.num_labels is None,
-        **rope_kwargs(hf_config, sizes.head_dim if partial_rotary else None),
+        **rope_kwargs(hf_config, sizes.head_dim, partial=partial_rotary),
     }
 
 
@@ -131,13 +137,15 @@ def attention_rules(
     sizes: DenseSizes,
     *,
     bias: bool = False,
+    output_bias: bool = False,
     head_norms: bool = False,
     projection_norms: bool = False,
     pre_norm: bool = True,
     gated: bool = False,
     layers: frozenset[int] | None = None,
 ) -> list[Rule]:
-    """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, and with norms of every q and k head.
+    """Grouped attention behind its norm (`pre_norm`), with biases on q, k and v, with a bias on o, and with norms of every q
+    and k head.
 
     With `projection_norms` one norm is of all heads of q together, and one of all heads of k. `gated`: a part of q gates the
     output. `layers` are those that have it, None for all.
@@ -156,6 +164,9 @@ def attention_rules(
     width = sizes.num_heads * sizes.head_dim
     packing_of_output = Copy((hidden, width), axis=1)
     rules.append(Rule(LAYER + "self_attention.linear_proj.weight", (hf + "o_proj.weight",), packing_of_output, layers=layers))
+    if output_bias:
+        name = LAYER + "self_attention.linear_proj.bias"
+        rules.append(Rule(name, (hf + "o_proj.bias",), Copy((hidden,)), layers=layers))
     return rules
 
 
@@ -178,8 +189,10 @@ def post_norm_rules(sizes: DenseSizes, after_attention: str, after_mlp: str) -> 
     return [Rule(f"{LAYER}{own}.weight", (f"{HF_LAYER}{hf}.weight",), Copy((sizes.hidden_size,))) for own, hf in names.items()]
 
 
-def mlp_rules(sizes: DenseSizes, layers: frozenset[int] | None = None, *, pre_norm: bool = True) -> list[Rule]:
-    """The dense MLP, behind its norm unless `pre_norm` is false, in `layers` (None: all)."""
+def mlp_rules(
+    sizes: DenseSizes, layers: frozenset[int] | None = None, *, pre_norm: bool = True, bias: bool = False
+) -> list[Rule]:
+    """The dense MLP, behind its norm unless `pre_norm` is false, in `layers` (None: all), with biases."""
     hidden, mlp, hf = sizes.hidden_size, LAYER + "mlp.", HF_LAYER + "mlp."
     hf_gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
     norm = Rule(
@@ -189,7 +202,14 @@ def mlp_rules(sizes: DenseSizes, layers: frozenset[int] | None = None, *, pre_no
         layers=layers,
         te_name=mlp + "linear_fc1.layer_norm_weight",
     )
+    biases = [
+        Rule(
+            mlp + "linear_fc1.bias", (hf + "gate_proj.bias", hf + "up_proj.bias"), GateUp(sizes.ffn_size, None), layers=layers
+        ),
+        Rule(mlp + "linear_fc2.bias", (hf + "down_proj.bias",), Copy((hidden,)), layers=layers),
+    ]
     return [
+        *(biases if bias else ()),
         *([norm] if pre_norm else []),
         Rule(mlp + "linear_fc1.weight", hf_gate_up, GateUp(sizes.ffn_size, hidden), layers=layers),
         Rule(mlp + "linear_fc2.weight", (hf + "down_proj.weight",), Copy((hidden, sizes.ffn_size), axis=1), layers=layers),

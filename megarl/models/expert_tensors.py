@@ -34,7 +34,7 @@ def joined(fused: FusedExperts | FusedRows, tensors: Iterable[tuple[str, Tensor]
         if isinstance(place, MatrixPlace):
             whole[place.start : place.stop] = tensor
         else:
-            whole[place.expert, :, place.start : place.stop] = tensor.T
+            whole[place.expert, ..., place.start : place.stop : place.step] = tensor.mT if tensor.dim() == 2 else tensor
         missing.discard(name)
         if not missing:
             yield place.stored, whole
@@ -48,22 +48,26 @@ class ExpertSlice:
 
     def __init__(self, source: Any, place: ExpertPlace, *, as_on_the_hub: bool) -> None:
         self.source, self.place, self.as_on_the_hub = source, place, as_on_the_hub
-        shape = source.get_shape()
-        self.width = shape[1] if as_on_the_hub else shape[2]
+        _, *matrix = source.get_shape()
+        self.widths = matrix[:-1] if as_on_the_hub else matrix[1:]
 
     def get_shape(self) -> list[int]:
-        """Rows and columns."""
-        return [self.place.stop - self.place.start, self.width]
+        """Rows and columns; a bias has no columns."""
+        return [self.place.rows, *self.widths]
 
     def __getitem__(self, key: Any) -> Tensor:
         """`[a:b]`, `[:, a:b]`, `[:]` or `[...]`."""
         given = () if key is ... else key if isinstance(key, tuple) else (key,)
         rows, columns = [*given, slice(None), slice(None)][:2]
-        first, last, _ = rows.indices(self.place.stop - self.place.start)
-        box = slice(self.place.start + first, self.place.start + last)
+        first, last, _ = rows.indices(self.place.rows)
+        step = self.place.step
+        box = slice(self.place.start + first * step, min(self.place.start + last * step, self.place.stop))
+        if not self.widths:
+            bias: Tensor = self.source[self.place.expert, box]
+            return bias[::step].contiguous()
         if self.as_on_the_hub:
             found: Tensor = self.source[self.place.expert, columns, box]
-            return found.T.contiguous()
+            return found[:, ::step].T.contiguous()
         return self.source[self.place.expert, box, columns]
 
 

@@ -30,14 +30,16 @@ class FlopsModel:
     """Floating-point operations of one forward pass (a backward pass is twice that, so shares stay the same).
 
     `per_token`: all layers' matrices, per token. `per_logit_row`: the output head, computed for response tokens only.
-    `per_pair`: attention scores and values of all layers, per pair of a token and one it attends to. `vision` is the tower of a
-    model that sees.
+    `per_pair`: attention scores and values of the layers without a window, per pair of a token and one it attends to;
+    `per_window_pair`: of those whose tokens attend to the last `window`. `vision` is the tower of a model that sees.
     """
 
     per_token: int
     per_logit_row: int
     per_pair: int
     vision: Vision | None = field(default=None, hash=False)
+    per_window_pair: int = 0
+    window: int = 0
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
@@ -47,8 +49,10 @@ class FlopsModel:
         return cls(
             per_token=2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape)),
             per_logit_row=2 * shape.hidden * shape.vocab,
-            per_pair=2 * shape.attention_layers * per_pair,
+            per_pair=2 * (shape.attention_layers - len(shape.window_layers)) * per_pair,
             vision=shape.vision,
+            per_window_pair=2 * len(shape.window_layers) * per_pair,
+            window=shape.window,
         )
 
     def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid] = ()) -> int:
@@ -57,9 +61,17 @@ class FlopsModel:
         `grids` are those of all their pictures (`data/media.py`).
         """
         total = sum(response_tokens)
-        pairs = _pairs(prompt_tokens) + sum(prompt_tokens * r + _pairs(r) for r in response_tokens)
-        of_decoder = self.per_token * (prompt_tokens + total) + self.per_logit_row * total + self.per_pair * pairs
+        pairs = self.attention(0, prompt_tokens) + sum(self.attention(prompt_tokens, r) for r in response_tokens)
+        of_decoder = self.per_token * (prompt_tokens + total) + self.per_logit_row * total + pairs
         return of_decoder + self.tower(grids)
+
+    def attention(self, before: Length, tokens: Length) -> Length:
+        """Operations of attention of so many `tokens` behind others, which they attend to, as to themselves."""
+        found: Length = self.per_pair * (_pairs(before + tokens) - _pairs(before))
+        if not self.per_window_pair:
+            return found
+        in_window: Length = _pairs(before + tokens, self.window) - _pairs(before, self.window)
+        return found + self.per_window_pair * in_window
 
     def tower(self, grids: Iterable[Grid]) -> int:
         """Operations of the tower over pictures of these grids."""
@@ -115,16 +127,16 @@ def update_flops(
     and one it attends to, the different pictures of each micro-batch, and, with `logits`, the output rows of scored tokens.
     Without `shared_prompts` each response has its prompt to itself. A tower that is frozen has one of the `tower_passes`.
     """
-    tokens = pairs = rows = of_towers = 0
+    tokens = attention = rows = of_towers = 0
     for share in shares:
         fed = np.maximum(share.lengths - (position is ScorePosition.NEXT), 0)
         prompt_of = np.repeat(share.prompt_lengths, share.units)
         prompts = share.prompt_lengths if shared_prompts else prompt_of
         tokens += int(prompts.sum() + fed.sum())
-        pairs += int(_pairs(prompts).sum() + (prompt_of * fed + _pairs(fed)).sum())
+        attention += int(flops.attention(np.zeros_like(prompts), prompts).sum() + flops.attention(prompt_of, fed).sum())
         rows += int(share.mask.sum())
         of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in share.pictures())
-    of_decoder = flops.per_token * tokens + flops.per_pair * pairs + flops.per_logit_row * rows * logits
+    of_decoder = flops.per_token * tokens + attention + flops.per_logit_row * rows * logits
     return UpdateFlops(PASSES * of_decoder, tower_passes * of_towers)
 
 
@@ -155,5 +167,9 @@ def _mlp_products(shape: ModelShape) -> int:
     return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
 
 
-def _pairs(length: Length) -> Length:
-    return length * (length + 1) // 2
+def _pairs(length: Length, window: int | None = None) -> Length:
+    """Of the tokens of a sequence, and those among the last `window` (None: among all) that each attends to."""
+    if window is None:
+        return length * (length + 1) // 2
+    short = np.minimum(length, window) if isinstance(length, np.ndarray) else min(length, window)
+    return short * (short + 1) // 2 + (length - short) * window

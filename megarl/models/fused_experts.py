@@ -2,7 +2,8 @@
 
 For each layer the hub has `gate_up_proj` `[E, H, 2F]`, gate beside up, and `down_proj` `[E, F, H]`; transformers 5 writes the
 same as `[E, 2F, H]` and `[E, H, F]`. Both are read, and the hub's is written. Weight maps, runs and conversions know a gate, an
-up and a down projection for each expert, `[F, H]`, `[F, H]` and `[H, F]`. Names and shapes are here, without torch.
+up and a down projection for each expert, `[F, H]`, `[F, H]` and `[H, F]`. In gpt-oss columns of gate and up alternate, and
+there are biases `gate_up_proj_bias` `[E, 2F]` and `down_proj_bias` `[E, H]`. Names and shapes are here, without torch.
 """
 
 from __future__ import annotations
@@ -12,35 +13,54 @@ from dataclasses import dataclass
 
 from megarl.errors import ModelError
 
-_OF_EXPERT = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.weight")
-_STORED = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<part>gate_up|down)_proj")
+_OF_EXPERT = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<expert>\d+)\.(?P<part>gate|up|down)_proj\.(?P<kind>weight|bias)")
+_STORED = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<part>gate_up|down)_proj(?P<kind>|_bias|_blocks|_scales)")
+_KINDS = {"": "weight", "_blocks": "weight", "_bias": "bias"}
+"""What an expert's tensor is called, by how the name of the stored one ends; scales are part of what blocks are."""
 
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """An expert's tensor is the transposed columns `start:stop` of the matrix `expert` in the tensor `stored`."""
+    """An expert's tensor is the transposed columns `start:stop:step` of the matrix `expert` in the tensor `stored`."""
 
     stored: str
     expert: int
     start: int
     stop: int
+    step: int = 1
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether the tensors are vectors, with no columns to transpose."""
+        return self.stored.endswith("_bias")
+
+    @property
+    def rows(self) -> int:
+        """Of the expert's tensor."""
+        return -(-(self.stop - self.start) // self.step)
 
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """`experts` of hidden size `hidden` and width `ffn`, in every block that has any."""
+    """`experts` of hidden size `hidden` and width `ffn`, in every block that has any.
+
+    `alternating`: as gpt-oss has them, a column of the gate before each column of up, with biases, and perhaps as MXFP4.
+    """
 
     experts: int
     hidden: int
     ffn: int
+    alternating: bool = False
 
     def names_of(self, stored: str) -> list[str]:
         """The experts' tensors in a stored one, expert after expert; any other tensor is itself."""
         match = _STORED.fullmatch(stored)
-        if match is None:
+        if match is None or (match["kind"] and not self.alternating):
             return [stored]
-        parts = ("gate", "up") if match["part"] == "gate_up" else ("down",)
-        return [f"{match['block']}{expert}.{part}_proj.weight" for expert in range(self.experts) for part in parts]
+        if match["kind"] not in _KINDS:
+            return []
+        parts, kind = ("gate", "up") if match["part"] == "gate_up" else ("down",), _KINDS[match["kind"]]
+        return [f"{match['block']}{expert}.{part}_proj.{kind}" for expert in range(self.experts) for part in parts]
 
     def place(self, name: str) -> ExpertPlace | None:
         """Where an expert's tensor is; None: the name is no expert's."""
@@ -48,13 +68,19 @@ class FusedExperts:
         if match is None:
             return None
         expert, ffn = int(match["expert"]), self.ffn
+        kind = "_bias" if match["kind"] == "bias" else ""
         if match["part"] == "down":
-            return ExpertPlace(f"{match['block']}down_proj", expert, 0, self.hidden)
+            return ExpertPlace(f"{match['block']}down_proj{kind}", expert, 0, self.hidden)
+        stored = f"{match['block']}gate_up_proj{kind}"
+        if self.alternating:
+            return ExpertPlace(stored, expert, int(match["part"] == "up"), 2 * ffn, 2)
         start, stop = (0, ffn) if match["part"] == "gate" else (ffn, 2 * ffn)
-        return ExpertPlace(f"{match['block']}gate_up_proj", expert, start, stop)
+        return ExpertPlace(stored, expert, start, stop)
 
-    def shape(self, stored: str) -> tuple[int, int, int]:
+    def shape(self, stored: str) -> tuple[int, ...]:
         """Of a stored tensor, as the hub has it."""
+        if stored.endswith("_bias"):
+            return (self.experts, self.hidden if stored.endswith("down_proj_bias") else 2 * self.ffn)
         down = stored.endswith("down_proj")
         return (self.experts, self.ffn, self.hidden) if down else (self.experts, self.hidden, 2 * self.ffn)
 
@@ -64,12 +90,14 @@ class FusedExperts:
         Raises:
             ModelError: it is neither.
         """
-        experts, rows, columns = self.shape(stored)
-        if shape == (experts, rows, columns):
+        experts, *matrix = wanted = self.shape(stored)
+        if shape == wanted:
             return True
-        if shape != (experts, columns, rows):
+        if self.alternating:  # which transformers 5 writes as the hub has them
+            raise ModelError(f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(wanted)}")
+        if shape != (experts, *reversed(matrix)):
             raise ModelError(
-                f"tensor '{stored}' has shape {list(shape)}, but config.json implies {[experts, rows, columns]} or, as "
-                f"transformers 5 writes it, {[experts, columns, rows]}"
+                f"tensor '{stored}' has shape {list(shape)}, but config.json implies {list(wanted)} or, as "
+                f"transformers 5 writes it, {[experts, *reversed(matrix)]}"
             )
         return False

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5}
@@ -71,7 +72,7 @@ def _has_head_norms(hf_config: HFConfig) -> bool:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if hf_config.get("tie_word_embeddings"):
         return "tie_word_embeddings is true, but SGLang gives the model an output layer of its own"
-    return None
+    return rope_refusal(text_config(hf_config))
 
 
 ARCHITECTURE = Architecture(

@@ -58,20 +58,9 @@ def refuse_quantised(hf_config: dict[str, Any]) -> None:
         )
 
 
-def refuse_sliding_window(hf_config: dict[str, Any], sliding_layers: int) -> None:
-    """Raise ModelError if `sliding_layers` is not 0 and `sliding_window` is shorter than the positions the model has."""
-    if any(kind != "full_attention" for kind in hf_config.get("layer_types") or ()):
-        raise ModelError("config.json: layer_types names other layers than 'full_attention', which is all that is supported")
-    window, positions = hf_config.get("sliding_window"), size(hf_config, "max_position_embeddings")
-    if sliding_layers > 0 and window is not None and window < positions:
-        raise ModelError(
-            f"config.json: sliding_window is {window} in {sliding_layers} layers, but only full attention is supported; "
-            f"it must be null, or at least max_position_embeddings={positions}"
-        )
-
-
-def qwen_sliding_layers(hf_config: dict[str, Any]) -> int:
-    """How many layers attend through `sliding_window`: with `use_sliding_window` those from `max_window_layers` on."""
-    if not hf_config.get("use_sliding_window") or hf_config.get("layer_types"):
-        return 0
-    return size(hf_config, "num_hidden_layers") - size(hf_config, "max_window_layers", default=0, least=0)
+def without_mxfp4(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the same model with MXFP4 experts as they are after dequantisation (`mxfp4.py`)."""
+    quantisation = hf_config.get("quantization_config")
+    if not isinstance(quantisation, dict) or quantisation.get("quant_method") != "mxfp4":
+        return hf_config
+    return {name: value for name, value in hf_config.items() if name != "quantization_config"}

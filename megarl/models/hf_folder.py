@@ -23,6 +23,7 @@ from megarl.errors import ModelError, nearest
 from megarl.models.expert_tensors import ExpertSlice, RowSlice, joined
 from megarl.models.fused_experts import ExpertPlace, FusedExperts
 from megarl.models.fused_rows import FusedRows, MatrixPlace
+from megarl.models.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.safetensors_layout import Entry, read_entries, read_json_without_duplicates
 from megarl.models.weight_map import WeightMap
@@ -126,7 +127,7 @@ class HFFolder:
             self.fused.check(place.stored, tuple(source.get_shape()))
             return RowSlice(source, place)
         if isinstance(place, ExpertPlace) and isinstance(self.fused, FusedExperts):
-            source = self.get_slice(place.stored)
+            source = self._stored_experts(place.stored)
             as_on_the_hub = self.fused.check(place.stored, tuple(source.get_shape()))
             return ExpertSlice(source, place, as_on_the_hub=as_on_the_hub)
         file = self._file_of.get(name)
@@ -136,6 +137,11 @@ class HFFolder:
             return self._open(file).get_slice(self._stored[name])
         except SafetensorError as error:
             raise ModelError(f"'{self.path / file}' does not give tensor '{name}': {error}") from None
+
+    def _stored_experts(self, stored: str) -> Any:
+        if stored not in self._file_of and stored + BLOCKS in self._file_of:
+            return Mxfp4Tensor(self.get_slice(stored + BLOCKS), self.get_slice(stored + SCALES), stored)
+        return self.get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""

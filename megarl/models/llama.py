@@ -5,19 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense
-from megarl.models.architecture import Architecture, HFConfig
+from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """The dense decoder without biases.
+    """The dense decoder, with biases on all projections or on none.
 
     Raises:
-        ModelError: biases, or anything that the dense decoder refuses.
+        ModelError: biases on the attention or on the MLP alone, or anything that the dense decoder refuses.
     """
-    refuse_biases(hf_config)
-    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+    biases = has_biases(hf_config)
+    if not biases:
+        refuse_biases(hf_config)
+    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config)) | {"add_bias_linear": biases}
+
+
+def has_biases(hf_config: HFConfig) -> bool:
+    """Whether all projections of attention and MLP have biases."""
+    return bool(hf_config.get("attention_bias")) and bool(hf_config.get("mlp_bias"))
 
 
 def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -26,9 +34,16 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def weight_map(hf_config: HFConfig) -> WeightMap:
-    """The common rules."""
-    sizes = dense.DenseSizes.from_hf(hf_config)
-    return dense.weight_map(sizes, dense.attention_rules(sizes), dense.mlp_rules(sizes))
+    """The common rules, and biases where the config has them everywhere."""
+    sizes, biases = dense.DenseSizes.from_hf(hf_config), has_biases(hf_config)
+    attention = dense.attention_rules(sizes, bias=biases, output_bias=biases)
+    return dense.weight_map(sizes, attention, dense.mlp_rules(sizes, bias=biases))
+
+
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    if has_biases(hf_config):
+        return "its MLP has no biases, whatever mlp_bias says"
+    return rope_refusal(hf_config)
 
 
 ARCHITECTURE = Architecture(
@@ -37,4 +52,5 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(refusal=_sglang_refusal),
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.models import dense, moe
-from megarl.models.architecture import Architecture, HFConfig, HubNames
+from megarl.models.architecture import Architecture, HFConfig, HubNames, SglangFacts
 from megarl.models.llama import gpt_kwargs
+from megarl.models.rope import Rope
 from megarl.models.weight_map import WeightMap
+from megarl.models.windows import in_all_layers, window_refusal
 
 HUB = HubNames(expert=("w1", "w3", "w2"), block="block_sparse_moe")
 
@@ -16,11 +18,12 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     """The dense decoder with experts in place of the MLP.
 
     Raises:
-        ModelError: a window shorter than the positions, or anything that the dense decoder refuses.
+        ModelError: anything that the dense decoder refuses.
     """
     sizes, experts = _sizes(hf_config)
+    sliding = in_all_layers(hf_config, sliding=hf_config.get("sliding_window") is not None)
     return (
-        dense.transformer_config_kwargs(hf_config, sizes, sliding_layers=sizes.num_layers)
+        dense.transformer_config_kwargs(hf_config, sizes, sliding)
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
         | moe.softmax_router_kwargs(experts, normalised=True)
     )
@@ -39,11 +42,19 @@ def _sizes(hf_config: HFConfig) -> tuple[dense.DenseSizes, moe.MoeSizes]:
     return sizes, moe.MoeSizes.from_hf(hf_config, layers, experts_fields=fields, ffn_field="intermediate_size")
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    rope = Rope.from_hf(hf_config)
+    if rope.kind != "default":
+        return f"it takes no notice of {rope.field}.rope_type = {rope.kind!r}"
+    return window_refusal(transformer_config_kwargs(hf_config))
+
+
 ARCHITECTURE = Architecture(
     name="mixtral",
     hf_classes=("MixtralForCausalLM", "MixtralForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
+    sglang=SglangFacts(refusal=_sglang_refusal),
     hub=HUB,
 )

@@ -136,13 +136,16 @@ def mlp_rules(
     *,
     hf_block: str = "mlp.",
     hf_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    hf_router: str = "gate",
     hf_shared: str = "shared_experts.",
     hf_shared_gate: str | None = None,
     expert_bias: bool = False,
+    bias: bool = False,
 ) -> list[Rule]:
     """Norm, router and experts of the layers that have them; `expert_bias` is DeepSeek's, added to pick the experts.
 
     `hf_shared` and `hf_shared_gate` are what the shared expert is called, and what scales its output, if anything does.
+    `bias`: router and experts have biases (gpt-oss).
     """
     hidden, block, hf = hidden_size, LAYER + "mlp.", HF_LAYER + hf_block
     gate, up, down = hf_expert
@@ -160,12 +163,23 @@ def mlp_rules(
     grouped = (block + "experts.linear_fc1.weight{expert}", block + "experts.linear_fc2.weight{expert}")
     rules = [
         rule(LAYER + "pre_mlp_layernorm.weight", (HF_LAYER + "post_attention_layernorm.weight",), Copy((hidden,))),
-        rule(block + "router.weight", (hf + "gate.weight",), Copy((moe.num_experts, hidden))),
+        rule(block + "router.weight", (f"{hf}{hf_router}.weight",), Copy((moe.num_experts, hidden))),
         *gated(block + "experts.local_experts.{expert}.", hf + "experts.{expert}.", moe.expert_ffn_size, grouped),
     ]
     if expert_bias:
         hf_bias = (hf + "gate.e_score_correction_bias",)
         rules.append(rule(block + "router.expert_bias", hf_bias, Copy((moe.num_experts,)), dtype="float32"))
+    if bias:
+        rules.append(rule(block + "router.bias", (f"{hf}{hf_router}.bias",), Copy((moe.num_experts,))))
+        for name, packing, parts in (("fc1", GateUp(moe.expert_ffn_size, None), (gate, up)), ("fc2", Copy((hidden,)), (down,))):
+            rules.append(
+                rule(
+                    f"{block}experts.local_experts.{{expert}}.linear_{name}.bias",
+                    tuple(f"{hf}experts.{{expert}}.{part}.bias" for part in parts),
+                    packing,
+                    te_name=f"{block}experts.linear_{name}.bias{{expert}}",
+                )
+            )
     if moe.shared_ffn_size:
         rules += gated(block + "shared_experts.", hf + hf_shared, moe.shared_ffn_size, (None, None))
     if hf_shared_gate is not None:

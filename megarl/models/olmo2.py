@@ -7,6 +7,7 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, DecoderTraits, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -47,7 +48,7 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
     sizes = dense.DenseSizes.from_hf(hf_config)
     if sizes.head_dim * sizes.num_heads != sizes.hidden_size:
         return f"it gives the heads hidden_size / num_attention_heads dimensions, whatever head_dim = {sizes.head_dim} says"
-    return None
+    return rope_refusal(hf_config)
 
 
 ARCHITECTURE = Architecture(

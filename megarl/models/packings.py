@@ -118,10 +118,10 @@ class GroupedQKV:
 
 @dataclass(frozen=True)
 class GateUp:
-    """A gated MLP's first layer: a rank's share of the gate, then its share of up."""
+    """A gated MLP's first layer: a rank's share of the gate, then its share of up; `hidden_size` is None for the biases."""
 
     ffn_size: int
-    hidden_size: int
+    hidden_size: int | None
 
     @property
     def tp_axis(self) -> int:
@@ -131,7 +131,8 @@ class GateUp:
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of gate and up."""
-        return ((self.ffn_size, self.hidden_size), (self.ffn_size, self.hidden_size))
+        shape = (self.ffn_size,) if self.hidden_size is None else (self.ffn_size, self.hidden_size)
+        return (shape, shape)
 
     def runs(self, tp_rank: int, tp_size: int, padded_vocab: int | None) -> list[RowRange]:
         """The same rows of both halves."""

@@ -9,6 +9,7 @@ from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.fused_rows import FusedRows, gate_over_up, queries_keys_values
 from megarl.models.rope import Rope
 from megarl.models.weight_map import WeightMap
+from megarl.models.windows import in_all_layers, window_refusal
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
 """transformers' default that differs from that of other families."""
@@ -20,14 +21,14 @@ def text_config(hf_config: HFConfig) -> HFConfig:
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """The dense decoder without biases.
+    """The dense decoder without biases, with windows in all layers where the config says how long they are.
 
     Raises:
-        ModelError: a window shorter than the positions, or anything that the dense decoder refuses.
+        ModelError: anything that the dense decoder refuses.
     """
     hf_config = text_config(hf_config)
-    sizes = dense.DenseSizes.from_hf(hf_config)
-    return dense.transformer_config_kwargs(hf_config, sizes, sliding_layers=sizes.num_layers)
+    sliding = in_all_layers(hf_config, sliding="sliding_window" in hf_config)
+    return dense.transformer_config_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config), sliding)
 
 
 def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
         return (
             f"its config.json must say partial_rotary_factor = {share:g} beside rope_parameters, where SGLang does not read it"
         )
-    return None
+    return window_refusal(transformer_config_kwargs(hf_config))
 
 
 ARCHITECTURE = Architecture(

@@ -6,14 +6,15 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
-from megarl.models.hf_fields import qwen_sliding_layers
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
+from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers, window_refusal
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     """The dense decoder with `add_qkv_bias`."""
-    sizes = dense.DenseSizes.from_hf(hf_config)
-    return dense.transformer_config_kwargs(hf_config, sizes, qwen_sliding_layers(hf_config)) | {"add_qkv_bias": True}
+    sizes, sliding = dense.DenseSizes.from_hf(hf_config), qwen_sliding_layers(hf_config)
+    return dense.transformer_config_kwargs(hf_config, sizes, sliding, DEFAULT_WINDOW) | {"add_qkv_bias": True}
 
 
 def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     own, said = hf_config["hidden_size"] // hf_config["num_attention_heads"], hf_config.get("head_dim")
     if said in (None, own):
-        return None
+        return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
     return f"it takes heads of hidden_size / num_attention_heads = {own} dimensions, whatever head_dim = {said} says"
 
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
-from megarl.models.hf_fields import qwen_sliding_layers, refuse_biases
+from megarl.models.hf_fields import refuse_biases
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
+from megarl.models.windows import DEFAULT_WINDOW, qwen_sliding_layers, window_refusal
 
 DEFAULT_HEAD_DIM = 128
 
@@ -19,7 +21,7 @@ def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
         ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
-    kwargs = dense.transformer_config_kwargs(hf_config, _sizes(hf_config), qwen_sliding_layers(hf_config))
+    kwargs = dense.transformer_config_kwargs(hf_config, _sizes(hf_config), qwen_sliding_layers(hf_config), DEFAULT_WINDOW)
     return kwargs | {"qk_layernorm": True}
 
 
@@ -39,11 +41,15 @@ def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
     return dense.DenseSizes.from_hf(hf_config, head_dim=DEFAULT_HEAD_DIM)
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
+
+
 ARCHITECTURE = Architecture(
     name="qwen3",
     hf_classes=("Qwen3ForCausalLM", "Qwen3ForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
-    sglang=SglangFacts(replicates_attention=True),
+    sglang=SglangFacts(replicates_attention=True, refusal=_sglang_refusal),
 )

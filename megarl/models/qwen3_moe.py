@@ -8,20 +8,22 @@ from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases, size
 from megarl.models.llama import gpt_kwargs
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
+from megarl.models.windows import DEFAULT_WINDOW, in_all_layers, window_refusal
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     """The dense decoder with `qk_layernorm`, and experts in place of the MLP where the config says so.
 
     Raises:
-        ModelError: biases, a sliding window, or anything that the dense decoder refuses.
+        ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
     sizes, experts = dense.DenseSizes.from_hf(hf_config), experts_of(hf_config)
-    sliding_layers = sizes.num_layers if hf_config.get("use_sliding_window") else 0
+    sliding = in_all_layers(hf_config, sliding=bool(hf_config.get("use_sliding_window")))
     return (
-        dense.transformer_config_kwargs(hf_config, sizes, sliding_layers)
+        dense.transformer_config_kwargs(hf_config, sizes, sliding, DEFAULT_WINDOW)
         | {"qk_layernorm": True}
         | moe.transformer_config_kwargs(experts, sizes.num_layers)
         | moe.softmax_router_kwargs(experts, normalised=bool(hf_config.get("norm_topk_prob", False)))
@@ -48,7 +50,7 @@ def experts_of(hf_config: HFConfig) -> moe.MoeSizes:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
         return "it gives every layer experts, whatever mlp_only_layers and decoder_sparse_step say"
-    return None
+    return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
 
 
 ARCHITECTURE = Architecture(

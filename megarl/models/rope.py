@@ -5,12 +5,16 @@ The frequencies are computed in `rope_frequencies.py`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError, nearest
+from megarl.models.hf_fields import size
 
-KINDS = ("default", "linear", "llama3")
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+_KNOW_THEIR_POSITIONS = ("llama3", "yarn", "longrope")
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class Rope:
         if kind not in kinds:
             listed = " or ".join(filter(None, [", ".join(repr(k) for k in kinds[:-1]), repr(kinds[-1])]))
             raise ModelError(f"config.json: {field}.rope_type is {kind!r}; it must be {listed}{nearest(str(kind), kinds)}")
+        if kind in _KNOW_THEIR_POSITIONS:  # a field outside counts more, as in transformers
+            inside = parameters.get(ORIGINAL, hf_config.get("max_position_embeddings"))
+            parameters = {**parameters, ORIGINAL: hf_config.get(ORIGINAL, inside)}
         base = float(parameters.get("rope_theta", hf_config.get("rope_theta") or 10000.0))
         return cls(field, kind, int(base) if base.is_integer() else base, float(partial), parameters)
 
@@ -99,7 +106,126 @@ class Llama3Scaling:
             raise ModelError(
                 f"config.json: {rope.field}.high_freq_factor is {high:g}; it must be more than low_freq_factor={low:g}"
             )
-        return cls(factor, low, high, rope.number("original_max_position_embeddings", least=1.0))
+        return cls(factor, low, high, rope.number(ORIGINAL, least=1.0))
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Waves that turn less than `slow` times in `positions` are slowed down by `factor`, those that turn more than `fast` times
+    kept, those between blended; cosines and sines are multiplied by `scale` (YaRN, arXiv 2309.00071).
+
+    `truncate`: the borders of the blend are whole numbers of dimensions.
+    """
+
+    factor: float
+    fast: float
+    slow: float
+    positions: float
+    scale: float
+    truncate: bool
+
+    @classmethod
+    def of(cls, rope: Rope, hf_config: dict[str, Any]) -> Yarn:
+        """Read and check the parameters, with transformers' defaults.
+
+        Raises:
+            ModelError: one makes no sense.
+        """
+        positions = rope.number(ORIGINAL, least=1.0)
+        factor = rope.number("factor", size(hf_config, "max_position_embeddings") / positions, least=1.0)
+        truncate = rope.parameters.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise ModelError(f"config.json: {rope.field}.truncate is {truncate!r}; it must be true or false")
+        fast, slow = rope.number("beta_fast", 32.0) or 32.0, rope.number("beta_slow", 1.0) or 1.0
+        return cls(factor, fast, slow, positions, _yarn_scale(rope, factor), truncate)
+
+
+def _yarn_scale(rope: Rope, factor: float) -> float:
+    def of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    above, below = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
+    return rope.number("attention_factor", of(above) / of(below) if above and below else of(1.0))
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """Each wave of a sequence of at most `positions` is slowed down by its `short` factor; cosines and sines are multiplied by
+    `scale` (LongRoPE, arXiv 2402.13753). Longer sequences have factors of their own, which megarl does not compute.
+    """
+
+    short: tuple[float, ...]
+    positions: float
+    scale: float
+
+    @classmethod
+    def of(cls, rope: Rope, hf_config: dict[str, Any], rotated: int) -> LongRope:
+        """Read and check the parameters; `rotated` of a head's dimensions rotate.
+
+        Raises:
+            ModelError: one is missing or makes no sense.
+        """
+        for name in ("short_factor", "long_factor"):
+            given = rope.parameters.get(name)
+            if not isinstance(given, list) or len(given) != rotated // 2 or not all(isinstance(n, (int, float)) for n in given):
+                raise ModelError(
+                    f"config.json: {rope.field}.{name} is {given!r}; it must be {rotated // 2} numbers, one for each pair of "
+                    "dimensions that rotates"
+                )
+        positions = rope.number(ORIGINAL, least=2.0)
+        factor = rope.number("factor", size(hf_config, "max_position_embeddings") / positions)
+        scale = math.sqrt(1 + math.log(factor) / math.log(positions)) if factor > 1 else 1.0
+        return cls(tuple(rope.parameters["short_factor"]), positions, rope.number("attention_factor", scale))
+
+
+def rotary_scale(hf_config: dict[str, Any], head_dim: int) -> float:
+    """What cosines and sines are multiplied by: transformers' attention factor, 1.0 but for YaRN and LongRoPE.
+
+    Raises:
+        ModelError: a parameter is missing or makes no sense.
+    """
+    rope = Rope.from_hf(hf_config)
+    if rope.kind == "yarn":
+        return Yarn.of(rope, hf_config).scale
+    if rope.kind == "longrope":
+        return LongRope.of(rope, hf_config, rope.rotated(head_dim)).scale
+    return 1.0
+
+
+def exact_positions(hf_config: dict[str, Any]) -> tuple[int, str] | None:
+    """The longest sequence, in tokens, for which the frequencies are the same as for a shorter one, and the field that says so.
+
+    Longer ones of dynamic NTK and LongRoPE have frequencies that depend on the length: a response in the making would change
+    those that its prompt was read with. None: length makes no difference.
+    """
+    rope = Rope.from_hf(hf_config)
+    if rope.kind == "dynamic":
+        return size(hf_config, "max_position_embeddings"), "max_position_embeddings"
+    if rope.kind == "longrope":
+        return int(rope.number(ORIGINAL, least=2.0)), ORIGINAL
+    return None
+
+
+def rope_refusal(hf_config: dict[str, Any]) -> str | None:
+    """Why SGLang 0.5.23 computes other rotary angles than transformers with this config; None: it does not."""
+    rope = Rope.from_hf(hf_config)
+    if rope.kind == "dynamic":
+        return f"its dynamic NTK changes the frequencies of short sequences, too ({rope.field}.rope_type is 'dynamic')"
+    if rope.kind not in ("yarn", "longrope"):
+        return None
+    read_otherwise = {
+        "yarn": ("attention_factor", "attn_factor", "extrapolation_factor"),
+        "longrope": ("attention_factor", "factor", "short_mscale", "long_mscale"),
+    }[rope.kind]
+    for name in read_otherwise:
+        if rope.parameters.get(name) is not None:
+            return f"it reads {rope.field}.{name} otherwise than transformers, or not at all"
+    missing = [name for name in ("factor",) if rope.kind == "yarn" and rope.parameters.get(name) is None]
+    stored = hf_config[rope.field]
+    if missing or stored.get(ORIGINAL) != rope.parameters[ORIGINAL]:
+        name = missing[0] if missing else ORIGINAL
+        return f"{rope.field}.{name} must be in config.json, because SGLang reads it there alone"
+    return None
 
 
 def refuse_partial(rope: Rope) -> None:
@@ -108,21 +234,25 @@ def refuse_partial(rope: Rope) -> None:
         raise ModelError(f"config.json: partial_rotary_factor is {rope.partial:g}; it must be 1.0")
 
 
-def rope_kwargs(hf_config: dict[str, Any], rotated_of: int | None = None) -> dict[str, Any]:
+def rope_kwargs(hf_config: dict[str, Any], head_dim: int, *, partial: bool = False) -> dict[str, Any]:
     """`position_embedding_type`, `rotary_base` and `rotary_percent` of GPTModel; scaling is in `rope_frequencies.py`.
 
-    `rotated_of` are a head's dimensions in a family where the config says how many of them rotate; None: all do.
+    `partial`: in this family the config says how many of a head's `head_dim` dimensions rotate.
 
     Raises:
         ModelError: the rotary embedding cannot be represented, or a parameter is missing or makes no sense.
     """
     rope = Rope.from_hf(hf_config)
-    if rotated_of is None:
-        refuse_partial(rope)
+    if partial:
+        rope.rotated(head_dim)
     else:
-        rope.rotated(rotated_of)
-    if rope.kind == "linear":
+        refuse_partial(rope)
+    if rope.kind in ("linear", "dynamic"):
         rope.number("factor", least=1.0)
     elif rope.kind == "llama3":
         Llama3Scaling.of(rope)
+    elif rope.kind == "yarn":
+        Yarn.of(rope, hf_config)
+    elif rope.kind == "longrope":
+        LongRope.of(rope, hf_config, rope.rotated(head_dim))
     return {"position_embedding_type": "rope", "rotary_base": rope.base, "rotary_percent": rope.partial}

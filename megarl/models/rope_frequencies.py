@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.models.rope import Llama3Scaling, Rope
+from megarl.models.rope import Llama3Scaling, LongRope, Rope, Yarn
 
 
 def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
@@ -28,10 +28,29 @@ def inverse_frequencies(hf_config: dict[str, Any], head_dim: int) -> Tensor:
         return frequencies / rope.number("factor", least=1.0)
     if rope.kind == "llama3":
         return _llama3(frequencies, Llama3Scaling.of(rope))
-    return frequencies
+    if rope.kind == "yarn":
+        return _yarn(frequencies, Yarn.of(rope, hf_config), rope.base)
+    if rope.kind == "longrope":
+        return frequencies / torch.tensor(LongRope.of(rope, hf_config, rotated).short, dtype=torch.float32)
+    return frequencies  # dynamic NTK's, too, of sequences within the positions
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     wavelengths = 2 * math.pi / frequencies
     share_kept = ((scaling.positions / wavelengths - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
     return (1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies
+
+
+def _yarn(frequencies: Tensor, yarn: Yarn, base: float) -> Tensor:
+    rotated = 2 * len(frequencies)
+
+    def place(turns: float) -> float:
+        return rotated * math.log(yarn.positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = place(yarn.fast), place(yarn.slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    width = high - low if high != low else 0.001
+    share_kept = 1 - ((torch.arange(len(frequencies), dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return (1 - share_kept) * frequencies / yarn.factor + share_kept * frequencies

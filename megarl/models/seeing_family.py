@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from megarl.errors import ModelError
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
@@ -52,7 +53,7 @@ def seeing(
     return Architecture(
         name=name,
         hf_classes=(hf_class, hf_class.replace("ForConditionalGeneration", "ForSequenceClassification")),
-        transformer_config_kwargs=lambda hf_config: text.transformer_config_kwargs(text_config(hf_config)),
+        transformer_config_kwargs=lambda hf_config: _without_windows(text.transformer_config_kwargs(text_config(hf_config))),
         gpt_kwargs=lambda hf_config: text.gpt_kwargs(text_config(hf_config)),
         weight_map=weight_map,
         sglang=SglangFacts(
@@ -65,6 +66,15 @@ def seeing(
         other_names=_other_names(*prefixes),
         fused_experts=fused_experts,
     )
+
+
+def _without_windows(kwargs: dict[str, Any]) -> dict[str, Any]:
+    if "window_size" in kwargs:
+        raise ModelError(
+            f"config.json: sliding_window is {kwargs['window_size'][0] + 1}, but models that see must attend to all tokens; "
+            "use_sliding_window must be false"
+        )
+    return kwargs
 
 
 def _other_names(tower: str, decoder: str) -> tuple[tuple[str, str], ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.models.architecture import DecoderTraits
 from megarl.models.delta_net import DeltaSizes
 from megarl.models.registry import architecture_for, load_hf_config
+from megarl.models.rope import exact_positions
 from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
 
@@ -30,8 +31,11 @@ class ModelShape:
     """A decoder's sizes. `query` and `key_value` are the widths of all heads' queries and of their keys or values.
 
     `expert_layers` have `experts` of width `expert_ffn`, of which a token uses `top_k`, and a shared one of `shared_ffn`.
-    `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's. `linear` is
-    the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates attention.
+    `window_layers` are those whose tokens attend through a window of `window` tokens. `exact_positions` are the tokens of a
+    sequence beyond which its rotary frequencies depend on its length, and the field that says so. `biases`: all projections
+    have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
+    `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
+    attention.
     """
 
     config: dict[str, Any]
@@ -51,6 +55,10 @@ class ModelShape:
     expert_ffn: int
     shared_ffn: int
     expert_layers: frozenset[int]
+    window: int = 0
+    window_layers: frozenset[int] = frozenset()
+    exact_positions: tuple[int, str] | None = None
+    biases: bool = False
     vision: Vision | None = None
     traits: DecoderTraits = field(default_factory=DecoderTraits)
     linear: DeltaSizes | None = None
@@ -60,6 +68,11 @@ class ModelShape:
     def attention_layers(self) -> int:
         """Layers that keep keys and values, or latents, of every token."""
         return self.layers - (len(self.linear.layers) if self.linear else 0)
+
+    def attended(self, context: float) -> float:
+        """How many tokens one with `context` tokens, itself included, attends to: the mean over the layers."""
+        share = len(self.window_layers) / self.layers
+        return context if not share else (1 - share) * context + share * min(context, self.window)
 
     @property
     def query(self) -> int:
@@ -148,6 +161,10 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         expert_ffn=sizes.get("moe_ffn_hidden_size") or 0,
         shared_ffn=sizes.get("moe_shared_expert_intermediate_size") or 0,
         expert_layers=frozenset(n for n in range(layers) if experts and has_experts[n]),
+        window=sizes["window_size"][0] + 1 if "window_size" in sizes else 0,
+        window_layers=_window_layers(sizes, layers),
+        biases=bool(sizes["add_bias_linear"]),
+        exact_positions=None if latent else exact_positions(architecture.text_config(hf_config)),
         vision=architecture.vision(hf_config),
         traits=architecture.traits(hf_config),
         linear=_linear(sizes),
@@ -167,3 +184,10 @@ def _linear(sizes: dict[str, Any]) -> DeltaSizes | None:
         value_dim=sizes["linear_value_head_dim"],
         width=sizes["linear_conv_kernel_dim"],
     )
+
+
+def _window_layers(sizes: dict[str, Any], layers: int) -> frozenset[int]:
+    if "window_size" not in sizes:
+        return frozenset()
+    of_layers = sizes["window_attn_skip_freq"]
+    return frozenset(n for n in range(layers) if of_layers is None or of_layers[n])

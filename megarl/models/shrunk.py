@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import cycle, islice
 from typing import Any
 
 from megarl.config.layout import Layout
@@ -66,6 +67,13 @@ def shrunk_config(
             per_token, groups = int(found.get("num_experts_per_tok") or 1), int(found.get("n_group") or 1)
             unit = math.lcm(engine_ep, 2 * groups, *(layout.ep for layout in layouts))
             found[name] = min(int(found[name]), -(-2 * per_token // unit) * unit)
+    if found.get("layer_types"):
+        found["layer_types"] = list(islice(cycle(found["layer_types"]), found["num_hidden_layers"]))
+    for name in ("rope_scaling", "rope_parameters"):
+        if isinstance(found.get(name), dict) and "short_factor" in found[name]:  # one for each pair of dimensions that rotates
+            pairs = int(HEAD * float(found[name].get("partial_rotary_factor", found.get("partial_rotary_factor")) or 1)) // 2
+            factors = {of: list(islice(cycle(found[name][of]), pairs)) for of in ("short_factor", "long_factor")}
+            found[name] = {**found[name], **factors}
     if found.get("moe_intermediate_size"):
         found["moe_intermediate_size"] = FFN * math.lcm(engine_ranks, *(layout.etp for layout in layouts))
     return found

@@ -9,6 +9,7 @@ from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases, size
 from megarl.models.weight_map import WeightMap
+from megarl.models.windows import in_all_layers, sliding_layers
 
 DEFAULTS = {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4}
 """transformers' defaults that differ from those of other families."""
@@ -20,16 +21,23 @@ def text_config(hf_config: HFConfig) -> HFConfig:
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:
-    """The dense decoder without biases, and the layers without positions.
+    """The dense decoder without biases, the layers without positions, and the windows, which these alone have by default.
 
     Raises:
-        ModelError: biases, a window shorter than the positions, or anything that the dense decoder refuses.
+        ModelError: biases, or anything that the dense decoder refuses.
     """
     refuse_biases(hf_config)
     hf_config = text_config(hf_config)
     sizes, rotates = dense.DenseSizes.from_hf(hf_config), _rotates(hf_config)
-    windows = rotates.count(False) if hf_config.get("use_sliding_window") and not hf_config.get("layer_types") else 0
-    kwargs = dense.transformer_config_kwargs(hf_config, sizes, windows)
+    if not hf_config.get("use_sliding_window"):
+        sliding = in_all_layers(hf_config, sliding=False)
+    elif (said := sliding_layers(hf_config)) is not None:
+        sliding = said
+    elif hf_config.get("sliding_window") is None:
+        sliding = frozenset()
+    else:
+        sliding = frozenset(layer for layer, here in enumerate(rotates) if not here)
+    kwargs = dense.transformer_config_kwargs(hf_config, sizes, sliding)
     return kwargs | {"no_rope_freq": [int(not here) for here in rotates]}
 
 

@@ -63,7 +63,10 @@ def _with_prefix(name: str, others: Iterable[tuple[str, str]]) -> str:
 
 def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | None) -> Iterator[tuple[str, Tensor]]:
     """A tensor's hub names and parts: fused experts `[E, 2F, H]` (gate over up) and `[E, H, F]` (down) come one by one, and
-    so do matrices that the hub stores one below another."""
+    so do matrices that the hub stores one below another.
+
+    Where gate and up alternate, experts are `[E, H, 2F]` and `[E, F, H]`, with biases.
+    """
     if fused is not None and (names := fused.names_of(name)) != [name]:
         for part in names:
             if (place := fused.place(part)) is not None:
@@ -72,7 +75,15 @@ def _as_on_the_hub(name: str, tensor: Tensor, hub: HubNames, fused: FusedRows | 
     name = name.replace(".mlp.", f".{hub.block}.")
     gate, up, down = hub.expert
     prefix, _, part = name.rpartition(".experts.")
-    if part == "gate_up_proj":
+    stored, _, bias = part.partition("_proj")
+    if hub.alternating and prefix:
+        kind = bias.removeprefix("_") or "weight"
+        for expert, matrix in enumerate(tensor):
+            rows = matrix.mT if matrix.dim() == 2 else matrix
+            halves = {down: rows} if stored == "down" else {gate: rows[::2], up: rows[1::2]}
+            for projection, values in halves.items():
+                yield f"{prefix}.experts.{expert}.{projection}.{kind}", values
+    elif part == "gate_up_proj":
         for expert, rows in enumerate(tensor):
             for projection, half in zip((gate, up), rows.chunk(2), strict=True):
                 yield f"{prefix}.experts.{expert}.{projection}.weight", half

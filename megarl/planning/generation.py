@@ -47,7 +47,7 @@ def generation_seconds(
         for name, seconds in decode_seconds(engines, gpu, active, tokens).items():
             spent[name] = spent.get(name, 0.0) + steps * seconds
     flops = FlopsModel.of(engines.shape)
-    prompts = sequences / per_group * (flops.per_token * lengths.prompt + flops.per_pair * lengths.prompt**2 / 2)
+    prompts = sequences / per_group * (flops.per_token * lengths.prompt + _prefill(flops, lengths.prompt))
     spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
     # The ranks of an engine share pictures, which each of them has the tower for.
     pictures = sequences / per_group * lengths.pictures.flops(flops) if lengths.pictures.most else 0.0
@@ -59,12 +59,28 @@ def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float
     """One decoding step of `active` sequences with `context` tokens each: the larger of reading and computing, and latency."""
     shape, ranks = engines.shape, engines.target.ranks
     read = engines.weight_bytes * _weights_touched(engines, active)
-    read += active / engines.target.dp * context * engines.cached_bytes_per_token(context)
+    attended = shape.attended(context)
+    read += active / engines.target.dp * attended * engines.cached_bytes_per_token(attended)
     flops = FlopsModel.of(shape)
-    operations = active * (flops.per_token + flops.per_logit_row + flops.per_pair * context) / ranks
+    operations = (
+        active
+        * (
+            flops.per_token
+            + flops.per_logit_row
+            + flops.per_pair * context
+            + flops.per_window_pair * min(context, flops.window)
+        )
+        / ranks
+    )
     of_memory, of_peak = read / gpu.hbm_gb_per_s / 1e9, operations / gpu.peak_flops()
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
     return bound | ({"latency": shape.layers * LAYER_LATENCY_S} if ranks > 1 else {})
+
+
+def _prefill(flops: FlopsModel, prompt: float) -> float:
+    """Operations of attention of a prompt; halves of a token are nothing beside its length."""
+    in_window = min(prompt, flops.window)
+    return flops.per_pair * prompt**2 / 2 + flops.per_window_pair * in_window * (prompt - in_window / 2)
 
 
 def _weights_touched(engines: Engines, active: float) -> float:

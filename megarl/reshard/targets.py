@@ -106,7 +106,7 @@ class EngineTarget:
             return [BlockScales.blocks(*held, length, rule.hf_names[part]) for held in self.own_intervals(inner, part)]
         length = rule.packing.hf_shapes[part][axis or 0]
         if rule.is_expert:
-            return _even(length, self.expert_tp)
+            return [(0, length)] * self.expert_tp if axis is None else _even(length, self.expert_tp)
         if axis is None:
             return [(0, length)] * self.ranks
         if not _is_attention(rule):

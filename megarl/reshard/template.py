@@ -124,8 +124,9 @@ def _for_all(
     layer, expert = tensors.layer[tensor], tensors.expert[tensor]
     if rule.packing.tp_axis is None:
         # held by all slots: a rank is served by those that have the rest of what it holds, by each of them in turn
-        slots = sources.layout.tp
-        slot = (member * slots + tensor % slots) // (1 if target.takes_whole(rule) else target.ranks)
+        of_expert = rule.is_expert
+        slots, ranks = (sources.layout.etp, target.expert_tp) if of_expert else (sources.layout.tp, target.ranks)
+        slot = (member * slots + tensor % slots) // (1 if target.takes_whole(rule) else ranks)
     if rule.stage == "layer":
         stage = sources.stage_of_layer[layer]
     else:

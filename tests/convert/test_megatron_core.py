@@ -94,7 +94,10 @@ def test_an_import_loads_into_its_own_layout_and_into_others_as_the_folder_itsel
     world: World, families: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:
     folder = families(family)
-    for number, (written_for, other) in enumerate(EXPERTS if FAMILIES[family].num_experts else DENSE):
+    pairs = EXPERTS if FAMILIES[family].num_experts else DENSE
+    if family == "gpt_oss":  # whose experts have biases, which are not split
+        pairs = [pair for pair in EXPERTS if all(layout.etp == 1 for layout in pair)]
+    for number, (written_for, other) in enumerate(pairs):
         checkpoint = tmp_path / str(number)
         imported(folder, checkpoint, written_for)
         for layout in (written_for, other):
@@ -102,7 +105,7 @@ def test_an_import_loads_into_its_own_layout_and_into_others_as_the_folder_itsel
             assert all(answers)
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "mixtral"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen2-full", "mixtral"])
 def test_an_import_loads_into_megatron_cores_own_layer_spec(
     world: World, families: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:

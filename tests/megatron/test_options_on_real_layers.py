@@ -71,16 +71,19 @@ def test_what_a_gpu_gets_by_default_is_accepted(engine_world: World, family: str
     build_folder(family, tmp_path)
     found = engine_world.call(defaults, tmp_path, recompute, size=1)[0]
     latent, experts = VARIANTS[family].class_prefix == "DeepseekV3", VARIANTS[family].num_experts is not None
+    scaled = VARIANTS[family].settings.get("rope_parameters", {}).get("rope_type") in ("yarn", "longrope")
     modules = ["mlp", "layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if latent else [])]
     expected = {
-        "apply_rope_fusion": not latent and VARIANTS[family].class_prefix != "Glm4",
+        # its kernel has neither an attention factor nor neighbouring pairs
+        "apply_rope_fusion": not latent and not scaled and VARIANTS[family].class_prefix != "Glm4",
         "moe_permute_fusion": experts,
         "moe_router_fusion": experts,
         "moe_grouped_gemm": experts,
         "batch_p2p_sync": False,
         "recompute_granularity": None if recompute == "none" else recompute,
         "gradients are added up by layers": {True},
-        **dict.fromkeys(("bias_dropout_fusion", "bias_activation_fusion", "masked_softmax_fusion"), True),
+        "bias_dropout_fusion": not family.startswith("gpt_oss"),
+        **dict.fromkeys(("bias_activation_fusion", "masked_softmax_fusion"), True),
     }
     assert {name: found[name] for name in expected} == expected
     if recompute == "selective":

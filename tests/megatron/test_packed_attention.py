@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.data.stream import Response, ScorePosition, Unit, context_parallel_shard, pack, split_shared_prompts
 from megarl.megatron.attention import ReferenceAttention, stream_attention
@@ -26,20 +29,36 @@ def _units(generator: torch.Generator) -> list[Unit]:
     ]
 
 
-def _dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one sequence by the textbook formula in float64; `[L, heads, d]` each."""
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Causal attention of one sequence by the textbook formula in float64; `[L, heads, d]` each, a sink for each head."""
     repeat = query.shape[1] // key.shape[1]
     outputs = []
     for head in range(query.shape[1]):
         q, k, v = query[:, head].double(), key[:, head // repeat].double(), value[:, head // repeat].double()
         scores = (q @ k.T) / DIM**0.5
-        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-        outputs.append(scores.softmax(-1) @ v)
+        ahead = torch.arange(len(q))[None] - torch.arange(len(q))[:, None]
+        scores = scores.masked_fill(ahead > 0, -torch.inf)
+        if window is not None:
+            scores = scores.masked_fill(ahead <= -window, -torch.inf)
+        exponentials = scores.exp()
+        beside = 0.0 if sinks is None else sinks[head].exp()
+        outputs.append(exponentials / (exponentials.sum(-1, keepdim=True) + beside) @ v)
     return torch.stack(outputs, dim=1)
 
 
+def _config(window: int | None, **more: Any) -> Any:
+    """Of a model with one layer."""
+    sizes = {"num_layers": 1, "hidden_size": HEADS * DIM, "num_attention_heads": HEADS, "num_query_groups": KV_HEADS}
+    return TransformerConfig(**sizes, window_size=None if window is None else (window - 1, 0), **more)
+
+
 @pytest.mark.parametrize("share", [True, False])
-def test_packed_attention_equals_dense_attention_of_each_sequence_alone(share: bool) -> None:
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (3, False), (6, True), (12, False), (None, True)])
+def test_packed_attention_equals_dense_attention_of_each_sequence_alone(
+    share: bool, window: int | None, has_sinks: bool
+) -> None:
     generator = torch.Generator().manual_seed(0)
     units = _units(generator)
     stream = pack(units if share else split_shared_prompts(units), pad_to_multiple=8)
@@ -48,8 +67,13 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(share: b
     table = torch.randn(100, 16, HEADS + 2 * KV_HEADS, DIM, generator=generator)
     features = table[stream.token_ids, stream.position_ids].requires_grad_()
     query, key, value = features.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    attention = ReferenceAttention(None, 1, None, "self")
-    packed = stream_attention(stream, context_parallel_shard(stream, 1, 0), torch.float32)
+    attention = ReferenceAttention(_config(window, softmax_type="learnable" if has_sinks else "vanilla"), 1, None, "self")
+    sinks = None
+    if has_sinks:
+        assert attention.softmax_offset is not None
+        attention.softmax_offset.data = torch.randn(HEADS, generator=generator)
+        sinks = attention.softmax_offset.detach().double().requires_grad_()
+    packed = stream_attention(stream, context_parallel_shard(stream, 1, 0), torch.float32, [None, window])
     out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
     scored = out[stream.rows, 0].view(-1, HEADS, DIM)
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
@@ -62,13 +86,16 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(share: b
             tokens = torch.cat([unit.prompt_ids, response.token_ids])[:-1]
             positions = torch.arange(len(tokens))
             alone = table[tokens, positions].double().requires_grad_()
-            dense = _dense(*alone.split([HEADS, KV_HEADS, KV_HEADS], dim=1))
+            dense = _dense(*alone.split([HEADS, KV_HEADS, KV_HEADS], dim=1), window, sinks)
             rows = len(unit.prompt_ids) - 1 + response.mask.nonzero().flatten()
             expected.append(dense[rows].detach())
             (dense[rows] * weights[at : at + len(rows)].double()).sum().backward()
             table_gradient.index_put_((tokens, positions), alone.grad, accumulate=True)
             at += len(rows)
     torch.testing.assert_close(scored.double(), torch.cat(expected), rtol=1e-5, atol=1e-6)
+    if sinks is not None:
+        assert attention.softmax_offset is not None
+        torch.testing.assert_close(attention.softmax_offset.grad.double(), sinks.grad, rtol=1e-5, atol=1e-6)
     packed_gradient = torch.zeros_like(table_gradient)
     assert features.grad is not None
     packed_gradient.index_put_((stream.token_ids, stream.position_ids), features.grad.double(), accumulate=True)

@@ -72,6 +72,8 @@ def facts(rank: int, world_size: int, folders: list[str], layer_spec: str) -> di
 
 
 def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
+
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
@@ -91,7 +93,7 @@ def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
         found["rotary"] = (attention.frequencies, attention.rotary_scale)
     else:
         rotary = core.rotary_pos_emb
-        found["rotary"] = (rotary.rotary.inv_freq, 1.0)
+        found["rotary"] = (rotary.rotary.inv_freq, _yarn_get_concentration_factor_from_config(core.config))
     role.update([units()], objective)
     found["after"] = {name: tensor.clone() for name, tensor in role.export()}
     for chunk in role.chunks:
@@ -120,7 +122,7 @@ def _logits(role: Any, core: Any, divisor: float) -> list[Tensor]:
     return found
 
 
-def load_and_write(rank: int, world_size: int, folder: str, target: str) -> list[str]:
+def load_and_write(rank: int, world_size: int, folder: str, target: str, dtype: str = "float32") -> list[str]:
     """Write the role of `folder` to `target`; returns what was logged while loading it."""
     import logging
 
@@ -135,7 +137,7 @@ def load_and_write(rank: int, world_size: int, folder: str, target: str) -> list
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megarl").addHandler(handler)
     try:
-        write_role(RankModel(ModelOptions(folder, Layout(), trainable=False)), target)
+        write_role(RankModel(ModelOptions(folder, Layout(), trainable=False, dtype=dtype)), target)
     finally:
         logging.getLogger("megarl").removeHandler(handler)
     return messages

@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 
-from megarl.errors import ModelError
+from megarl.errors import LayoutError, ModelError
 from megarl.models.registry import ARCHITECTURES, architecture_for
 from megarl.models.rope_frequencies import inverse_frequencies
-from tests.families import FAMILIES, LLAMA3_ROPE, SIZES, YARN_ROPE, hugging_face
+from megarl.models.windows import check_windows
+from tests.families import FAMILIES, LLAMA3_ROPE, LONGROPE, SIZES, WIDE_YARN, YARN_ROPE, hugging_face
 
+WINDOWS = ["sliding_attention", "full_attention"] * 2
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
@@ -49,21 +51,29 @@ REFUSED = [
     ("llama", {"attention_bias": True}, "attention_bias is True"),
     ("llama", {"mlp_bias": True}, "mlp_bias is True"),
     ("qwen3", {"attention_bias": True}, "attention_bias is True"),
-    ("qwen2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types names other"),
+    ("llama", {"layer_types": WINDOWS, "sliding_window": 8}, "layer_types names other layers than 'full_attention'"),
+    ("qwen2", {"layer_types": WINDOWS[:3]}, "layer_types has 3 layers; it must say .* for each of the 4 layers"),
+    ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
+    ("qwen2", {"layer_types": WINDOWS, "use_sliding_window": False}, "layer_types names other layers than 'full_attention'"),
     (
         "qwen2",
-        {"layer_types": None, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-        "sliding_window is 64 in 3 layers",
+        {"layer_types": WINDOWS, "sliding_window": None},
+        "layer_types has 'sliding_attention', but sliding_window is None",
     ),
-    ("mistral", {"sliding_window": 255}, "sliding_window is 255 in 4 layers.*at least max_position_embeddings=256"),
-    ("mixtral", {"sliding_window": 64}, "sliding_window is 64"),
-    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64"),
+    ("mistral", {"layer_types": WINDOWS}, "layer_types names other layers than 'sliding_attention'"),
+    ("mistral", {"sliding_window": 0}, "sliding_window is 0; it must be a positive integer"),
+    ("mixtral", {"layer_types": WINDOWS, "sliding_window": 8}, "layer_types names other layers than 'sliding_attention'"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is of method 'fp8'"),
     ("llama", {"hidden_size": None}, "hidden_size is None"),
     ("llama", {"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
     ("llama", {"num_key_value_heads": 3}, "num_key_value_heads is 3; it must divide num_attention_heads=4"),
     ("llama", {"head_dim": None, "hidden_size": 30}, "hidden_size is 30, but without head_dim"),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_parameters\.rope_type is 'yarn'"),
+    ("llama", {"rope_parameters": {"rope_type": "yarnn", "factor": 2.0}}, r"rope_parameters\.rope_type is 'yarnn'.*'yarn'"),
+    ("llama", {"rope_parameters": YARN_ROPE | {"factor": 0.5}}, r"rope_parameters\.factor is 0\.5; it must be .* at least 1"),
+    ("llama", {"rope_parameters": YARN_ROPE | {"truncate": 1}}, r"rope_parameters\.truncate is 1; it must be true or false"),
+    ("llama", {"rope_parameters": LINEAR | {"rope_type": "dynamic", "factor": None}}, r"rope_parameters\.factor is None"),
+    ("llama", {"rope_parameters": LONGROPE}, r"short_factor is .*; it must be 4 numbers"),
+    ("qwen3", {"rope_parameters": LONGROPE | {"long_factor": None}}, r"long_factor is None; it must be 6 numbers"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.5}}, r"rope_parameters\.high_freq_factor is 1\.5"),
     ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": None}}, r"rope_parameters\.low_freq_factor is None"),
     ("llama", {"rope_parameters": LINEAR | {"factor": None}}, r"rope_parameters\.factor is None"),
@@ -112,7 +122,11 @@ REFUSED = [
     ("glm4_moe", {"n_group": 4, "topk_group": 1}, "num_experts_per_tok // topk_group is 2"),
     ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "so that 3 of a head's 12 dimensions rotate"),
     ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5; it must be more than 0"),
-    ("glm4_moe", {"rope_parameters": YARN_ROPE}, r"rope_type is 'yarn'"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias is False; it must be True"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha is 1\.0; it must be 1\.702"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is of method 'fp8'"),
+    ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),
+    ("gpt_oss", {"layer_types": WINDOWS[:2]}, "layer_types has 2 layers"),
     ("glm4_moe", {"first_k_dense_replace": 4}, "none of the layers has experts"),
     ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts is 0; it must be a positive integer"),
@@ -182,13 +196,58 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(configs: Any) -> None:
     """Qwen2.5's own configs: the window is off, or starts after the last layer; Mistral's is as long as the positions."""
     hf_config = configs["qwen2"] | {"layer_types": None, "sliding_window": 64, "max_window_layers": 4}
     architecture = architecture_for(hf_config)
-    plain = architecture.transformer_config_kwargs(configs["qwen2"])
+    plain = architecture.transformer_config_kwargs(hf_config | {"sliding_window": None})
+    assert "window_size" not in plain
     assert architecture.transformer_config_kwargs(hf_config | {"use_sliding_window": True}) == plain
     assert architecture.transformer_config_kwargs(hf_config | {"use_sliding_window": False, "max_window_layers": 1}) == plain
     hf_config = configs["mistral"]
     architecture = architecture_for(hf_config)
-    plain = architecture.transformer_config_kwargs(hf_config)
+    plain = architecture.transformer_config_kwargs(hf_config | {"sliding_window": None})
     assert architecture.transformer_config_kwargs(hf_config | {"sliding_window": 256}) == plain
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_windows_that_a_config_leaves_out_are_those_of_transformers(configs: Any, family: str) -> None:
+    names = ("sliding_window", "max_window_layers", "layer_types", "use_sliding_window")
+    for given in ({}, {"use_sliding_window": True}, {"use_sliding_window": True, "max_window_layers": 3}):
+        bare = {name: value for name, value in configs[family].items() if name not in names}
+        bare |= {"num_hidden_layers": 30, "max_position_embeddings": 8192} | given
+        model = {name: value for name, value in bare.items() if name != "architectures"}
+        config = getattr(transformers, f"{FAMILIES[family].class_prefix}Config")(**model)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if config.sliding_window else ""] * 30
+        kwargs = architecture_for(bare).transformer_config_kwargs(bare)
+        found = kwargs.get("window_attn_skip_freq") or [int("window_size" in kwargs)] * 30
+        assert found == [int(kind == "sliding_attention" and config.sliding_window is not None) for kind in kinds]
+        assert kwargs.get("window_size", (4095, 0)) == (4095, 0)
+
+
+def test_layers_with_windows_that_cannot_be_computed_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"model\.layer_spec is 'local', but this model has sliding windows"):
+        check_windows("local", windows=True, cp=1)
+    with pytest.raises(LayoutError, match=r"cp is 2, which Transformer Engine's attention does not support"):
+        check_windows("transformer_engine", windows=True, cp=2)
+    for spec, windows, cp in (("reference", True, 4), ("transformer_engine", True, 1), ("local", False, 1)):
+        check_windows(spec, windows=windows, cp=cp)
+
+
+def test_sglang_serves_no_config_that_it_reads_otherwise(configs: Any) -> None:
+    def refusal(family: str, **change: Any) -> str | None:
+        return architecture_for(configs[family]).sglang.refusal(configs[family] | change)
+
+    for family in ("mistral", "qwen2"):
+        assert "attends to all tokens" in str(refusal(family))
+    assert "attends to all tokens" in str(refusal("qwen3_moe", use_sliding_window=True, sliding_window=8, mlp_only_layers=[]))
+    assert "no notice of rope_parameters.rope_type = 'linear'" in str(refusal("mixtral", rope_parameters=LINEAR))
+    assert "its MLP has no biases" in str(refusal("llama", attention_bias=True, mlp_bias=True))
+    assert refusal("mistral", sliding_window=None) is None
+    assert refusal("qwen3") is None
+    for family in ("llama", "qwen3", "glm4_moe"):
+        assert "dynamic NTK" in str(refusal(family, rope_parameters=LINEAR | {"rope_type": "dynamic"}))
+        assert "attention_factor" in str(refusal(family, rope_parameters=WIDE_YARN | {"attention_factor": 1.0}))
+        outside = {name: value for name, value in WIDE_YARN.items() if name != "original_max_position_embeddings"}
+        assert "because SGLang reads it there alone" in str(refusal(family, rope_parameters=outside))
+        assert refusal(family, rope_parameters=WIDE_YARN) is None
+    assert "factor otherwise" in str(refusal("llama", rope_parameters=LONGROPE | {"factor": 2.0}))
 
 
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.num_experts])

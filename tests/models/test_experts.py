@@ -72,8 +72,8 @@ def test_hf_to_ranks_to_hf_is_byte_equal_and_complete(models: Any, name: str, tp
 @pytest.mark.parametrize("name", EXPERT_MODELS)
 def test_an_experts_shard_is_its_own_gate_and_up_rows_and_down_columns(models: Any, name: str, etp: int) -> None:
     _, weight_map, tensors = models[name]
-    layer = "model.layers.3." + ("block_sparse_moe" if name == "mixtral" else "mlp")
-    gate, up, down = ("w1", "w3", "w2") if name == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    layer = "model.layers.3." + ("block_sparse_moe" if name.startswith("mixtral") else "mlp")
+    gate, up, down = ("w1", "w3", "w2") if name.startswith("mixtral") else ("gate_proj", "up_proj", "down_proj")
     for expert in range(weight_map.num_experts):
         prefix = f"decoder.layers.3.mlp.experts.local_experts.{expert}."
         fc1, fc2 = weight_map.rule_for(prefix + "linear_fc1.weight"), weight_map.rule_for(prefix + "linear_fc2.weight")
@@ -227,6 +227,20 @@ LLAMA_405B = {
     "max_position_embeddings": 131072,
 }
 
+GPT_OSS_120B = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "max_position_embeddings": 131072,
+}
+GPT_OSS_20B = GPT_OSS_120B | {"num_hidden_layers": 24, "num_local_experts": 32}
 GLM_4_5_AIR = {
     "architectures": ["Glm4MoeForCausalLM"],
     "vocab_size": 151552,
@@ -300,6 +314,8 @@ PUBLISHED = {
     "Mixtral-8x7B": (MIXTRAL_8X7B, 46.703),
     "Llama-3.1-405B": (LLAMA_405B, 405.853),
     "GLM-4.5-Air": (GLM_4_5_AIR, 106.852),
+    "gpt-oss-120b": (GPT_OSS_120B, 116.829),
+    "gpt-oss-20b": (GPT_OSS_20B, 20.915),
     "Qwen3-Next-80B-A3B": (QWEN3_NEXT_80B, 79.674),
     "Moonlight-16B-A3B": (MOONLIGHT_16B, 15.960),
     "Phi-4": (dense_config("Phi3", 100352, 5120, 17920, 40, 40, 10), 14.660),

@@ -13,40 +13,46 @@ from torch import Tensor
 from megarl.data.stream import split_shared_prompts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
-from tests.families import VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
+from tests.families import ODD, VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.models.megatron_models import TEMPERATURE, facts, load_and_write, megatron_names, units
 from tests.world import World
 
-DENSE = [name for name, family in VARIANTS.items() if family.num_experts is None and not family.linear]
+FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gpt_oss-odd")}
+LOCAL = [
+    name
+    for name, family in FAMILIES.items()
+    if family.num_experts is None and not family.linear and not family.settings.get("sliding_window")
+]
+"""What megatron-core's own layers can run: dense models without windows."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    for name in VARIANTS:
+    for name in FAMILIES:
         build_folder(name, root / name)
-    return {name: root / name for name in VARIANTS}
+    return {name: root / name for name in FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def by_reference(world: World, folders: dict[str, Path]) -> dict[str, Any]:
-    """Facts about every variant under the `reference` layer spec."""
+    """Facts about every model under the `reference` layer spec."""
     [found] = world.call(facts, [str(path) for path in folders.values()], "reference", size=1, timeout_s=300)
     return {name: found[str(path)] for name, path in folders.items()}
 
 
 @pytest.fixture(scope="module")
 def by_local(world: World, folders: dict[str, Path]) -> dict[str, Any]:
-    """Facts about the dense variants under megatron-core's own `local` layer spec."""
-    [found] = world.call(facts, [str(folders[name]) for name in DENSE], "local", size=1)
-    return {name: found[str(folders[name])] for name in DENSE}
+    """Facts about the models of LOCAL under megatron-core's own `local` layer spec."""
+    [found] = world.call(facts, [str(folders[name]) for name in LOCAL], "local", size=1)
+    return {name: found[str(folders[name])] for name in LOCAL}
 
 
 @pytest.fixture(scope="module")
 def by_transformers() -> dict[str, dict[str, Any]]:
     """Logits of the first unit's responses, and gradients by hub name, each response alone behind its prompt."""
     found = {}
-    for name in VARIANTS:
+    for name in FAMILIES:
         model = hugging_face(name)
         logits: list[Tensor] = []
         for unit in split_shared_prompts(units()):
@@ -61,12 +67,12 @@ def by_transformers() -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
     _check_logits(by_reference[name], by_transformers[name])
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", LOCAL)
 def test_logits_of_megatron_cores_own_layers_equal_those_of_transformers(
     by_local: Any, by_transformers: Any, name: str
 ) -> None:
@@ -79,7 +85,7 @@ def _check_logits(found: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(of_megatron[:, :131], of_transformers, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_gradient_element_equals_that_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
     found, expected = by_reference[name]["gradients"], by_transformers[name]["gradients"]
     assert found.keys() - expected.keys() == {key for key in found if key.endswith("e_score_correction_bias")}
@@ -89,7 +95,7 @@ def test_every_gradient_element_equals_that_of_transformers(by_reference: Any, b
     assert sum(bool(gradient.any()) for gradient in expected.values()) > 0.9 * len(expected)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_was_loaded_is_exported_byte_for_byte(by_reference: Any, by_transformers: Any, name: str) -> None:
     found, expected = by_reference[name]["exported"], by_transformers[name]["tensors"]
     assert found.keys() == expected.keys()
@@ -98,7 +104,7 @@ def test_what_was_loaded_is_exported_byte_for_byte(by_reference: Any, by_transfo
         assert torch.equal(found[key], tensor), key
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_map_names_everything_a_checkpoint_of_megatron_core_holds(by_reference: Any, folders: Any, name: str) -> None:
     weight_map = _weight_map(folders[name])
     names = megatron_names(weight_map, range(4), True, True)
@@ -106,7 +112,7 @@ def test_the_map_names_everything_a_checkpoint_of_megatron_core_holds(by_referen
     assert sorted(names) == sorted(by_reference[name]["state"])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rotary_frequencies_and_scale_equal_those_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
     frequencies, scale = by_reference[name]["rotary"]
     rotary = by_transformers[name]["model"].model.rotary_emb
@@ -114,7 +120,7 @@ def test_rotary_frequencies_and_scale_equal_those_of_transformers(by_reference: 
     assert scale == pytest.approx(rotary.attention_scaling)
 
 
-@pytest.mark.parametrize("name", [name for name, family in VARIANTS.items() if family.num_experts])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.num_experts])
 def test_an_update_moves_every_weight_but_not_the_bias_that_picks_experts(by_reference: Any, name: str) -> None:
     before, after = by_reference[name]["exported"], by_reference[name]["after"]
     unmoved = {key for key in before if torch.equal(before[key], after[key])}

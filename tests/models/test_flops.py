@@ -74,6 +74,27 @@ def test_operations_are_those_of_the_hugging_face_model(name: str) -> None:
         assert found + hidden_by_the_mask == counted(config, tokens)
 
 
+def test_pairs_within_a_window_are_counted_one_by_one() -> None:
+    config = transformers.Qwen2Config(
+        **SIZES, intermediate_size=80, use_sliding_window=True, sliding_window=7, max_window_layers=1
+    )
+    flops, whole = FlopsModel.of(shape_of(config.to_dict())), FlopsModel.of(shape_of(MODELS["llama"].to_dict()))
+    of_layer = whole.per_pair // 3
+
+    def pairs(first: int, last: int, window: int) -> int:
+        return sum(1 for query in range(first, last) for key in range(query + 1) if key > query - window)
+
+    assert (flops.per_pair, flops.per_window_pair, flops.window) == (of_layer, 2 * of_layer, 7)
+    for prompt, response in ((3, 2), (5, 9), (12, 20), (7, 1)):
+        wanted = of_layer * sum(pairs(0, prompt + response, window) for window in (99, 7, 7))
+        matrices = flops.per_token * (prompt + response) + flops.per_logit_row * response
+        assert flops.cost(prompt, [response]) == matrices + wanted
+        both = of_layer * sum(pairs(prompt, prompt + response, window) for window in (99, 7, 7))
+        assert flops.cost(prompt, [response] * 2) - flops.cost(prompt, [response]) == both + matrices - prompt * flops.per_token
+        fed = responses(1, prompt, response + 1, response)
+        assert ours(flops, fed) == 3 * flops.cost(prompt, [response])
+
+
 def test_only_what_is_fed_and_scored_counts() -> None:
     flops = FlopsModel(per_token=1000, per_logit_row=100, per_pair=1)
     pairs = 5 * 6 // 2 + 3 * 5 + 3 * 4 // 2

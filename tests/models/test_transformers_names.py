@@ -117,14 +117,15 @@ def test_an_expert_that_was_not_sent_or_was_altered_is_named(family: str, folder
         asyncio.run(update(engine, [("model.layers.2.mlp.experts.gate_up_proj", weight)], 2))
     engine = EmbeddedEngine(folders[family])
 
-    async def altered() -> None:
+    async def alter() -> None:
         await engine.begin_update(1)
         await engine.apply_update(weights)
-        hub_tensors(engine._model)[name][0, 0] += 1e-6
+        altered = hub_tensors(engine._model)[name]
+        altered[(0,) * altered.dim()] += 1e-6
         await engine.end_update(1)
 
     with pytest.raises(EngineError, match=f"1 differ.*values differ from those sent for {name}"):
-        asyncio.run(altered())
+        asyncio.run(alter())
 
 
 def test_the_expert_bias_stays_in_float32_beside_other_weights_in_bfloat16(folders: dict[str, Path]) -> None:

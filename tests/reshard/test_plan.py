@@ -34,7 +34,9 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family
         experts = np.array_split(np.arange(FAMILIES[family].num_experts), to.ep)[group]
         if int(expert[1]) not in experts:
             return tensor[:0]
-        return tensor.chunk(of_group, dim=1 if re.search("down_proj|w2", name) else 0)[place]
+        if re.search(r"(down_proj|w2)\.weight", name):
+            return tensor.chunk(of_group, dim=1)[place]
+        return tensor if "down_proj" in name else tensor.chunk(of_group)[place]
     heads = rank % to.tp
     if "embed_tokens" in name or "lm_head" in name:
         place, size = (heads, to.tp) if "embed" in name else (rank, ranks)
@@ -48,7 +50,9 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family
         if len(groups) >= to.tp:
             return tensor.chunk(to.tp)[heads]
         return groups[heads // (to.tp // len(groups))]
-    if "o_proj" in name:
+    if "sinks" in name:
+        return tensor.chunk(to.tp)[heads]
+    if "o_proj.weight" in name:
         return tensor.chunk(to.tp, dim=1)[heads]
     if re.search("gate_proj|up_proj", name):
         return tensor.chunk(ranks)[rank]

@@ -21,10 +21,7 @@ from tests.themes.parallel.worlds import LAYOUTS, MODES, ODD_LAYOUTS, TEMPERATUR
 from tests.world import World
 
 CELLS = [
-    (layout, name)
-    for layout in LAYOUTS
-    for name, family in FAMILIES.items()
-    if layout_for(layout, experts=family.num_experts is not None, linear=family.linear) is not None
+    (layout, name) for layout in LAYOUTS for name, family in FAMILIES.items() if layout_for(layout, **family.kind) is not None
 ]
 
 
@@ -103,16 +100,13 @@ def test_every_layout_computes_what_hugging_face_computes(
     parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
 ) -> None:
     expected = reference(family)
-    of_ranks = layout_for(layout, experts=FAMILIES[family].num_experts is not None)
+    of_ranks = layout_for(layout, **FAMILIES[family].kind)
     answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, layout, family))
 
 
 ODD_CELLS = [
-    (layout, name)
-    for layout in ODD_LAYOUTS
-    for name, family in ODD.items()
-    if layout_for(layout, experts=family.num_experts is not None) is not None
+    (layout, name) for layout in ODD_LAYOUTS for name, family in ODD.items() if layout_for(layout, **family.kind) is not None
 ]
 ODD_IN_EVERY_RUN = {("tp3", "olmo2-odd"), ("pp3 uneven", "glm4-odd"), ("ep3", "kimi_k2-odd"), ("tp3+sp", "phi3-odd")}
 
@@ -127,9 +121,18 @@ ODD_IN_EVERY_RUN = {("tp3", "olmo2-odd"), ("pp3 uneven", "glm4-odd"), ("ep3", "k
 def test_three_ranks_share_three_heads_and_six_experts(
     parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str
 ) -> None:
-    expected, of_ranks = reference(family), layout_for(layout, experts=ODD[family].num_experts is not None)
+    expected, of_ranks = reference(family), layout_for(layout, **ODD[family].kind)
     answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=ODD_LAYOUTS[layout].world_size)
     compare(expected, answers, lambda *of_mode: None)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
+def test_biases_of_all_projections_are_split_and_summed_as_they_must(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str
+) -> None:
+    expected = reference("llama-biases")
+    answers = parity_world.call(run_family, expected["folder"], layout_for(layout, experts=False), units(), size=2)
+    compare(expected, answers, partial(parity_report.add, layout, "llama-biases"))
 
 
 @pytest.mark.parametrize("layout", ["tp2+sp", "pp2", "cp2"])

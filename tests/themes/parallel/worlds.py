@@ -64,13 +64,13 @@ MODES = {
 }
 
 
-def layout_for(name: str, *, experts: bool, linear: bool = False) -> Layout | None:
+def layout_for(name: str, *, experts: bool, linear: bool = False, biases: bool = False) -> Layout | None:
     """The layout called `name`, None where families with `experts`, or those without, have no cell of their own in that row.
 
     Context parallelism of `linear` attention is refused.
 
     Experts that are not spread over ranks are split like everything else, and under tensor parallelism megatron-core
-    trains them with sequence parallelism only (see Layout).
+    trains them with sequence parallelism only (see Layout). Experts with `biases` are not split.
     """
     layout = (LAYOUTS | ODD_LAYOUTS)[name]
     if linear and layout.cp > 1:
@@ -79,6 +79,9 @@ def layout_for(name: str, *, experts: bool, linear: bool = False) -> Layout | No
         return layout if layout.ep == 1 else None
     if name in ("tp2", "tp3"):  # would be tp2+sp
         return None
+    if biases:  # megatron-core does not split experts that have them
+        fits = layout.etp == 1 and (layout.tp == 1 or layout.ep > 1)
+        return replace(layout, sequence_parallel=layout.tp > 1) if fits else None
     return replace(layout, etp=layout.tp if layout.ep == 1 else layout.etp, sequence_parallel=layout.tp > 1)
 
 
