@@ -227,6 +227,7 @@ VARIANTS: dict[str, Family] = FAMILIES | {
     "glm4-tied": Family(
         "Glm4", {"attention_bias": False, "tie_word_embeddings": True, "head_dim": 16, "num_key_value_heads": 1}
     ),
+    "glm4-yarn": Family("Glm4", {"head_dim": 12, "rope_parameters": WIDE_YARN | {"partial_rotary_factor": 0.5}}),
     "olmo2-tied": Family("Olmo2", {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     "phi3-tied": Family("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "phi3-window": Family("Phi3", {"rope_parameters": HALF_ROPE, "sliding_window": 7}),

@@ -62,7 +62,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
     """Fill every parameter from the Hugging Face folder; a value head keeps its zeros unless the folder is a reward model's.
 
     Also marks the parameters that tensor parallelism splits, which megatron-core does only as part of its own random
-    initialisation: the gradient norm counts an unmarked parameter once instead of once per shard.
+    initialisation: the gradient norm counts an unmarked parameter on the first tensor rank alone. There it would leave out
+    biases of experts that are whole, too, because other tensor ranks hold those of other experts.
 
     Raises:
         ModelError: a tensor is missing or has the wrong shape.
@@ -85,8 +86,9 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             shard = shard_from_hf(rule, folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
             tensor.copy_(shard)
             _keep_full_precision(tensor, shard, trainable=options.trainable)
-            if rule.tp_axis is not None and not hasattr(tensor, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis, 1)
+            whole_expert = rule.expert is not None and options.layout.etp == 1
+            if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:

@@ -14,8 +14,12 @@ from megarl.errors import ModelError
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.packings import Copy
+from megarl.models.rope import Rope
 from megarl.models.vision import TOWER, Vision
 from megarl.models.weight_map import Rule, WeightMap
+
+ROPE_KINDS = ("default", "linear", "llama3")
+"""Scalings that positions on three axes have been compared with transformers under."""
 
 
 def seeing(
@@ -38,6 +42,10 @@ def seeing(
             )
         return found
 
+    def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
+        Rope.from_hf(text_config(hf_config), kinds=ROPE_KINDS)
+        return text.gpt_kwargs(text_config(hf_config))
+
     def weight_map(hf_config: HFConfig) -> WeightMap:
         of_text = text.weight_map(text_config(hf_config))
         tower = [
@@ -54,7 +62,7 @@ def seeing(
         name=name,
         hf_classes=(hf_class, hf_class.replace("ForConditionalGeneration", "ForSequenceClassification")),
         transformer_config_kwargs=lambda hf_config: _without_windows(text.transformer_config_kwargs(text_config(hf_config))),
-        gpt_kwargs=lambda hf_config: text.gpt_kwargs(text_config(hf_config)),
+        gpt_kwargs=gpt_kwargs,
         weight_map=weight_map,
         sglang=SglangFacts(
             refusal=lambda hf_config: text.sglang.refusal(text_config(hf_config)),

@@ -96,11 +96,10 @@ REFUSED = [
         "partial_rotary_factor is 0.5; it must be 1",
     ),
     ("glm4", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ("glm4", {"rope_parameters": YARN_ROPE}, r"rope_type is 'yarn'"),
     ("olmo2", {"attention_bias": True}, "attention_bias is True"),
     ("olmo2", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0; it must be None"),
-    ("olmo2", {"layer_types": ["sliding_attention"] * 4}, "layer_types names other"),
-    ("phi3", {"sliding_window": 64}, "sliding_window is 64 in 4 layers"),
+    ("olmo2", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "layer_types names other"),
+    ("phi3", {"sliding_window": 8, "layer_types": WINDOWS}, "layer_types names other layers than 'sliding_attention'"),
     (
         "phi3",
         {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
@@ -113,7 +112,7 @@ REFUSED = [
         r"no_rope_layers is \[1, 0\]; it must be a list of 1 \(rotates\) and 0 for 4 layers",
     ),
     ("smollm3", {"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers is"),
-    ("smollm3", {"layer_types": None, "use_sliding_window": True, "sliding_window": 64}, "sliding_window is 64 in 2 layers"),
+    ("smollm3", {"layer_types": WINDOWS, "sliding_window": 8}, "layer_types names other layers than 'full_attention'"),
     ("smollm3", {"mlp_bias": True}, "mlp_bias is True"),
     ("granite", {"residual_multiplier": None}, "residual_multiplier is None; it must be a number above 0"),
     ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number above 0"),
@@ -206,7 +205,7 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(configs: Any) -> None:
     assert architecture.transformer_config_kwargs(hf_config | {"sliding_window": 256}) == plain
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3"])
 def test_windows_that_a_config_leaves_out_are_those_of_transformers(configs: Any, family: str) -> None:
     names = ("sliding_window", "max_window_layers", "layer_types", "use_sliding_window")
     for given in ({}, {"use_sliding_window": True}, {"use_sliding_window": True, "max_window_layers": 3}):
@@ -234,6 +233,7 @@ def test_sglang_serves_no_config_that_it_reads_otherwise(configs: Any) -> None:
     def refusal(family: str, **change: Any) -> str | None:
         return architecture_for(configs[family]).sglang.refusal(configs[family] | change)
 
+    assert "attends to all tokens" in str(refusal("phi3", sliding_window=8, partial_rotary_factor=0.5))
     for family in ("mistral", "qwen2"):
         assert "attends to all tokens" in str(refusal(family))
     assert "attends to all tokens" in str(refusal("qwen3_moe", use_sliding_window=True, sliding_window=8, mlp_only_layers=[]))
