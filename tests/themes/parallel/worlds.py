@@ -107,13 +107,21 @@ def units() -> list[Unit]:
 
 
 def micro_batches(mode: Mode, dp: int, given: list[Unit] | None = None) -> list[list[MicroBatch]]:
-    """Per data-parallel rank its micro-batches of `given`, or of `units()`; together they always hold the same responses."""
+    """Per data-parallel rank its micro-batches of `given`, or of `units()`; together they always hold the same responses.
+
+    All ranks have as many: where they share out experts, a rank with one more would wait for the others.
+    """
     given = units() if given is None else given
+    shares = [given[rank::dp] for rank in range(dp)]
     if mode.packed:
-        shares = [given[rank::dp] for rank in range(dp)]
-        return [[share[: len(share) // 2], share[len(share) // 2 :]] if len(share) > 1 else [share] for share in shares]
+        parts = 2 if min(map(len, shares)) > 1 else 1
+        return [[share[: len(share) // 2], share[len(share) // 2 :]] if parts == 2 else [share] for share in shares]
     alone = split_shared_prompts(given)
-    return [[[unit] for unit in alone[rank::dp]] for rank in range(dp)]
+    whole = len(alone) // dp * dp
+    batches = [[[unit] for unit in alone[rank:whole:dp]] for rank in range(dp)]
+    for rank, unit in enumerate(alone[whole:]):
+        batches[rank][-1].append(unit)
+    return batches
 
 
 def objective(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
