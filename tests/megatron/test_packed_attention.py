@@ -73,7 +73,7 @@ def test_packed_attention_equals_dense_attention_of_each_sequence_alone(
         assert attention.softmax_offset is not None
         attention.softmax_offset.data = torch.randn(HEADS, generator=generator)
         sinks = attention.softmax_offset.detach().double().requires_grad_()
-    packed = stream_attention(stream, context_parallel_shard(stream, 1, 0), torch.float32, [None, window])
+    packed = stream_attention(stream, context_parallel_shard(stream, 1, 0), torch.float32, windows=[None, window])
     out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
     scored = out[stream.rows, 0].view(-1, HEADS, DIM)
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))
