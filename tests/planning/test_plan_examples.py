@@ -19,12 +19,13 @@ SMALL = {
     "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
     "max_position_embeddings": 8192, "rope_theta": 100000, "hidden_act": "silu", "rms_norm_eps": 1e-5,
 }  # fmt: skip
-SEEING = {
+PUBLISHED = {
     "models/Qwen2.5-VL-3B-Instruct": "qwen2.5-vl-3b",
     "models/Qwen2.5-VL-7B-Instruct": "qwen2.5-vl-7b",
     "models/Qwen2-VL-2B-Instruct": "qwen2-vl-2b",
     "models/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
     "runs/r1-onevision-sft/model": "qwen2.5-vl-7b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
 }
 """Published configs for the models of recipes; these are planned on H100."""
 MARGIN = 0.95
@@ -48,7 +49,7 @@ def stand_ins(path: Path, folder: Path) -> list[str]:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(SMALL))
     tree = yaml.safe_load(path.read_text())
-    if published := SEEING.get(tree["model"]["path"]):
+    if published := PUBLISHED.get(tree["model"]["path"]):
         return ["--gpu", "h100", f"model.path=examples/models/{published}"]
     return [
         f"{section}.{field}={folder}/model"
