@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -109,12 +109,6 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     if scale != 1.0:
         _scale_rotary(config, scale)
     return config
-
-
-def _without_rotary_kernels(options: ModelOptions, given: Mapping[str, Any], reason: str) -> dict[str, Any]:
-    for name in ROTARY_KERNELS & {name for name, value in given.items() if value is True}:
-        raise ConfigError.of(f"{options.section}.{name}", True, reason, allowed="false")
-    return dict.fromkeys(ROTARY_KERNELS, False)
 
 
 def _scale_rotary(config: Any, scale: float) -> None:

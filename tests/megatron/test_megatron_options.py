@@ -78,14 +78,15 @@ def test_kernels_that_count_one_position_are_never_used_by_models_that_see(world
 def test_transformer_engine_fuses_and_overlaps_what_it_can(world: World, family: str) -> None:
     hf_config = COMMON | MODELS[family]
     transformer, ddp, _ = world.call(configs, options(recompute="selective"), hf_config, size=1)[0]
-    latent, experts = family == "deepseek_v3", family != "llama"
-    assert {name: transformer[name] for name in FUSIONS} == dict.fromkeys(FUSIONS, True) | {"apply_rope_fusion": not latent}
+    experts = family in ("qwen3_moe", "deepseek_v3")
+    rotates = family not in ("deepseek_v3", "glm4")  # as the kernels do: not latents, no neighbouring pairs
+    assert {name: transformer[name] for name in FUSIONS} == dict.fromkeys(FUSIONS, True) | {"apply_rope_fusion": rotates}
     assert {name: transformer[name] for name in MOE_FUSIONS} == dict.fromkeys(MOE_FUSIONS, experts)
     assert transformer["gradient_accumulation_fusion"]
     assert ddp["overlap_grad_reduce"]
     assert not transformer["batch_p2p_sync"]
-    modules = {"llama": ["mlp", "layernorm"], "qwen3_moe": ["mlp", "layernorm", "moe_act"]}
-    assert transformer["recompute_modules"] == modules.get(family, ["mlp", "layernorm", "moe_act", "mla_up_proj"])
+    modules = {"qwen3_moe": ["mlp", "layernorm", "moe_act"], "deepseek_v3": ["mlp", "layernorm", "moe_act", "mla_up_proj"]}
+    assert transformer["recompute_modules"] == modules.get(family, ["mlp", "layernorm"])
 
 
 def test_the_reference_layers_have_none_of_it(world: World) -> None:
@@ -134,7 +135,8 @@ def names_that_megarl_sets(rank: int, world_size: int) -> dict[str, set[str]]:
         model_config.ddp_config(options())
         optimizer.optimizer_config(OptimizerOptions(lr=1e-3), options())
         defaults = set(model_config._defaults(options(recompute="selective"), has_experts=True, is_latent=True))
-    return {"passed": passed, "defaults": defaults | {"overlap_grad_reduce", "grad_reduce_in_fp32", "check_for_nan_in_grad"}}
+    defaults |= {"overlap_grad_reduce", "grad_reduce_in_fp32", "check_for_nan_in_grad"}
+    return {"passed": passed, "defaults": defaults | model_config.ROTARY_KERNELS}
 
 
 def test_whatever_megarl_sets_is_refused_or_a_default(world: World) -> None:

@@ -8,7 +8,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -319,7 +318,7 @@ def test_a_checkpoint_holds_the_responses_that_were_finished(open_scheduler: Any
     assert list(taken) == [f"g{i}" for i in range(4, 12)]
     for name, group in taken.items():
         if name in finished:
-            assert [asdict(sample) for sample in group] == finished[name]
+            assert [sample.to_dict() for sample in group] == finished[name]
         assert {token for sample in group for token in sample.response_ids} == {7 if name in finished else 9}
         assert not set(finished) & {key.partition("/")[0] for key in other.answered}
 

@@ -186,7 +186,7 @@ def test_every_damage_is_seen_and_the_one_before_is_used(saving: Saving, monkeyp
 def test_parts_that_do_not_make_whole_tensors_are_refused(tmp_path: Path) -> None:
     first, second = write_shards(part(0), tmp_path), write_shards(part(1), tmp_path)
     for parts in ([first], [first, first, second]):
-        with pytest.raises(CheckpointError, match="elements of 'weight', which has 24"):
+        with pytest.raises(CheckpointError, match="elements of 'weight', of which there are 24"):
             join_shards(tmp_path, parts)
     join_shards(tmp_path, [second, first])
 
