@@ -16,8 +16,12 @@ from tests.themes.parallel.worlds import MODES, TEMPERATURE, gradients, micro_ba
 
 
 def with_routes(units: list[Unit], layers: int, num_experts: int, top_k: int, missing: float = 0.0) -> list[Unit]:
-    """`units` whose tokens go to random experts; a share of the choices is `missing`."""
-    generator = torch.Generator().manual_seed(11)
+    """`units` whose tokens go to random experts; a share of the choices is `missing`.
+
+    With these routes transformers' own gradients in float32 are within 3e-6 of those in float64; with others, whose terms
+    cancel, DeepSeek's are off by 2e-5.
+    """
+    generator = torch.Generator().manual_seed(13)
 
     def routes(tokens: int) -> torch.Tensor:
         chosen = torch.rand(tokens, layers, num_experts, generator=generator).argsort(-1)[..., :top_k]
