@@ -22,7 +22,7 @@ from megarl.reshard.verify import verify
 from megarl.trainers.rl.teachers import Teachers
 
 ROOT = Path(__file__).parents[2]
-PLANS = sorted(ROOT.glob("examples/plans/*.yaml"))
+PLANS = sorted(path for path in ROOT.glob("examples/plans/*.yaml") if "-sft-" not in path.name)
 CONFIG = """
 model: {path: MODELS/llama-3.1-8b}
 policy: {layout: {tp: 2, pp: 2}}

@@ -144,6 +144,7 @@ def test_a_qwen2_whose_heads_are_no_share_of_the_residual_stream_is_refused(
     build_folder("qwen2", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"intermediate_size": 64, "head_dim": head_dim}  # hidden size 32, 4 heads
+    config |= {"use_sliding_window": False, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     if is_served:
         check_model(tmp_path)
