@@ -198,8 +198,8 @@ class Roles:
             # No replica may be without work: rows of others fill up, and nobody reads what is answered to them.
             missing = max(0, group.layout.dp - len(rows))
             filling = sorted({*range(len(batch))} - {*rows})[:missing] if missing else []
-            routed = routed and role == POLICY
-            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at, routed=routed)]
+            of_policy = routed and role == POLICY
+            replicas = [[share] for share in self._shares(role, batch, [*rows, *filling], columns, at=at, routed=of_policy)]
             arguments = [(role, shares, position, top_k) for shares in group.per_rank(replicas)]
             running.append((role, rows if filling else None, group.submit(RankCalls.forward, arguments)))
         answers: list[Answers | None] = []
