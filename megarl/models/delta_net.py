@@ -13,7 +13,7 @@ from typing import Any
 from megarl.errors import ModelError
 from megarl.models import dense
 from megarl.models.dense import HF_LAYER, LAYER
-from megarl.models.hf_fields import refuse, refuse_biases, size
+from megarl.models.hf_fields import refuse, refuse_biases, size, with_defaults
 from megarl.models.packings import Copy, HeadSection, Sections
 from megarl.models.weight_map import Rule
 
@@ -34,7 +34,7 @@ DEFAULTS = {
 
 def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     """The config with what transformers gives fields that are missing."""
-    return {**DEFAULTS, **{name: value for name, value in hf_config.items() if value is not None}}
+    return with_defaults(hf_config, DEFAULTS)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, DecoderTraits, HFConfig
 from megarl.models.fused_rows import FusedRows, gate_over_up
+from megarl.models.hf_fields import with_defaults
 from megarl.models.weight_map import WeightMap
 
 DEFAULTS = {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128}
@@ -15,7 +16,7 @@ DEFAULTS = {"rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5, "attention_
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing."""
-    return {**DEFAULTS, **{name: value for name, value in hf_config.items() if value is not None}}
+    return with_defaults(hf_config, DEFAULTS)
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:

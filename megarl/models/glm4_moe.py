@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
-from megarl.models.hf_fields import size
+from megarl.models.hf_fields import size, with_defaults
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 
@@ -21,7 +21,7 @@ PREDICTION_LAYERS = 1
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing."""
-    return {**DEFAULTS, **{name: value for name, value in hf_config.items() if value is not None}}
+    return with_defaults(hf_config, DEFAULTS)
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:

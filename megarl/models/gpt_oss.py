@@ -10,7 +10,7 @@ from typing import Any
 from megarl.models import dense, moe
 from megarl.models.architecture import Architecture, HFConfig, HubNames, SglangFacts
 from megarl.models.fused_experts import FusedExperts
-from megarl.models.hf_fields import refuse, without_mxfp4
+from megarl.models.hf_fields import refuse, with_defaults, without_mxfp4
 from megarl.models.packings import Copy
 from megarl.models.weight_map import Rule, WeightMap
 from megarl.models.windows import FULL, SLIDING, sliding_layers
@@ -31,7 +31,7 @@ ALPHA = 1.702
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing, and without what says that experts are MXFP4."""
-    found = {**DEFAULTS, **{name: value for name, value in without_mxfp4(hf_config).items() if value is not None}}
+    found = with_defaults(without_mxfp4(hf_config), DEFAULTS)
     found.setdefault("sliding_window", WINDOW)
     if not found.get("layer_types"):
         found["layer_types"] = [(FULL, SLIDING)[(n + 1) % 2] for n in range(int(found.get("num_hidden_layers") or 0))]

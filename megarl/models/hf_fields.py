@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import ModelError
@@ -20,6 +21,11 @@ def size(hf_config: dict[str, Any], field: str, default: int | None = None, *, l
         kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ModelError(f"config.json: {field} is {value!r}; it must be {kind}")
     return value
+
+
+def with_defaults(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are not null, and `defaults` of those that are missing or null."""
+    return {**defaults, **{name: value for name, value in hf_config.items() if value is not None}}
 
 
 def refuse(hf_config: dict[str, Any], field: str, supported: Any, why: str) -> None:

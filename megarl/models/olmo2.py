@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.models import dense
 from megarl.models.architecture import Architecture, DecoderTraits, HFConfig, SglangFacts
-from megarl.models.hf_fields import refuse, refuse_biases
+from megarl.models.hf_fields import refuse, refuse_biases, with_defaults
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
 
@@ -16,7 +16,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing."""
-    return {**DEFAULTS, **{name: value for name, value in hf_config.items() if value is not None}}
+    return with_defaults(hf_config, DEFAULTS)
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.fused_rows import FusedRows, gate_over_up, queries_keys_values
+from megarl.models.hf_fields import with_defaults
 from megarl.models.rope import Rope
 from megarl.models.weight_map import WeightMap
 from megarl.models.windows import in_all_layers, window_refusal
@@ -17,7 +18,7 @@ DEFAULTS = {"rms_norm_eps": 1e-5}
 
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing."""
-    return {**DEFAULTS, **{name: value for name, value in hf_config.items() if value is not None}}
+    return with_defaults(hf_config, DEFAULTS)
 
 
 def transformer_config_kwargs(hf_config: HFConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config.presets import ModelPart
 from megarl.errors import ModelError
-from megarl.models.hf_fields import refuse, size
+from megarl.models.hf_fields import refuse, size, with_defaults
 
 TOWER = "visual."
 """What the tower's parameters begin with in the model that is trained, and in its checkpoints."""
@@ -177,7 +177,7 @@ def vision_config(hf_config: dict[str, Any], defaults: Mapping[str, Any]) -> dic
         ModelError: it is no object, or patches are not squares.
     """
     given = _object(hf_config, "vision_config", {})
-    found = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    found = with_defaults(given, defaults)
     if "in_chans" in given:  # the hub's name; transformers reads in_channels alone
         refuse(given, "in_chans", found["in_channels"], "transformers reads in_channels alone")
     return found
