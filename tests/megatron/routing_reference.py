@@ -51,3 +51,18 @@ class RecordedRouters:
 def sequences(units: list[Unit]) -> list[tuple[Tensor, Any]]:
     """(ids of a prompt and its response, the last of which is fed to no model, response) of all responses."""
     return [(torch.cat([unit.prompt_ids, one.token_ids])[None], one) for unit in units for one in unit.responses]
+
+
+def policy_loss(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
+    """−Σ weight·log-prob, for ranks; `dense_policy_loss` is the same of a whole model."""
+    return -(stream.columns["weights"] * output[:, 0]).sum(), {}
+
+
+def dense_policy_loss(model: Any, units: list[Unit]) -> Tensor:
+    """−Σ weight·log-prob of the scored tokens of all responses, each by itself behind its prompt."""
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, response in sequences(units):
+        log_p = model(ids[:, :-1]).logits[0, -len(response.token_ids) :].log_softmax(-1)
+        picked = log_p.gather(1, response.token_ids[:, None])[:, 0]
+        total = total - (response.columns["weights"] * picked)[response.mask].sum()
+    return total

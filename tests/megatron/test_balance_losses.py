@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.observe.expert_load import EXPERTS
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
-from tests.megatron.routing_reference import RecordedRouters, Routed, sequences
+from tests.megatron.routing_reference import RecordedRouters, Routed, dense_policy_loss, policy_loss
 from tests.megatron.saving import save_role
 from tests.themes.parallel.worlds import MODES, gradients, micro_batches, units
 from tests.world import World
@@ -21,10 +21,6 @@ SP = {"tp": 2, "sequence_parallel": True}
 COEFFICIENTS = {"balance_coef": 0.3, "sequence_balance_coef": 0.2, "z_loss_coef": 0.05}
 TOLERANCE = 1e-5
 """Relative to the largest element of a gradient, as of tests/themes/parallel."""
-
-
-def policy_loss(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
-    return -(stream.columns["weights"] * output[:, 0]).sum(), {}
 
 
 def make_role(folder: Path, layout: Layout, recompute: str, coefficients: dict[str, float], lr: float = 1e-3) -> Any:
@@ -77,11 +73,7 @@ def by_formulas(family: str, coefficients: dict[str, float]) -> tuple[dict[str, 
     """Gradients by hub name, of the policy loss and the balance losses over all sequences, and these losses by layer."""
     model = hugging_face(family).double()
     recorded = RecordedRouters(model, family)
-    loss = torch.zeros((), dtype=torch.float64)
-    for ids, response in sequences(units()):
-        log_p = model(ids[:, :-1]).logits[0, -len(response.token_ids) :].log_softmax(-1)
-        picked = log_p.gather(1, response.token_ids[:, None])[:, 0]
-        loss = loss - (response.columns["weights"] * picked)[response.mask].sum()
+    loss = dense_policy_loss(model, units())
     losses = {number: dense_losses(layer) for number, layer in recorded.layers.items()}
     for of_layer in losses.values():
         loss = loss + sum(coefficient * of_layer[name] for name, coefficient in coefficients.items())

@@ -14,17 +14,13 @@ from megarl.config.layout import Layout
 from megarl.megatron.options import ParameterGroup
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.megatron.moments import adams, assert_equal, everything, merged
-from tests.megatron.routing_reference import sequences
+from tests.megatron.routing_reference import dense_policy_loss, policy_loss
 from tests.megatron.saving import save_role
 from tests.themes.parallel.worlds import MODES, micro_batches, units
 from tests.world import World
 
 LR, DECAY, BETAS, EPS, CLIP, UPDATES = 1e-2, 0.1, (0.9, 0.95), 1e-3, 1.0, 2
 Groups = tuple[ParameterGroup, ...]
-
-
-def policy_loss(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
-    return -(stream.columns["weights"] * output[:, 0]).sum(), {}
 
 
 def train(
@@ -97,10 +93,7 @@ def by_torch(family: str, frozen: set[str], groups: Groups) -> tuple[dict[str, T
     norm = 0.0
     for _ in range(UPDATES):
         model.zero_grad()
-        for ids, response in sequences(units()):
-            log_p = model(ids[:, :-1]).logits[0, -len(response.token_ids) :].log_softmax(-1)
-            picked = log_p.gather(1, response.token_ids[:, None])[:, 0]
-            (-(response.columns["weights"] * picked)[response.mask].sum()).backward()
+        dense_policy_loss(model, units()).backward()
         gradients = hub_gradients(model)
         for name, leaf in names.items():
             leaf.grad = gradients[name].clone()

@@ -13,7 +13,7 @@ from megarl.config.layout import Layout
 from megarl.megatron.options import ParameterGroup
 from tests.families import build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.megatron.moments import adams, assert_equal, merged
-from tests.megatron.routing_reference import sequences
+from tests.megatron.routing_reference import dense_policy_loss, policy_loss
 from tests.megatron.saving import save_role
 from tests.themes.parallel.worlds import MODES, micro_batches, units
 from tests.world import World
@@ -21,10 +21,6 @@ from tests.world import World
 LR, DECAY, MOMENTUM, STEPS, UPDATES = 1e-2, 0.1, 0.9, 5, 2
 BETAS, EPS = (0.9, 0.95), 1e-2
 HALF = ParameterGroup(("model.layers.2.*",), 0.5)
-
-
-def policy_loss(output: Tensor, stream: Any) -> tuple[Tensor, dict[str, float]]:
-    return -(stream.columns["weights"] * output[:, 0]).sum(), {}
 
 
 def make_role(folder: Path, layout: Layout, name: str = "muon") -> Any:
@@ -89,10 +85,7 @@ def dense(family: str) -> dict[str, Tensor]:
     sums = {name: torch.zeros_like(tensor) for name, tensor in trained.items()}
     for _ in range(UPDATES):
         model.zero_grad()
-        for ids, response in sequences(units()):
-            log_p = model(ids[:, :-1]).logits[0, -len(response.token_ids) :].log_softmax(-1)
-            picked = log_p.gather(1, response.token_ids[:, None])[:, 0]
-            (-(response.columns["weights"] * picked)[response.mask].sum()).backward()
+        dense_policy_loss(model, units()).backward()
         gradients = hub_gradients(model)
         with torch.no_grad():
             for name, tensor in trained.items():

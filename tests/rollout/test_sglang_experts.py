@@ -18,18 +18,14 @@ from megarl.errors import EngineError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.rank_plan import WeightSlice
-from megarl.rollout.engines.protocol import SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model
 from megarl.weight_sync.sglang_senders import ServerEndpoint, checksums_of
 from megarl.workers.senders import plan_for
 from tests.families import FAMILIES, build_folder
-from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16, update
-from tests.rollout.tiny import largest_difference
-
-PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
-
+from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16
+from tests.rollout.updates import holds_what_was_sent
 
 WIDTHS = {
     "mixtral": {"intermediate_size": 64},
@@ -81,22 +77,8 @@ def test_after_an_update_every_expert_is_the_one_that_was_sent(
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", dtype=torch.float32)
     name = next(name for name, _ in weights if ".layers.1." in name and ".experts.3." in name)
     missing = tp // arguments.get("ep_size", 1)
-    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
-    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, extra=arguments, **sizes, start_timeout_s=400)  # type: ignore[arg-type]
-
-    async def scenario() -> None:
-        engine = await SglangEngine.open(options)
-        try:
-            await update(engine, weights)
-            groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
-            assert largest_difference(after, PROMPTS, groups) < 1e-5
-            with pytest.raises(EngineError, match=rf"0 differ, {missing} missing.*nobody sent {name}@"):
-                await update(engine, [pair for pair in weights if pair[0] != name], 2)
-            assert engine.weight_version is None
-        finally:
-            await engine.stop()
-
-    asyncio.run(scenario())
+    options = {"tp": tp, "extra": arguments, "start_timeout_s": 400}
+    asyncio.run(holds_what_was_sent(folder, tmp_path / "log", weights, after, name, missing, **options))
 
 
 @pytest.mark.slow

@@ -15,15 +15,11 @@ from megarl.errors import EngineError
 from megarl.models.deepseek_v3 import READ_BY_SGLANG
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import config_in_transformers
-from megarl.rollout.engines.protocol import SamplingParams
-from megarl.rollout.engines.sglang.engine import SglangEngine
-from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.checksums import check_model
 from tests.families import FAMILIES, SIZES, VARIANTS, build_folder, by_hub_name
-from tests.models.test_transformers_names import other_values, update
-from tests.rollout.tiny import largest_difference
+from tests.models.test_transformers_names import other_values
+from tests.rollout.updates import holds_what_was_sent
 
-PROMPTS = [[5, 6, 7, 8], [100, 9, 10, 11, 12, 13], [40, 41]]
 WIDTHS: dict[str, Any] = {"intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3}
 """What SGLang need not pad on a CPU."""
 
@@ -70,21 +66,7 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
     config = config_in_transformers(folder)
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "sent", config=config, dtype=torch.float32)
     name = next(name for name, _ in weights if name.endswith("layers.1.self_attn.o_proj.weight"))
-    sizes = {"threads": 1, "max_total_tokens": 2048, "max_running_requests": 8}
-    options = ServerOptions(str(folder), tmp_path / "log", tp=tp, **sizes, start_timeout_s=500)  # type: ignore[arg-type]
-
-    async def scenario() -> None:
-        engine = await SglangEngine.open(options)
-        try:
-            await update(engine, weights)
-            groups = await engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True), n=2)
-            assert largest_difference(after, PROMPTS, groups) < 1e-5
-            with pytest.raises(EngineError, match=rf"0 differ, {tp} missing.*nobody sent {name}@"):
-                await update(engine, [pair for pair in weights if pair[0] != name], 2)
-        finally:
-            await engine.stop()
-
-    asyncio.run(scenario())
+    asyncio.run(holds_what_was_sent(folder, tmp_path / "log", weights, after, name, tp, tp=tp, start_timeout_s=500))
 
 
 @pytest.mark.parametrize(
