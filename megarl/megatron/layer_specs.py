@@ -29,6 +29,7 @@ from megarl.megatron.attention import ReferenceAttention
 from megarl.megatron.branches import BranchLayer
 from megarl.megatron.delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, StateRule, fla_rule, plain_rule
 from megarl.megatron.latent_attention import LatentSelfAttention
+from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.seeing import DeepstackLayer
 from megarl.models.architecture import DecoderTraits
@@ -154,15 +155,8 @@ def block_spec(
             "it must be 'reference' or 'transformer_engine'"
         )
     make = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}[name]
-    frequency, linear = config.moe_layer_freq, config.linear_attention_freq
-    kinds = [
-        (
-            config.num_moe_experts is not None
-            and bool(frequency[layer] if isinstance(frequency, list) else layer % frequency == 0),
-            isinstance(linear, list) and bool(linear[layer]),
-        )
-        for layer in layers
-    ]
+    linear = config.linear_attention_freq
+    kinds = [(has_experts(config, layer), isinstance(linear, list) and bool(linear[layer])) for layer in layers]
     specs = {
         kind: _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits)
         for kind in set(kinds)

@@ -120,6 +120,13 @@ def _scale_rotary(config: Any, scale: float) -> None:
     config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (scale - 1), 0.0
 
 
+def has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer (global, zero-based) has experts."""
+    frequency = config.moe_layer_freq
+    chosen = frequency[layer] if isinstance(frequency, list) else layer % frequency == 0
+    return config.num_moe_experts is not None and bool(chosen)
+
+
 def refused(options: ModelOptions, given: Iterable[str], error: Exception) -> ConfigError:
     """What the user is told where megatron-core does not take the fields `given` of `options.megatron`."""
     why = " ".join(str(error).split()) or type(error).__name__

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.data.routes import RecordedRoutes, ReplayCounts, compact
 from megarl.data.stream import PackedStream, StreamShard
+from megarl.megatron.model_config import has_experts
 from megarl.megatron.options import ModelOptions
 
 ComputeTopK = Callable[..., tuple[Tensor, Tensor]]
@@ -33,12 +34,7 @@ class RoutingReplay:
     def __init__(self, chunks: Sequence[torch.nn.Module], options: ModelOptions) -> None:
         """Take over the routers of `chunks`."""
         config: Any = get_model_config(chunks[0])
-        frequency = config.moe_layer_freq
-        expert_layers = [
-            layer
-            for layer in range(config.num_layers)
-            if (frequency[layer] if isinstance(frequency, list) else layer % frequency == 0)
-        ]
+        expert_layers = [layer for layer in range(config.num_layers) if has_experts(config, layer)]
         self.layout, self.num_experts = options.layout, int(config.num_moe_experts)
         self.routes: Tensor | None = None
         """`[n, layers, k]` of this rank's tokens of the micro-batch whose forward pass runs; None: they are routed live."""
