@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.rollout.episodes.transcript import Transcript
 from tests.models.test_transformers_names import other_values, update
 from tests.rollout.routed import chosen_experts
-from tests.rollout.test_sglang_experts import PROMPTS, served
+from tests.rollout.test_sglang_experts import served
+from tests.rollout.updates import PROMPTS
 
 
 @pytest.mark.slow
@@ -69,8 +71,11 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
             assert plain[0][0].routes is None
 
             long = SamplingParams(max_new_tokens=400, ignore_eos=True, routes=True)
+            began = time.monotonic()
+            await engine.generate(PROMPTS, long)
+            seconds = time.monotonic() - began
             waiting = asyncio.ensure_future(engine.generate(PROMPTS, long))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(seconds / 2)
             await update(engine, weights, 1)
             for prompt, [one] in zip(PROMPTS, await waiting, strict=True):
                 assert {*one.weight_versions} == {0, 1}, "the update must come in the middle of a response"
