@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from megarl.config.megatron_fields import ConfigClass, megatron_fields
 from megarl.config.reference import in_words
 from megarl.config.schema import Config
+from megarl.config.sections import TrainedRole
 from megarl.config.supervised import SupervisedConfig
 from megarl.errors import ConfigError, nearest
 
@@ -26,6 +27,7 @@ _ARRANGEMENT = "arranges a layer's weights otherwise than megarl loads and expor
 _SUMS = "would be wrong: megarl's losses are sums that carry their denominators, and megatron-core's own terms are not"
 _BALANCE = "megarl has in the role's section experts: megatron-core's depend on how a batch is cut into micro-batches"
 _DROPOUT = "would make log-probs of two passes differ"
+_UNCOUNTED = "would drop tokens, or fill places of experts with others, behind what megarl counts of their loads"
 _LENGTHS = "needs micro-batches of one length, and megarl's vary"
 _CHECKPOINTS = "megarl's checkpoints cannot hold"
 _FSDP = "belongs to megatron-core's FSDP, which megarl's checkpoints and weight updates cannot read"
@@ -93,6 +95,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "calculate_per_token_loss average_in_collective dsa_indexer_loss_coeff",
     ),
     (_BALANCE, "moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_bias_update_rate"),
+    (_UNCOUNTED, "moe_expert_rank_capacity_factor moe_pad_expert_input_to_capacity"),
     (_DROPOUT, "attention_dropout hidden_dropout moe_input_jitter_eps moe_router_force_load_balancing"),
     (
         _LENGTHS,
@@ -125,6 +128,19 @@ def check_megatron_sections(config: Config | SupervisedConfig) -> None:
         if one.section:
             check_megatron(f"{one.section}.megatron", _section_of(config, one.name).megatron or {}, is_trained=False)
     _check_shared_attention(config)
+    for one in config.roles:
+        if one.trained is not None:
+            _check_capacity(one.name, one.trained, config.routing_replay if one.name == "policy" else "none")
+
+
+def _check_capacity(role: str, trained: TrainedRole, replay: str) -> None:
+    """Refuse to drop choices of experts where others are computed from all of them."""
+    capacity = trained.megatron.get("moe_expert_capacity_factor")
+    needs = {f"{role}.routing.replay = '{replay}'": replay != "none"}
+    needs |= {f"{role}.experts.{name}": getattr(trained.experts, name) > 0 for name in ("balance_coef", "bias_update_rate")}
+    for needed in (name for name, is_set in needs.items() if is_set and capacity is not None):
+        reason = f"drops choices of experts, and {needed} needs all of them"
+        raise ConfigError.of(f"{role}.megatron.moe_expert_capacity_factor", capacity, reason, allowed="left out")
 
 
 def _check_shared_attention(config: Config | SupervisedConfig) -> None:

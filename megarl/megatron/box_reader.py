@@ -24,6 +24,10 @@ from megarl.errors import CheckpointError
 from megarl.megatron.shards import ShardBox, boxes_of, is_tensor, plain
 
 _IS_EXTRA_STATE = re.compile(r"\._extra_state\d*$")
+_OF_MOMENTS = re.compile(r"^optimizer\.\w+\.")
+_WAS_FROZEN = (
+    "what is trained was frozen when it was written; freeze it again, or begin a new run from an export of its weights"
+)
 
 
 class BoxReader:
@@ -79,14 +83,13 @@ class BoxReader:
     def _check_covered(self, key: str, found: int, wanted: int) -> None:
         """Of a tensor that is not whole, as moments are not if parameters were frozen, all that is asked for must be there."""
         if found < wanted:
-            raise CheckpointError(
-                f"'{self._folder}' has {found} of {wanted} elements of '{key}': what is trained was frozen when it was "
-                "written; freeze it again, or begin a new run from an export of its weights"
-            )
+            raise CheckpointError(f"'{self._folder}' has {found} of {wanted} elements of '{key}': {_WAS_FROZEN}")
 
     def _stored(self, key: str, box: ShardBox) -> TensorStorageMetadata:
         stored = self._contents.get(key)
         if not isinstance(stored, TensorStorageMetadata):
+            if (weight := _OF_MOMENTS.sub("", key)) != key and weight in self._contents:
+                raise CheckpointError(f"'{self._folder}' has no tensor '{key}': {_WAS_FROZEN}")
             raise CheckpointError(f"'{self._folder}' has no tensor '{key}': it is a checkpoint of another model or role")
         if not box.is_padded and tuple(stored.size) != box.global_shape:
             raise CheckpointError(

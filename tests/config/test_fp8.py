@@ -57,6 +57,10 @@ SUPERVISED: dict[str, Any] = {
             ["policy.optimizer.offload_fraction is 0.5", "'float32'", "0 or 1"],
         ),
         (["critic.optimizer.offload_fraction=0.5"], ["critic.optimizer.offload_fraction is 0.5", "value head", "0 or 1"]),
+        (
+            ["critic.optimizer={name: muon, offload_fraction: 1}"],
+            ["critic.optimizer.offload_fraction is 1", "which is for AdamW alone", "it must be 0 with optimizer.name 'muon'"],
+        ),
         (["policy.optimizer.offload_fraction=1.5"], ["policy.optimizer.offload_fraction is 1.5", "from 0 to 1"]),
     ],
 )

@@ -101,6 +101,24 @@ def test_weights_stay_as_megarl_lays_them_out(name: str) -> None:
         parse_config({**BASE, "policy": {"megatron": {name: 8}}})
 
 
+@pytest.mark.parametrize("role", ["policy", "critic"])
+@pytest.mark.parametrize("needed", ["balance_coef", "bias_update_rate"])
+def test_loads_that_something_is_computed_from_leave_no_choice_out(role: str, needed: str) -> None:
+    capacity = {"megatron": {"moe_expert_capacity_factor": 1.25}}
+    base = BASE | {"algorithm": {"name": "ppo"}}
+    parse_config(base | {role: {**capacity, "experts": {"sequence_balance_coef": 0.1, "z_loss_coef": 0.1}}})
+    with pytest.raises(ConfigError) as caught:
+        parse_config(base | {role: {**capacity, "experts": {needed: 0.1}}})
+    assert f"{role}.megatron.moe_expert_capacity_factor is 1.25, which drops choices of experts, and " in str(caught.value)
+    assert f"{role}.experts.{needed} needs all of them; it must be left out" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["moe_pad_expert_input_to_capacity", "moe_expert_rank_capacity_factor"])
+def test_every_token_that_an_expert_gets_or_loses_is_counted(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"policy.megatron.{field} is .* behind what megarl counts of their loads"):
+        parse_config({**BASE, "policy": {"megatron": {"moe_expert_capacity_factor": 1.0, field: True}}})
+
+
 def test_fields_are_checked_without_torch() -> None:
     check = f"""
 import sys

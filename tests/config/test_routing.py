@@ -54,6 +54,11 @@ def test_who_replays_what() -> None:
             r"enable_return_routed_experts is set by policy\.routing\.replay",
         ),
         (("policy.megatron={moe_enable_routing_replay: true}",), r"moe_enable_routing_replay is true, which megarl sets"),
+        (
+            (ENGINE, "policy.megatron={moe_expert_capacity_factor: 1.5}"),
+            r"policy\.megatron\.moe_expert_capacity_factor is 1\.5, which drops choices of experts, and "
+            r"policy\.routing\.replay = 'engine' needs all of them; it must be left out",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(overrides: tuple[str, ...], message: str) -> None:

@@ -151,3 +151,28 @@ def test_what_is_chosen_is_updated_as_torch_does(
         else:
             moved = (expected[name] - tensor).abs().max()
             assert ((weight - expected[name]).abs().max() / moved) < 1e-4, name
+
+
+def unfrozen(rank: int, world_size: int, folder: Path, freeze: tuple[str, ...], saved: str) -> str:
+    """What a role that trains everything says of a checkpoint of one that was trained with `freeze`."""
+    from megarl.errors import CheckpointError
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(Layout(), seed=1)
+    role = RankModel(ModelOptions(str(folder), Layout(), freeze=freeze), OptimizerOptions(lr=LR))
+    role.update(micro_batches(MODES["packed"], 1)[0], policy_loss)
+    save_role(role, saved)
+    try:
+        RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=LR)).load(saved)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("freeze", [(EMBEDDING,), ("model.layers.2.*",), ("*.experts.1.*",), ("router",)])
+def test_what_was_frozen_must_stay_frozen(world: World, tmp_path: Path, freeze: tuple[str, ...]) -> None:
+    build_folder("mixtral", tmp_path / "model")
+    [said] = world.call(unfrozen, tmp_path / "model", freeze, str(tmp_path / "saved"), size=1)
+    assert "what is trained was frozen when it was written; freeze it again, or begin a new run" in said

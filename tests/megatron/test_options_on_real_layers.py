@@ -28,7 +28,6 @@ REFUSED: dict[str, str] = {
     "fp8_output_proj": "must be used together with fp8 mode",
     "moe_enable_deepep": "only supported with flex token dispatcher",
     "moe_flex_dispatcher_backend=ncclep": "requires moe_token_dispatcher_type='flex'",
-    "moe_pad_expert_input_to_capacity": "moe_expert_capacity_factor must be set",
     "batch_invariant_mode": "only supports FlashAttention",
     "use_te_activation_func": "bias_activation_fusion and use_te_activation_func cannot be both true",
     "fine_grained_activation_offloading": "AssertionError",
