@@ -70,9 +70,7 @@ def _has_head_norms(hf_config: HFConfig) -> bool:
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    if hf_config.get("tie_word_embeddings"):
-        return "tie_word_embeddings is true, but SGLang gives the model an output layer of its own"
-    return rope_refusal(text_config(hf_config))
+    return moe.tied_refusal(hf_config) or rope_refusal(text_config(hf_config))
 
 
 ARCHITECTURE = Architecture(

@@ -46,7 +46,7 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
     rope = Rope.from_hf(hf_config)
     if rope.kind != "default":
         return f"it takes no notice of {rope.field}.rope_type = {rope.kind!r}"
-    return window_refusal(transformer_config_kwargs(hf_config))
+    return moe.tied_refusal(hf_config) or window_refusal(transformer_config_kwargs(hf_config))
 
 
 ARCHITECTURE = Architecture(

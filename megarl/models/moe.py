@@ -56,6 +56,13 @@ class MoeSizes:
         return cls(found, num_experts, top_k, ffn_size, shared_experts * ffn_size)
 
 
+def tied_refusal(hf_config: dict[str, Any]) -> str | None:
+    """Why SGLang 0.5.23 cannot serve most families of mixtures of experts with tied embeddings; None: they are not tied."""
+    if hf_config.get("tie_word_embeddings"):
+        return "tie_word_embeddings is true, but SGLang gives the model an output layer of its own"
+    return None
+
+
 def behind_dense_layers(hf_config: dict[str, Any], *, dense_layers: int = 0, shared_experts: int = 0) -> MoeSizes:
     """Experts in all layers but the first ones, as DeepSeek-V3 calls the fields.
 

@@ -50,7 +50,8 @@ def experts_of(hf_config: HFConfig) -> moe.MoeSizes:
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if hf_config.get("mlp_only_layers") or hf_config.get("decoder_sparse_step", 1) != 1:
         return "it gives every layer experts, whatever mlp_only_layers and decoder_sparse_step say"
-    return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
+    refusals = (moe.tied_refusal(hf_config), window_refusal(transformer_config_kwargs(hf_config)), rope_refusal(hf_config))
+    return next(filter(None, refusals), None)
 
 
 ARCHITECTURE = Architecture(

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.models import delta_net, dense, moe, qwen3_moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import Rule, WeightMap
 
 
@@ -70,6 +71,6 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
-    sglang=SglangFacts(),
+    sglang=SglangFacts(refusal=lambda hf_config: moe.tied_refusal(hf_config) or rope_refusal(hf_config)),
     text_config=text_config,
 )

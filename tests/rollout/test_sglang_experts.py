@@ -135,6 +135,16 @@ def test_a_qwen2_whose_heads_are_no_share_of_the_residual_stream_is_refused(
         check_model(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_next", "glm4_moe"])
+def test_experts_behind_tied_embeddings_are_refused(family: str, tmp_path: Path) -> None:
+    """SGLang 0.5.23 makes an output layer that no tensor of such a checkpoint fills."""
+    build_folder(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True, "mlp_only_layers": []}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="tie_word_embeddings is true, but SGLang gives the model an output layer of its own"):
+        check_model(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("family", "why"),
     [
