@@ -123,12 +123,18 @@ RATE = 0.25
 
 
 def moved_biases(rank: int, world_size: int, folder: Path, layout: Layout, rate: float, checkpoint: str) -> dict[str, Any]:
-    """Biases by hub name after an update, after its checkpoint was loaded into another role, and the update's loads."""
+    """Biases by hub name after an update, after its checkpoint was loaded into another role, and what the update routed.
+
+    An update whose loss is no number comes first.
+    """
     from megarl.megatron.build import initialize_layout
 
     initialize_layout(layout, seed=1)
     role = make_role(folder, layout, "none", {"bias_update_rate": rate}, lr=0.0)
     mine = micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp]
+    before = [router.expert_bias.tolist() for router in role.watch.routers]
+    role.update(mine, lambda output, stream: (output.sum() * torch.nan, {}))
+    assert [router.expert_bias.tolist() for router in role.watch.routers] == before
     loads = role.update(mine, policy_loss).get(EXPERTS, {})
     moved = {name: tensor.clone() for name, tensor in role.export()}
     save_role(role, checkpoint)
@@ -145,12 +151,14 @@ def test_biases_move_against_the_load_of_the_whole_batch_and_only_if_asked(world
     answers = world.call(moved_biases, tmp_path / family, layout, rate, str(tmp_path / "saved"), size=4)
     before = hub_tensors(hugging_face(family))
     moved, loaded = ({name: t for answer in answers for name, t in answer[what].items()} for what in ("moved", "loaded"))
-    loads = {number: row.loads for answer in answers for number, row in answer["loads"].items()}
-    assert sorted(loads) == [1, 2, 3]
+    routed = {number: row for answer in answers for number, row in answer["loads"].items()}
+    assert sorted(routed) == [1, 2, 3]
     for name, tensor in before.items():
         wanted = tensor
         if name.endswith("e_score_correction_bias"):
-            of_layer = torch.tensor(loads[int(name.split(".")[2])])
+            row = routed[int(name.split(".")[2])]
+            assert row.bias_spread == pytest.approx(float(tensor.max() - tensor.min()))
+            of_layer = torch.tensor(row.loads)
             wanted = tensor + rate * (of_layer.mean() - of_layer).sign()
             assert bool((wanted != tensor).all()) is bool(rate)
         assert torch.equal(moved[name], wanted), name

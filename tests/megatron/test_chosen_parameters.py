@@ -176,3 +176,28 @@ def test_what_was_frozen_must_stay_frozen(world: World, tmp_path: Path, freeze: 
     build_folder("mixtral", tmp_path / "model")
     [said] = world.call(unfrozen, tmp_path / "model", freeze, str(tmp_path / "saved"), size=1)
     assert "what is trained was frozen when it was written; freeze it again, or begin a new run" in said
+
+
+def rates(rank: int, world_size: int, folder: Path) -> list[tuple[float, set[float]]]:
+    """Of each update the rate that is shown, and those that its parameters had."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions, OptimizerOptions
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(Layout(), seed=1)
+    schedule: dict[str, Any] = {"min_lr": LR / 10, "schedule": "linear", "warmup_steps": 2, "total_steps": 5}
+    adam = OptimizerOptions(lr=LR, groups=(ParameterGroup(("*.layers.1.*",), 0.25),), **schedule)
+    role = RankModel(ModelOptions(str(folder), Layout()), adam)
+    found = []
+    for _ in range(6):
+        shown = role.update(micro_batches(MODES["packed"], 1)[0], policy_loss)["lr"]
+        found.append((shown, {group["lr"] for part in adams(role) for group in part.optimizer.param_groups}))
+    return found
+
+
+def test_a_group_s_rate_is_its_share_of_the_schedule_to_the_end(world: World, tmp_path: Path) -> None:
+    build_folder("llama", tmp_path / "model")
+    [found] = world.call(rates, tmp_path / "model", size=1)
+    assert [shown for shown, _ in found] == pytest.approx([LR / 2, LR, 0.7 * LR, 0.4 * LR, 0.1 * LR, 0.1 * LR])
+    for shown, used in found:
+        assert sorted(used) == pytest.approx([0.25 * shown, shown])

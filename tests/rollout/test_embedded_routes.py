@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,16 @@ def test_what_was_chosen_first_under_the_same_weights_stays(version: int) -> Non
         np.testing.assert_array_equal(routes[:9], np.concatenate([first, second[4:]]))
     else:  # prompt, three choices that are gone, what was told, and the second turn
         assert known(routes)[:, 0].tolist() == [True, False, False, False, *[True] * 5, False]
-        np.testing.assert_array_equal(routes[4:9], second[4:])
+        np.testing.assert_array_equal(routes[[0, *range(4, 9)]], second[[0, *range(4, 9)]])
 
 
 LAYERS = ExpertLayers(layers=3, expert_layers=(1, 2), experts=8, top_k=2)
+
+
+def test_of_what_a_server_says_of_every_layer_those_with_experts_are_taken() -> None:
+    chosen = np.array([[[0, 0], [3, 1], [2, 7]], [[0, 0], [6, 5], [4, 4]]], np.int32)  # of the second token one is no choice
+    answer = {"meta_info": {"routed_experts": base64.b64encode(chosen.tobytes()).decode()}}
+    assert LAYERS.routes(answer, 2, "http://engine").tolist() == [[[3, 1], [2, 7]], [[6, 5], [255, 255]]]
 
 
 @pytest.mark.parametrize(
