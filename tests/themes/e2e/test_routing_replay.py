@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
 from megarl.config import Config
+from megarl.convert.plan import plan_hf
+from megarl.convert.run import run_plan
+from megarl.convert.sources import open_dist
+from megarl.data.batch import Batch
+from megarl.data.routes import known
+from megarl.data.sample import Sample
 from megarl.models.check_layouts import check_models
 from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
+from megarl.trainers.rl.routing_figures import RoutingFigures
+from tests.rollout.routed import chosen_experts
+from tests.themes.e2e.records import curve, tensors
 
-CROOKED = f"{Path(__file__).parent / 'crooked_engine.py'}:CrookedEngine"
+HERE = Path(__file__).parent
+CROOKED = f"{HERE / 'crooked_engine.py'}:CrookedEngine"
+CROOKED_RANKS = f"{HERE / 'crooked_ranks.py'}:ARCHITECTURE"
+RETRACTING = f"{HERE / 'retracting_engine.py'}:RetractingEngine"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +44,7 @@ def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     config = transformers.Qwen3MoeConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=1,
+        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=1,
         initializer_range=0.2,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
@@ -52,13 +67,143 @@ def run(tiny_experts: Path, tiny_config: Callable[..., Config]) -> Callable[...,
 
 
 @pytest.mark.slow
-def test_an_engine_that_routes_otherwise_is_followed(run: Callable[..., Any]) -> None:
-    replayed = {"policy.routing": {"replay": "engine", "compare_every": 1}, "policy.share_prefix": True}
-    for step in run("crooked", **replayed, **{"rollout.engine": CROOKED})[0]:
+def test_an_engine_that_routes_otherwise_is_followed_as_by_ranks_that_route_as_it_does(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    crooked = {
+        "rollout.engine": CROOKED, "policy.share_prefix": True, "run.save_every": 1, "run.keep_checkpoints": 0,
+        "algorithm.kl": {"coef": 0.0},  # a reference does not replay
+    }  # fmt: skip
+    replayed, _ = run("replayed", **crooked, **{"policy.routing": {"replay": "engine", "compare_every": 1}})
+    for step in replayed:
         assert step["mismatch/log_prob_max"] < 1e-5
         assert step["routing/live_log_prob_abs"] > 0.05
         assert step["routing/differing"] > 0.5
         assert step["routing/missing"] == 0
+
+    [live] = run("live", **crooked | {"run.steps": 1})[0]
+    for figure in ("log_prob_abs", "log_prob_max"):  # what is said of routing without replay is what such a run has
+        assert live[f"mismatch/{figure}"] == replayed[0][f"routing/live_{figure}"]
+    run("alike", **crooked, **{"model.architecture": CROOKED_RANKS})
+    checkpoints = [tmp_path / "runs" / name / "checkpoints" / f"step_{step:06d}" / "policy" for name, step in STEPS_OF_RUNS]
+    other, first, second, first_alike, second_alike = map(tensors, checkpoints)
+    for found, expected in ((first, first_alike), (second, second_alike)):  # moments too: after a step they are its gradient
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(found[name], tensor), name
+    moment = "optimizer.exp_avg.embedding.word_embeddings.weight"
+    assert (other[moment] - first[moment]).abs().max() > 0.01 * first[moment].abs().max()
+
+
+STEPS_OF_RUNS = (("live", 1), ("replayed", 1), ("replayed", 2), ("alike", 1), ("alike", 2))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The batches of all steps, as they were trained on."""
+    batches: list[Batch] = []
+    figures = RoutingFigures.replayed
+
+    def kept(of_run: RoutingFigures, roles: Any, batch: Batch) -> dict[str, float]:
+        batches.append(batch)
+        return figures(of_run, roles, batch)
+
+    monkeypatch.setattr(RoutingFigures, "replayed", kept)
+    return batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"rollout.engine": RETRACTING, "rollout.max_new_tokens": 14},
+        pytest.param(  # whose servers retract what they are sampling for every update
+            {"rollout.engine": "sglang", "rollout.max_new_tokens": 80},
+            marks=pytest.mark.exhaustive,  # the other engine stands for it, and tests/rollout/test_sglang_routes.py
+        ),
+    ],
+    ids=["embedded", "sglang"],
+)
+def test_no_response_that_was_retracted_has_routes_of_two_versions(
+    run: Callable[..., Any], seen: list[Batch], tiny_experts: Path, tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    steps = 4
+    settings = {
+        "run.steps": steps, "run.save_every": 1, "run.keep_checkpoints": 0, "rollout.ignore_eos": True,
+        "policy.share_prefix": True, "policy.routing.replay": "engine",
+        "rollout.schedule": {"mode": "async", "max_staleness": 2},
+    }  # fmt: skip
+    metrics, _ = run("retracted", **settings, **engine)
+    folder = tmp_path / "runs" / "retracted"
+    models = {0: transformers.AutoModelForCausalLM.from_pretrained(tiny_experts, dtype=torch.float32)}
+    for version in range(1, steps):
+        trained = open_dist(folder / "checkpoints" / f"step_{version:06d}" / "policy")
+        run_plan(plan_hf("export", trained, None), tmp_path / f"v{version}")
+        models[version] = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"v{version}", dtype=torch.float32)
+    assert len(seen) == steps
+    of_two = 0
+    for row, batch in zip(metrics, seen, strict=True):
+        expected = [expected_routes(sample, models) for sample in batch.samples]
+        for sample, wanted in zip(batch.samples, expected, strict=True):
+            of_two += len({*sample.weight_versions}) > 1
+            assert sample.routes is not None
+            found = np.where(known(sample.routes)[..., None], np.sort(sample.routes).astype(int), -1)
+            np.testing.assert_array_equal(found, wanted)
+        assert row["routing/missing"] == pytest.approx(missing_choices(batch, expected))
+        if row["routing/missing"] > 0:
+            assert any(len({*sample.weight_versions}) > 1 for sample in batch.samples)
+    assert of_two > 0
+    assert max(row["routing/missing"] for row in metrics) > 0.1
+
+
+def expected_routes(sample: Sample, models: dict[int, Any]) -> Any:
+    """`[tokens, layers, k]`, -1 where no choice is known: those of the newest weights, but not before tokens of older ones."""
+    newest = sample.weight_versions[-1]
+    chosen = chosen_experts(models[newest], [*sample.prompt_ids, *sample.response_ids[:-1]])
+    for place, version in enumerate(sample.weight_versions):
+        if version != newest:
+            chosen[len(sample.prompt_ids) + place - 1] = -1
+    return np.concatenate([chosen, np.full_like(chosen[:1], -1)])
+
+
+def missing_choices(batch: Batch, expected: list[Any]) -> float:
+    """The share of unknown choices of a batch's prompts, each once with what its responses agree on, and responses."""
+    parts, prompts = [], {}
+    for sample, routes in zip(batch.samples, expected, strict=True):
+        prompts.setdefault(sample.group_id, []).append(routes[: len(sample.prompt_ids)])
+        parts.append(routes[len(sample.prompt_ids) : -1, :, 0] >= 0)
+    for routes in prompts.values():
+        parts.append((routes[0][..., 0] >= 0) & (np.stack(routes) == routes[0]).all((0, 3)))
+    return 1 - sum(part.sum() for part in parts) / sum(part.size for part in parts)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_replays_the_routes_of_responses_that_waited(run: Callable[..., Any], tmp_path: Path) -> None:
+    """The engine is a step ahead and routes otherwise: responses that wait in a checkpoint cannot do without their routes."""
+    settings = {
+        "run.steps": 4, "run.save_every": 2, "run.keep_checkpoints": 0, "run.resume": "auto", "policy.share_prefix": True,
+        "policy.routing": {"replay": "engine", "compare_every": 1}, "rollout.engine": CROOKED,
+        "rollout.schedule": {"mode": "one_step_off_policy"}, "policy.layout": {"dp": 2},
+    }  # fmt: skip
+    run("whole", **settings)
+    whole = tmp_path / "runs" / "whole"
+    waiting = json.loads((whole / "checkpoints" / "step_000002" / "state.json").read_text())["groups"]["samples"]
+    assert waiting
+    assert all("routes" in sample for group in waiting for sample in group)
+    resumed = tmp_path / "runs" / "resumed"
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / "step_000004")
+    shutil.rmtree(resumed / "model")
+    (resumed / "summary.json").unlink()
+    run("resumed", **settings)
+    curves = [curve(folder) for folder in (resumed, whole)]
+    for row in (row for of_run in curves for row in of_run if row["step"]):
+        del row["rollout/in_flight"]  # what the engine works on at that moment
+    assert curves[0] == curves[1]
+    found, expected = (tensors(folder / "checkpoints" / "step_000004" / "policy") for folder in (resumed, whole))
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.slow
