@@ -43,7 +43,7 @@ SIZES: dict[str, Any] = {
 class Family:
     """`class_prefix` of transformers' config and model classes, and what this model's config has of its own.
 
-    `linear`: some layers have linear attention, and norms' weights are stored less one.
+    `linear`: some layers have linear attention.
     """
 
     class_prefix: str
@@ -52,6 +52,11 @@ class Family:
     model_type: str | None = None
     """What `config.json` calls it, if not as transformers does."""
     linear: bool = False
+
+    @property
+    def norms_less_one(self) -> bool:
+        """Whether the weights of norms over the residual stream and over heads are stored less one."""
+        return self.linear or self.class_prefix == "Gemma3"
 
     @property
     def kind(self) -> dict[str, bool]:
@@ -65,7 +70,7 @@ class Family:
     @property
     def config_class(self) -> str:
         """transformers' config class of the text model."""
-        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith('Qwen3_5') else ''}Config"
+        return f"{self.class_prefix}{'Text' if self.class_prefix.startswith(('Qwen3_5', 'Gemma3')) else ''}Config"
 
 
 LLAMA3_ROPE = {
@@ -172,6 +177,20 @@ GPT_OSS = {
     "swiglu_limit": 0.4,  # so that some are clamped
     "rope_parameters": WIDE_YARN | {"truncate": False},
 }
+ROPES = {
+    "full_attention": WIDE_YARN,
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
+"""By kind of layer; a base so small that the frequencies of tests' short sequences differ."""
+OLMO3 = {"rms_norm_eps": 1e-5, "sliding_window": 6, "rope_parameters": ROPES}
+GEMMA3 = {
+    "head_dim": 12,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": ROPES | {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
+    "tie_word_embeddings": True,
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family("Llama", {"rope_parameters": LLAMA3_ROPE}),
     "mistral": Family("Mistral", {"head_dim": 12, "sliding_window": 6}),
@@ -180,6 +199,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family("Qwen3_5", DELTA_NET, linear=True),
     "glm4": Family("Glm4", {"head_dim": 12, "attention_bias": True, "rope_parameters": HALF_ROPE}),
     "olmo2": Family("Olmo2", {"rms_norm_eps": 1e-5}),
+    "olmo3": Family("Olmo3", OLMO3),
+    "gemma3": Family("Gemma3", GEMMA3),
     "phi3": Family("Phi3", {"rope_parameters": HALF_ROPE}),
     "smollm3": Family("SmolLM3", {"no_rope_layers": [1, 0, 1, 0, 1, 1], "tie_word_embeddings": True}),
     "granite": Family("Granite", GRANITE),
@@ -229,6 +250,12 @@ VARIANTS: dict[str, Family] = FAMILIES | {
     ),
     "glm4-yarn": Family("Glm4", {"head_dim": 12, "rope_parameters": WIDE_YARN | {"partial_rotary_factor": 0.5}}),
     "olmo2-tied": Family("Olmo2", {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "olmo3-default": Family(
+        "Olmo3", {"sliding_window": 300, "head_dim": 12, "rope_parameters": ROPES, "num_key_value_heads": 1}
+    ),
+    "gemma3-untied": Family(
+        "Gemma3", GEMMA3 | {"sliding_window": 256, "tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 16}
+    ),
     "phi3-tied": Family("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "phi3-window": Family("Phi3", {"rope_parameters": HALF_ROPE, "sliding_window": 7}),
     "smollm3-interval": Family("SmolLM3", {"no_rope_layer_interval": 3, "tie_word_embeddings": False}),
@@ -263,6 +290,7 @@ ODD: dict[str, Family] = {
     "llama-odd": Family("Llama", ODD_SIZES),
     "glm4-odd": Family("Glm4", ODD_SIZES | {"rope_parameters": HALF_ROPE}),
     "olmo2-odd": Family("Olmo2", ODD_SIZES),
+    "gemma3-odd": Family("Gemma3", GEMMA3 | ODD_SIZES | {"layer_types": None, "sliding_window_pattern": 2}),
     "phi3-odd": Family("Phi3", ODD_SIZES | {"hidden_size": 48}),
     "kimi_k2-odd": Family(
         "DeepseekV3",
@@ -281,7 +309,9 @@ ODD: dict[str, Family] = {
 """Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers or 4."""
 
 
-UNDER_TRANSFORMER_ENGINE = [name for name, family in VARIANTS.items() if family.class_prefix != "Olmo2" and not family.linear]
+UNDER_TRANSFORMER_ENGINE = [
+    name for name, family in VARIANTS.items() if not family.class_prefix.startswith("Olmo") and not family.linear
+]
 """Families whose layers Transformer Engine can compute; linear attention needs kernels there that need a GPU."""
 
 
@@ -307,7 +337,7 @@ def hugging_face(family: str) -> Any:
     }
     with torch.no_grad():
         for name, value in values.items():
-            centre = 1.0 if "norm" in name and (not entry.linear or ".linear_attn." in name) else 0.0
+            centre = 1.0 if "norm" in name and (not entry.norms_less_one or ".linear_attn." in name) else 0.0
             centre = -3.0 if name.endswith("A_log") else centre  # states that last, as models have them
             spread = SPREAD / 5 if name.endswith("e_score_correction_bias") else SPREAD  # tokens must still matter
             value.copy_(centre + spread * torch.randn(value.shape, generator=generator))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.media import PictureRules
@@ -22,7 +24,9 @@ from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.rotary import set_rotary_embedding
 from megarl.megatron.seeing import SeeingModel, build_tower
+from megarl.models.architecture import DecoderTraits
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
@@ -61,7 +65,9 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     vision = architecture.vision(hf_config)
     mrope = vision.mrope if vision is not None else None
     for chunk in chunks:
-        layer_specs.set_rotary_embedding(chunk, options.layer_spec, architecture.text_config(hf_config), mrope)
+        set_rotary_embedding(
+            chunk, options.layer_spec, architecture.text_config(hf_config), mrope, architecture.layer_rope(hf_config)
+        )
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
         chunk.to(device=torch.cuda.current_device())
@@ -139,9 +145,10 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     layers = stages[parallel_state.get_pipeline_model_parallel_rank()][vp_stage or 0]
     vision = architecture.vision(folder.config)
     deepstack, traits = len(vision.deepstack) if vision else 0, architecture.traits(folder.config)
+    rope = architecture.layer_rope(folder.config)
     kwargs |= {
         "config": config,
-        "transformer_layer_spec": layer_specs.block_spec(options.layer_spec, config, layers, deepstack, traits),
+        "transformer_layer_spec": layer_specs.block_spec(options.layer_spec, config, layers, deepstack, traits, rope),
         "vocab_size": padded_vocab(vocab_size, layout.tp),
         "pre_process": pre_process,
         "post_process": post_process,
@@ -159,7 +166,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
         model = SeeingModel(tower, pictures, eager=eager, **kwargs)
     model.model_type = ModelType.encoder_or_decoder
     if pre_process and traits.embedding_multiplier != 1.0:
-        model.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * traits.embedding_multiplier)
+        model.embedding.register_forward_hook(partial(_multiplied, traits))
     if post_process:
         if options.head == "value":
             model.output_layer = ValueHead(config, model.output_layer.tp_group)
@@ -173,3 +180,9 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 collision=options.collision,
             )
     return model
+
+
+def _multiplied(traits: DecoderTraits, module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
+    """What an embedding gives, by the family's multiplier."""
+    multiplier = traits.embedding_multiplier
+    return embedded * (embedded.new_tensor(multiplier) if traits.rounded_multiplier else multiplier)

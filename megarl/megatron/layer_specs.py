@@ -22,7 +22,6 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from torch import Tensor
 
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
@@ -31,11 +30,11 @@ from megarl.megatron.delta_net import GatedDeltaNet, GatedDeltaNetSubmodules, St
 from megarl.megatron.latent_attention import LatentSelfAttention
 from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
+from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.megatron.seeing import DeepstackLayer
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
-from megarl.models.rope_frequencies import inverse_frequencies
-from megarl.models.vision import Mrope
+from megarl.models.layer_ropes import LayerRope
 from megarl.models.windows import check_windows
 
 PLAIN = DecoderTraits()
@@ -67,48 +66,6 @@ class DirectQueryLatentAttention(MLASelfAttention):
         return {**super()._resolve_qk_norm_config(submodules), "linear_q_proj": submodules.linear_q_proj}
 
 
-class PackedRotaryEmbedding(torch.nn.Module):
-    """Rotary angles for a stream whose tokens state their own positions; wraps the model's rotary embedding, if any."""
-
-    def __init__(self, rotary: torch.nn.Module | None, axes: Tensor | None = None) -> None:
-        """`axes` int64 `[d]`: which of three positions each dimension goes by; None: tokens have one."""
-        super().__init__()
-        self.rotary, self.axes = rotary, axes
-        self.positions: tuple[Tensor, int] | None = None
-        """Of the tokens, `[S]` or `[3, S]`, and one more than the greatest."""
-
-    def get_rotary_seq_len(self, *unused: Any, **also_unused: Any) -> int:
-        """Length of the table of angles that the current positions need."""
-        assert self.positions is not None, "set positions before the forward pass"
-        return self.positions[1]
-
-    def forward(self, rotary_seq_len: int, **unused: Any) -> Tensor:
-        """Angles `[S, 1, 1, d]` at the current positions."""
-        assert self.rotary is not None, "this model's attention layers rotate by themselves"
-        assert self.positions is not None, "set positions before the forward pass"
-        angles, positions = self.rotary(rotary_seq_len, packed_seq=True), self.positions[0]
-        if positions.dim() == 1:
-            return angles[positions]
-        assert self.axes is not None, "this model's tokens have one position"
-        place = torch.arange(len(self.axes), device=positions.device)
-        return angles[positions[self.axes].T, 0, 0, place][:, None, None]
-
-
-def set_rotary_embedding(model: Any, spec_name: str, hf_config: dict[str, Any], mrope: Mrope | None = None) -> None:
-    """Give a GPTModel the frequencies of the decoder's Hugging Face config and, where its layers need it, the positions.
-
-    Transformer Engine counts the positions of a sequence itself, but not those of three axes (`mrope`).
-    """
-    if not model.config.multi_latent_attention:
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(hf_config, model.config.kv_channels).to(torch.cuda.current_device())
-    if spec_name != "transformer_engine" or mrope is not None:
-        axes = torch.tensor(mrope.axes() * 2, device=torch.cuda.current_device()) if mrope is not None else None
-        # Latent attention rotates inside its layers, by the positions that travel with the stream.
-        model.rotary_pos_emb = PackedRotaryEmbedding(
-            None if model.config.multi_latent_attention else model.rotary_pos_emb, axes
-        )
-
-
 def prepare_biased_experts(chunk: torch.nn.Module) -> None:
     """Have megatron-core's experts that run one after another add their biases as autograd and gradient sums allow.
 
@@ -129,10 +86,11 @@ def block_spec(
     layers: Sequence[int],
     deepstack: int = 0,
     traits: DecoderTraits = PLAIN,
+    rope: LayerRope | None = None,
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
-    Behind the model's first `deepstack` layers features of a vision tower are added.
+    Behind the model's first `deepstack` layers features of a vision tower are added. The layers of `rope` rotate as it says.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
@@ -154,11 +112,25 @@ def block_spec(
             "model.layer_spec is 'local', but this model has linear attention, which megatron-core's local layers do not have; "
             "it must be 'reference' or 'transformer_engine'"
         )
+    if name == "local" and config.layernorm_zero_centered_gamma:
+        raise LayoutError(
+            "model.layer_spec is 'local', but this model's norms are stored less one, which megatron-core's local layers do "
+            "not add; it must be 'reference' or 'transformer_engine'"
+        )
     make = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}[name]
     linear = config.linear_attention_freq
-    kinds = [(has_experts(config, layer), isinstance(linear, list) and bool(linear[layer])) for layer in layers]
+    kinds = [
+        (
+            has_experts(config, layer),
+            isinstance(linear, list) and bool(linear[layer]),
+            None if rope is None else int(layer in rope.layers),
+        )
+        for layer in layers
+    ]
     specs = {
-        kind: _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits)
+        kind: _with_rotary_set(
+            _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits), kind[2]
+        )
         for kind in set(kinds)
     }
     norm = ReferenceRMSNorm if name == "reference" else LayerNormImpl
@@ -181,6 +153,14 @@ def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
     if traits.post_norms or traits.residual_multiplier != 1.0:
         return replace(layer, module=BranchLayer, params={**layer.params, "traits": traits})
+    return layer
+
+
+def _with_rotary_set(layer: ModuleSpec, number: int | None) -> ModuleSpec:
+    """The layer whose attention rotates by the set of frequencies of this number; None: there is one for all layers."""
+    if number is not None:
+        attention = layer.submodules.self_attention
+        attention.module, attention.params = RotarySetSelfAttention, {**attention.params, "rotary_set": number}
     return layer
 
 

@@ -29,9 +29,19 @@ def quick_gelu(gate: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate)
 
 
-def _activation(name: str, *, fast: bool) -> Any:
-    """megatron-core picks its fused kernels by the function itself."""
-    return {"silu": torch.nn.functional.silu, "quick_gelu": fused_quick_gelu if fast else quick_gelu}[name]
+def gelu_tanh(gate: torch.Tensor) -> torch.Tensor:
+    """GELU's approximation by tanh."""
+    return torch.nn.functional.gelu(gate, approximate="tanh")
+
+
+def _activation(name: str, *, fast: bool, kernel: bool) -> Any:
+    """megatron-core picks its `kernel` by the function itself; torch's GELU names that of the approximation by tanh."""
+    functions = {
+        "silu": torch.nn.functional.silu,
+        "quick_gelu": fused_quick_gelu if fast else quick_gelu,
+        "gelu_tanh": torch.nn.functional.gelu if kernel else gelu_tanh,
+    }
+    return functions[name]
 
 
 def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> TransformerConfig:
@@ -44,7 +54,9 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     architecture = architecture_for(hf_config)
     layout = options.layout
     kwargs = dict(architecture.transformer_config_kwargs(hf_config))
-    kwargs["activation_func"] = _activation(kwargs.pop("activation"), fast=_is_fast(options))
+    fast, asked = _is_fast(options), given_to("model", options.megatron)
+    kernel = bool(asked.get("bias_activation_fusion", fast) or asked.get("use_te_activation_func"))
+    kwargs["activation_func"] = _activation(kwargs.pop("activation"), fast=fast, kernel=kernel)
     if options.recompute != "none":
         kwargs["recompute_granularity"] = options.recompute
     if options.recompute == "full":
@@ -107,11 +119,11 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
             raise
         raise refused(options, given, error) from error
     if scale != 1.0:
-        _scale_rotary(config, scale)
+        scale_rotary(config, scale)
     return config
 
 
-def _scale_rotary(config: Any, scale: float) -> None:
+def scale_rotary(config: Any, scale: float) -> None:
     """Have attention multiply cosines and sines by `scale`.
 
     megarl gives the rotary embedding its frequencies; the factor megatron-core's attention computes itself, from these

@@ -36,10 +36,10 @@ from megarl.data.stream_sequences import TokenSequences
 from megarl.megatron.attention import stream_attention, windows_of
 from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
-from megarl.megatron.layer_specs import PackedRotaryEmbedding
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.recurrence import Recurrence, recurrence_of
+from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
 from megarl.megatron.seeing import SeeingModel
 

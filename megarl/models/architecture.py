@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
+from megarl.models.layer_ropes import LayerRope
 from megarl.models.rope import rope_refusal
 from megarl.models.vision import Vision
 from megarl.models.weight_map import WeightMap
@@ -53,6 +54,8 @@ class DecoderTraits:
     """Whether `qk_layernorm` norms all heads of the queries together, and all of the keys, instead of each head."""
     embedding_multiplier: float = 1.0
     """What embeddings are multiplied by."""
+    rounded_multiplier: bool = False
+    """Whether that number is rounded to the model's dtype first."""
     residual_multiplier: float = 1.0
     """What the outputs of attention and MLP are multiplied by before they are added."""
     logits_divisor: float = 1.0
@@ -89,3 +92,5 @@ class Architecture:
     """Which tensors the hub stores one below another, where the weight map calls each by a name of its own."""
     traits: Callable[[HFConfig], DecoderTraits] = lambda hf_config: DecoderTraits()
     """What the decoder has beside megatron-core's own layers."""
+    layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None
+    """The layers that rotate otherwise than `text_config` says; None: all rotate as it says."""

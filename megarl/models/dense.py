@@ -119,12 +119,28 @@ def gpt_kwargs(hf_config: dict[str, Any], sizes: DenseSizes, *, partial_rotary: 
     }
 
 
-def weight_map(sizes: DenseSizes, attention: Iterable[Rule], mlp: Iterable[Rule], **more: Any) -> WeightMap:
-    """Embedding, the rules of a layer's `attention` and `mlp`, and the output; `more` are WeightMap's other fields."""
+def weight_map(
+    sizes: DenseSizes,
+    attention: Iterable[Rule],
+    mlp: Iterable[Rule],
+    *,
+    embedding_whole_in_engines: bool = False,
+    **more: Any,
+) -> WeightMap:
+    """Embedding, the rules of a layer's `attention` and `mlp`, and the output; `more` are WeightMap's other fields.
+
+    `embedding_whole_in_engines`: SGLang does not split this family's embedding.
+    """
     hidden = sizes.hidden_size
     vocabulary = Vocabulary(sizes.vocab_size, hidden)
     rules = (
-        Rule("embedding.word_embeddings.weight", (HF_EMBEDDING,), vocabulary, stage="first"),
+        Rule(
+            "embedding.word_embeddings.weight",
+            (HF_EMBEDDING,),
+            vocabulary,
+            stage="first",
+            whole_in_engines=embedding_whole_in_engines,
+        ),
         *attention,
         *mlp,
         Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Copy((hidden,)), stage="last"),
@@ -190,14 +206,19 @@ def post_norm_rules(sizes: DenseSizes, after_attention: str, after_mlp: str) -> 
 
 
 def mlp_rules(
-    sizes: DenseSizes, layers: frozenset[int] | None = None, *, pre_norm: bool = True, bias: bool = False
+    sizes: DenseSizes,
+    layers: frozenset[int] | None = None,
+    *,
+    pre_norm: bool = True,
+    hf_norm: str = "post_attention_layernorm",
+    bias: bool = False,
 ) -> list[Rule]:
-    """The dense MLP, behind its norm unless `pre_norm` is false, in `layers` (None: all), with biases."""
+    """The dense MLP, behind its norm (the hub's `hf_norm`) unless `pre_norm` is false, in `layers` (None: all), with biases."""
     hidden, mlp, hf = sizes.hidden_size, LAYER + "mlp.", HF_LAYER + "mlp."
     hf_gate_up = (hf + "gate_proj.weight", hf + "up_proj.weight")
     norm = Rule(
         LAYER + "pre_mlp_layernorm.weight",
-        (HF_LAYER + "post_attention_layernorm.weight",),
+        (f"{HF_LAYER}{hf_norm}.weight",),
         Copy((hidden,)),
         layers=layers,
         te_name=mlp + "linear_fc1.layer_norm_weight",

@@ -44,7 +44,13 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     return dense.weight_map(sizes, attention, [*after, *dense.mlp_rules(sizes, pre_norm=False)])
 
 
-def _sglang_refusal(hf_config: HFConfig) -> str | None:
+def traits(hf_config: HFConfig) -> DecoderTraits:
+    """Norms behind attention and MLP only, and of all heads together."""
+    return DecoderTraits(pre_norms=False, post_norms=True, projection_norms=True)
+
+
+def sglang_refusal(hf_config: HFConfig) -> str | None:
+    """Why SGLang cannot serve such a model; None: it can."""
     sizes = dense.DenseSizes.from_hf(hf_config)
     if sizes.head_dim * sizes.num_heads != sizes.hidden_size:
         return f"it gives the heads hidden_size / num_attention_heads dimensions, whatever head_dim = {sizes.head_dim} says"
@@ -57,7 +63,7 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal, copies_kv_heads=False),
+    sglang=SglangFacts(refusal=sglang_refusal, copies_kv_heads=False),
     text_config=text_config,
-    traits=lambda hf_config: DecoderTraits(pre_norms=False, post_norms=True, projection_norms=True),
+    traits=traits,
 )

@@ -12,6 +12,7 @@ from typing import Any
 from megarl.errors import ModelError, nearest
 from megarl.models import (
     deepseek_v3,
+    gemma3,
     glm4,
     glm4_moe,
     glm4v_moe,
@@ -21,6 +22,7 @@ from megarl.models import (
     mistral,
     mixtral,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen2_5_vl,
@@ -51,6 +53,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     glm4_moe.ARCHITECTURE,
     glm4.ARCHITECTURE,
     olmo2.ARCHITECTURE,
+    olmo3.ARCHITECTURE,
+    gemma3.ARCHITECTURE,
     phi3.ARCHITECTURE,
     smollm3.ARCHITECTURE,
     granite.ARCHITECTURE,

@@ -32,6 +32,7 @@ class Rule:
     lives in the linear layer that follows it, and the experts of a layer in one grouped module. `tied_copy` marks the
     output layer of a model with tied embeddings: it exists only on a last stage that is not also the first, is filled from
     the embedding, and is never exported. `dtype` (`float32`) is what it keeps whatever the model's dtype is.
+    `whole_in_engines`: every rank of SGLang's engines holds all of it, though it could be split.
     """
 
     megatron_name: str
@@ -42,6 +43,7 @@ class Rule:
     te_name: str | None = None
     tied_copy: bool = False
     dtype: str | None = None
+    whole_in_engines: bool = False
 
     @property
     def is_expert(self) -> bool:

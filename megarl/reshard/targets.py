@@ -107,7 +107,7 @@ class EngineTarget:
         length = rule.packing.hf_shapes[part][axis or 0]
         if rule.is_expert:
             return [(0, length)] * self.expert_tp if axis is None else _even(length, self.expert_tp)
-        if axis is None:
+        if axis is None or rule.whole_in_engines:
             return [(0, length)] * self.ranks
         if not _is_attention(rule):
             return _shares(rule, part, length, self.ranks)

@@ -17,7 +17,7 @@ from tests.families import ODD, VARIANTS, build_folder, hub_gradients, hub_tenso
 from tests.models.megatron_models import TEMPERATURE, facts, load_and_write, megatron_names, units
 from tests.world import World
 
-FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gpt_oss-odd")}
+FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gemma3-odd", "gpt_oss-odd")}
 LOCAL = [
     name
     for name, family in FAMILIES.items()
@@ -107,7 +107,7 @@ def test_what_was_loaded_is_exported_byte_for_byte(by_reference: Any, by_transfo
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_map_names_everything_a_checkpoint_of_megatron_core_holds(by_reference: Any, folders: Any, name: str) -> None:
     weight_map = _weight_map(folders[name])
-    names = megatron_names(weight_map, range(4), True, True)
+    names = megatron_names(weight_map, range(weight_map.num_layers), True, True)
     assert {each: list(weight_map.rule_for(each).shape(1)) for each in names} == by_reference[name]["shapes"]
     assert sorted(names) == sorted(by_reference[name]["state"])
 
@@ -115,9 +115,16 @@ def test_the_map_names_everything_a_checkpoint_of_megatron_core_holds(by_referen
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rotary_frequencies_and_scale_equal_those_of_transformers(by_reference: Any, by_transformers: Any, name: str) -> None:
     frequencies, scale = by_reference[name]["rotary"]
-    rotary = by_transformers[name]["model"].model.rotary_emb
-    torch.testing.assert_close(frequencies, rotary.inv_freq, rtol=1e-6, atol=0.0)
-    assert scale == pytest.approx(rotary.attention_scaling)
+    rotary, kinds = by_transformers[name]["model"].model.rotary_emb, ("full_attention", "sliding_attention")
+    if not hasattr(rotary, "inv_freq"):  # one for each kind of layer
+        expected = torch.cat([getattr(rotary, f"{kind}_inv_freq") for kind in kinds])
+        assert not torch.equal(*expected.chunk(2))
+        assert rotary.sliding_attention_attention_scaling == 1.0
+        found = (expected, rotary.full_attention_attention_scaling)
+    else:
+        found = (rotary.inv_freq, rotary.attention_scaling)
+    torch.testing.assert_close(frequencies, found[0], rtol=1e-6, atol=0.0)
+    assert scale == pytest.approx(found[1])
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.num_experts])
