@@ -11,6 +11,7 @@ and buffer is random (norms, biases, expert bias). tp up to 4, pp up to 4, ep up
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,7 @@ YARN_ROPE = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
 }
+YARN_AS_PUBLISHED = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 WIDE_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 """With the defaults that published configs leave out."""
 LONGROPE = {
@@ -204,6 +206,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family("Phi3", {"rope_parameters": HALF_ROPE}),
     "smollm3": Family("SmolLM3", {"no_rope_layers": [1, 0, 1, 0, 1, 1], "tie_word_embeddings": True}),
     "granite": Family("Granite", GRANITE),
+    "seed_oss": Family("SeedOss", {"head_dim": 12}),
     "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, 4),
     "qwen3_moe": Family("Qwen3Moe", QWEN3_MOE | {"head_dim": 12, "norm_topk_prob": True}, 4),
     "deepseek_v3": Family("DeepseekV3", DEEPSEEK, 8),
@@ -250,6 +253,11 @@ VARIANTS: dict[str, Family] = FAMILIES | {
     ),
     "glm4-yarn": Family("Glm4", {"head_dim": 12, "rope_parameters": WIDE_YARN | {"partial_rotary_factor": 0.5}}),
     "olmo2-tied": Family("Olmo2", {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "olmo3-published": Family(
+        "Olmo3",
+        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"] * 2, "rope_theta": 5e5}
+        | {"rope_scaling": YARN_AS_PUBLISHED | {"attention_factor": 0.1 * math.log(4.0) + 1}},
+    ),
     "olmo3-default": Family(
         "Olmo3", {"sliding_window": 300, "head_dim": 12, "rope_parameters": ROPES, "num_key_value_heads": 1}
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.enums import ModelType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.data.media import PictureRules
@@ -26,7 +24,6 @@ from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accu
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.rotary import set_rotary_embedding
 from megarl.megatron.seeing import SeeingModel, build_tower
-from megarl.models.architecture import DecoderTraits
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
@@ -166,7 +163,10 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
         model = SeeingModel(tower, pictures, eager=eager, **kwargs)
     model.model_type = ModelType.encoder_or_decoder
     if pre_process and traits.embedding_multiplier != 1.0:
-        model.embedding.register_forward_hook(partial(_multiplied, traits))
+        multiplier = traits.embedding_multiplier
+        if traits.rounded_multiplier:
+            multiplier = torch.tensor(multiplier, dtype=DTYPES[options.dtype]).item()
+        model.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * multiplier)
     if post_process:
         if options.head == "value":
             model.output_layer = ValueHead(config, model.output_layer.tp_group)
@@ -180,9 +180,3 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 collision=options.collision,
             )
     return model
-
-
-def _multiplied(traits: DecoderTraits, module: torch.nn.Module, inputs: Any, embedded: Tensor) -> Tensor:
-    """What an embedding gives, by the family's multiplier."""
-    multiplier = traits.embedding_multiplier
-    return embedded * (embedded.new_tensor(multiplier) if traits.rounded_multiplier else multiplier)

@@ -71,13 +71,21 @@ def layer_rope(hf_config: HFConfig) -> LayerRope:
     return rope_of_windows(hf_config, sliding, sizes.head_dim, theta_field=None, theta=THETA)
 
 
+def _sglang_refusal(hf_config: HFConfig) -> str | None:
+    if hf_config.get("rope_parameters"):
+        return (
+            "its config.json must have rope_theta and rope_scaling, as published ones do: SGLang reads no rope_parameters here"
+        )
+    return olmo2.sglang_refusal(hf_config)
+
+
 ARCHITECTURE = Architecture(
     name="olmo3",
     hf_classes=("Olmo3ForCausalLM", "Olmo3ForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=olmo2.weight_map,
-    sglang=SglangFacts(refusal=olmo2.sglang_refusal, copies_kv_heads=False),
+    sglang=SglangFacts(refusal=_sglang_refusal, copies_kv_heads=False),
     text_config=text_config,
     traits=olmo2.traits,
     layer_rope=layer_rope,

@@ -12,7 +12,7 @@ from typing import Any
 from megarl.errors import ModelError, nearest
 from megarl.models import (
     deepseek_v3,
-    gemma3,
+    gemma3_text,
     glm4,
     glm4_moe,
     glm4v_moe,
@@ -34,6 +34,7 @@ from megarl.models import (
     qwen3_next,
     qwen3_vl,
     qwen3_vl_moe,
+    seed_oss,
     smollm3,
 )
 from megarl.models.architecture import Architecture
@@ -54,9 +55,10 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     glm4.ARCHITECTURE,
     olmo2.ARCHITECTURE,
     olmo3.ARCHITECTURE,
-    gemma3.ARCHITECTURE,
+    gemma3_text.ARCHITECTURE,
     phi3.ARCHITECTURE,
     smollm3.ARCHITECTURE,
+    seed_oss.ARCHITECTURE,
     granite.ARCHITECTURE,
     gpt_oss.ARCHITECTURE,
     qwen2_vl.ARCHITECTURE,

@@ -214,9 +214,11 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
     if rope.kind not in ("yarn", "longrope"):
         return None
     read_otherwise = {
-        "yarn": ("attention_factor", "attn_factor", "extrapolation_factor"),
+        "yarn": ("attn_factor", "extrapolation_factor"),
         "longrope": ("attention_factor", "factor", "short_mscale", "long_mscale"),
     }[rope.kind]
+    if rope.kind == "yarn" and not _says_what_follows(rope, hf_config):
+        read_otherwise = ("attention_factor", *read_otherwise)
     for name in read_otherwise:
         if rope.parameters.get(name) is not None:
             return f"it reads {rope.field}.{name} otherwise than transformers, or not at all"
@@ -226,6 +228,12 @@ def rope_refusal(hf_config: dict[str, Any]) -> str | None:
         name = missing[0] if missing else ORIGINAL
         return f"{rope.field}.{name} must be in config.json, because SGLang reads it there alone"
     return None
+
+
+def _says_what_follows(rope: Rope, hf_config: dict[str, Any]) -> bool:
+    """Whether a YaRN's `attention_factor` is the one that its factor gives, which SGLang computes, whatever a config says."""
+    factor, said = Yarn.of(rope, hf_config).factor, rope.parameters.get("attention_factor")
+    return isinstance(said, float) and math.isclose(said, 0.1 * math.log(factor) + 1.0, rel_tol=1e-12)
 
 
 def refuse_partial(rope: Rope) -> None:

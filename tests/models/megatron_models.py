@@ -122,6 +122,17 @@ def _logits(role: Any, core: Any, divisor: float) -> list[Tensor]:
     return found
 
 
+def embedded(rank: int, world_size: int, folder: str, ids: Tensor, dtype: str) -> Tensor:
+    """`[L, H]`: what the decoder is given for these ids."""
+    from megarl.megatron.build import initialize_layout
+    from megarl.megatron.options import ModelOptions
+    from megarl.megatron.rank_model import RankModel
+
+    initialize_layout(Layout(), seed=1)
+    [core] = RankModel(ModelOptions(folder, Layout(), trainable=False, dtype=dtype)).chunks
+    return core.embedding(ids[None], torch.arange(len(ids))[None])[:, 0].detach()
+
+
 def load_and_write(rank: int, world_size: int, folder: str, target: str, dtype: str = "float32") -> list[str]:
     """Write the role of `folder` to `target`; returns what was logged while loading it."""
     import logging

@@ -99,6 +99,26 @@ REFUSED = [
     ("olmo2", {"attention_bias": True}, "attention_bias is True"),
     ("olmo2", {"clip_qkv": 8.0}, r"clip_qkv is 8\.0; it must be None"),
     ("olmo2", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "layer_types names other"),
+    ("olmo3", {"attention_bias": True}, "attention_bias is True"),
+    ("olmo3", {"rope_parameters": WIDE_YARN}, "it must have 'full_attention' and 'sliding_attention'"),
+    ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, r"rope_theta is 10000\.0, which transformers 5 takes"),
+    ("olmo3", {"rope_parameters": {"sliding_attention": LINEAR}}, "rope_type is 'linear'; it must be 'default'"),
+    ("olmo3", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
+    ("gemma3", {"attention_bias": True}, "attention_bias is True"),
+    ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; it must be 'gelu_pytorch_tanh'"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be False"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0; it must be null"),
+    ("gemma3", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping is 30\.0; it must be null"),
+    ("gemma3", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a number above 0"),
+    ("gemma3", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR}}, "rope_type is 'linear'; it must be 'default'"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": LLAMA3_ROPE}},
+        "rope_type is 'llama3'; it must be 'default', 'linear' or",
+    ),
+    ("seed_oss", {"attention_out_bias": True}, "attention_out_bias is True"),
+    ("seed_oss", {"mlp_bias": True}, "mlp_bias is True"),
     ("phi3", {"sliding_window": 8, "layer_types": WINDOWS}, "layer_types names other layers than 'sliding_attention'"),
     (
         "phi3",
@@ -167,20 +187,44 @@ def test_fields_that_a_config_of_glm_leaves_out_are_those_of_transformers(config
     assert torch.equal(inverse_frequencies(architecture.text_config(bare), 12), inverse_frequencies(filled, 12))
 
 
-@pytest.mark.parametrize("family", ["glm4", "olmo2", "phi3", "smollm3", "granite"])
+@pytest.mark.parametrize("family", ["glm4", "olmo2", "olmo3", "gemma3", "phi3", "smollm3", "granite", "seed_oss"])
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(family: str) -> None:
     """A config that says no more than its sizes."""
     sizes = {name: value for name, value in SIZES.items() if name != "tie_word_embeddings"}
     sizes |= {"hidden_size": 512} if family == "glm4" else {}
     prefix = FAMILIES[family].class_prefix
-    bare = {"architectures": [f"{prefix}ForCausalLM"], "model_type": family, **sizes}
-    filled = getattr(transformers, f"{prefix}Config")(**sizes, pad_token_id=None).to_dict() | {
-        "architectures": bare["architectures"]
-    }
+    config = getattr(transformers, FAMILIES[family].config_class)
+    bare = {"architectures": [f"{prefix}ForCausalLM"], "model_type": config.model_type, **sizes}
+    filled = config(**sizes, pad_token_id=None).to_dict() | {"architectures": bare["architectures"]}
     architecture = architecture_for(bare)
     assert architecture.transformer_config_kwargs(bare) == architecture.transformer_config_kwargs(filled)
     assert architecture.gpt_kwargs(bare) == architecture.gpt_kwargs(filled)
     assert architecture.weight_map(bare).hf_shapes() == architecture.weight_map(filled).hf_shapes()
+    ropes = [architecture.layer_rope(config) for config in (bare, filled)]
+    assert ropes[0] is ropes[1] is None or ropes[0].layers == ropes[1].layers
+    for config, full in zip((bare, filled), map(architecture.text_config, (bare, filled)), strict=True):
+        assert torch.equal(inverse_frequencies(full, 8), inverse_frequencies(architecture.text_config(filled), 8))
+        if ropes[0] is not None:
+            assert torch.equal(
+                inverse_frequencies(architecture.layer_rope(config).config, 8), inverse_frequencies(ropes[1].config, 8)
+            )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_rotary_parameters_of_both_kinds_of_layers_are_read_in_either_spelling(configs: Any, family: str) -> None:
+    new, scaling = configs[family], {"rope_type": "linear", "factor": 3.0}
+    old = {name: value for name, value in new.items() if name != "rope_parameters"}
+    old |= {"rope_theta": 5e5, "rope_local_base_freq": 200.0, "rope_scaling": scaling}
+    config = getattr(transformers, FAMILIES[family].config_class)(**{k: v for k, v in old.items() if k != "architectures"})
+    said = config.to_dict()["rope_parameters"]
+    architecture = architecture_for(old)
+    for of_kind, found in (
+        ("full_attention", architecture.text_config(old)),
+        ("sliding_attention", architecture.layer_rope(old).config),
+    ):
+        parameters = {"rope_parameters": said[of_kind], "max_position_embeddings": 256}
+        assert torch.equal(inverse_frequencies(found, 12), inverse_frequencies(parameters, 12))
+    assert architecture.gpt_kwargs(old) == architecture.gpt_kwargs(old | {"rope_parameters": said, "rope_scaling": None})
 
 
 def test_kimi_k2_is_deepseek_v3_under_another_name(configs: Any) -> None:
@@ -281,8 +325,8 @@ def test_llama_4_is_refused_with_the_reason() -> None:
 
 def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> None:
     with pytest.raises(ModelError) as error:
-        architecture_for({"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3"})
-    for part in ("Gemma3ForCausalLM", *(a.hf_classes[0] for a in ARCHITECTURES)):
+        architecture_for({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"})
+    for part in ("Gemma2ForCausalLM", *(a.hf_classes[0] for a in ARCHITECTURES)):
         assert part in str(error.value)
     with pytest.raises(ModelError, match=r"did you mean 'LlamaForCausalLM'"):
         architecture_for({"architectures": ["LLamaForCausalLM"], "model_type": "llama"})

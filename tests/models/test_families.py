@@ -14,7 +14,7 @@ from megarl.data.stream import split_shared_prompts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from tests.families import ODD, VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
-from tests.models.megatron_models import TEMPERATURE, facts, load_and_write, megatron_names, units
+from tests.models.megatron_models import TEMPERATURE, embedded, facts, load_and_write, megatron_names, units
 from tests.world import World
 
 FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gemma3-odd", "gpt_oss-odd")}
@@ -133,6 +133,14 @@ def test_an_update_moves_every_weight_but_not_the_bias_that_picks_experts(by_ref
     unmoved = {key for key in before if torch.equal(before[key], after[key])}
     idle = {key for key, gradient in by_reference[name]["gradients"].items() if not gradient.any()}
     assert unmoved == idle | {key for key in before if key.endswith("e_score_correction_bias")}
+
+
+def test_embeddings_are_multiplied_by_a_number_of_the_models_dtype(world: World, folders: Any) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders["gemma3"], dtype=torch.bfloat16)
+    ids = torch.arange(0, 131, 3)
+    [found] = world.call(embedded, str(folders["gemma3"]), ids, "bfloat16", size=1)
+    assert torch.equal(found, model.model.embed_tokens(ids))
+    assert not torch.equal(found, torch.nn.functional.embedding(ids, model.model.embed_tokens.weight) * 32**0.5)
 
 
 def test_layers_for_multi_token_prediction_are_said_to_be_left_out_and_the_export_has_none(

@@ -64,6 +64,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODELS["olmo2"] = {"architectures": ["Olmo2ForCausalLM"]}
 MODELS["glm4"] = {"architectures": ["Glm4ForCausalLM"], "head_dim": 32, "attention_bias": True}
+MODELS["gemma3"] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 32,
+    "sliding_window": 64,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 32,
+}
 TOKENS, SCORED = 256, 192
 
 
@@ -110,6 +117,8 @@ CASES = [
     Case("olmo2", Layout()),
     Case("olmo2", Layout(**SP), {"dtype": "bfloat16"}),
     Case("glm4", Layout()),
+    Case("gemma3", Layout()),
+    Case("gemma3", Layout(**SP), {"dtype": "bfloat16"}),
     Case("qwen3_moe", Layout()),
     Case("qwen3_moe", Layout(**SP)),
     Case("qwen3_moe", Layout(**SP, etp=2)),

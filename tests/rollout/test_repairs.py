@@ -24,6 +24,27 @@ print(LayerNorm(4).variance_epsilon)
 """What multiprocessing does at the start of a spawned child of the server."""
 
 
+MULTIPLIER = """
+import sys, torch
+from pathlib import Path
+from megarl.rollout.engines.sglang.on_cpu import stand_ins
+stand_ins.install(Path(sys.prefix) / "sglang-cpu")
+from megarl.rollout.engines.sglang import repairs
+repairs.install(sys.argv[-1])
+from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
+torch.set_default_dtype(torch.bfloat16)
+print(Gemma3TextScaledWordEmbedding(3, 4, 0, embed_scale=2560**0.5).embed_scale)
+"""
+
+
+@pytest.mark.exhaustive
+def test_embeddings_of_gemma_have_the_multiplier_of_transformers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]}))
+    ended = subprocess.run([sys.executable, "-c", MULTIPLIER, str(tmp_path)], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.splitlines()[-1]) == 50.5  # of 50.596
+
+
 @pytest.mark.parametrize(("architecture", "epsilon"), [("Glm4vMoeForConditionalGeneration", 1e-5), ("LlamaForCausalLM", 1e-6)])
 def test_a_spawned_child_has_the_epsilon_of_glms_merger(architecture: str, epsilon: float, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))

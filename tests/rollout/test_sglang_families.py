@@ -16,7 +16,7 @@ from megarl.models.deepseek_v3 import READ_BY_SGLANG
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import config_in_transformers
 from megarl.weight_sync.checksums import check_model
-from tests.families import FAMILIES, SIZES, VARIANTS, build_folder, by_hub_name
+from tests.families import FAMILIES, SIZES, VARIANTS, build_folder, hub_tensors
 from tests.models.test_transformers_names import other_values
 from tests.rollout.updates import holds_what_was_sent
 
@@ -30,18 +30,22 @@ def served(family: str, folder: Path) -> Path:
     read = READ_BY_SGLANG if entry.class_prefix == "DeepseekV3" else {}
     widths = WIDTHS if entry.num_experts else {name: size for name, size in WIDTHS.items() if "moe" not in name}
     settings = SIZES | {"pad_token_id": None} | entry.settings | widths | read
-    config = getattr(transformers, f"{entry.class_prefix}Config")(**settings, initializer_range=0.2)
+    if settings.get("layer_types"):
+        settings["layer_types"] = settings["layer_types"][-settings["num_hidden_layers"] :]
+    config = getattr(transformers, entry.config_class)(**settings, initializer_range=0.2)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(tensor, mean=float(name.endswith("weight")), std=0.05)
+            torch.nn.init.normal_(tensor, mean=float(name.endswith("weight") and not entry.norms_less_one), std=0.05)
     written = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
     if family == "phi3":  # SGLang reads it here, as published folders have it
         written["partial_rotary_factor"] = entry.settings["rope_parameters"]["partial_rotary_factor"]
+    if family == "olmo3-published":
+        del written["rope_parameters"]
+        written |= {name: entry.settings[name] for name in ("rope_theta", "rope_scaling")}
     written["model_type"] = entry.model_type or written["model_type"]
-    tensors = by_hub_name(model, iter(model.state_dict().items()))
-    write_hf_folder(folder, tensors.items(), written)
+    write_hf_folder(folder, hub_tensors(model).items(), written)
     return folder
 
 
@@ -53,7 +57,8 @@ def served(family: str, folder: Path) -> Path:
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                ("olmo2", 1), ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
+                ("olmo2", 1), ("gemma3", 2), ("olmo3-published", 1), ("olmo3-published", 2),
+                ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
                 ("deepseek_v3-moonlight", 1),
             )
         ),
@@ -74,6 +79,9 @@ def test_after_an_update_log_probs_are_those_of_transformers_with_these_weights(
     [
         ("phi3", "must say partial_rotary_factor = 0.5"),
         ("smollm3", "it has no model of this family"),
+        ("seed_oss", "it has no model of this family"),
+        ("gemma3-untied", "its output layer is the embedding"),
+        ("olmo3", "must have rope_theta and rope_scaling"),
         ("olmo2-tied", "hidden_size / num_attention_heads dimensions"),
     ],
 )
@@ -84,5 +92,5 @@ def test_a_family_that_sglang_would_serve_wrongly_is_refused(family: str, why: s
 
 
 def test_published_widths_of_the_other_families_are_served(tmp_path: Path) -> None:
-    for family in FAMILIES.keys() & {"glm4", "phi3", "granite", "olmo2"}:
+    for family in FAMILIES.keys() & {"glm4", "phi3", "granite", "olmo2", "gemma3"}:
         check_model(served(family, tmp_path / family))

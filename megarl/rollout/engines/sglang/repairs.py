@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 
 
@@ -17,6 +19,8 @@ def install(model_path: str) -> None:
         _mend_glm4v()
     if any(name.startswith("DeepseekV3") for name in names):
         _mend_latent_norms()
+    if any(name.startswith("Gemma3For") for name in names):
+        _mend_gemma3_embedding()
 
 
 def architectures_of(model_path: str) -> list[str]:
@@ -56,3 +60,16 @@ def _mend_latent_norms() -> None:
                 norm.variance_epsilon = LATENT_NORM_EPS
 
     DeepseekV2AttentionMLA.__init__ = with_an_epsilon_of_its_own
+
+
+def _mend_gemma3_embedding() -> None:
+    from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
+
+    make = Gemma3TextScaledWordEmbedding.__init__
+
+    def with_a_rounded_multiplier(self: Any, *args: Any, **given: Any) -> None:
+        """transformers, and training, have the multiplier in the model's dtype; in bfloat16 it is 0.2 percent off for 4B."""
+        make(self, *args, **given)
+        self.embed_scale = torch.tensor(self.embed_scale, dtype=self.weight.dtype).item()
+
+    Gemma3TextScaledWordEmbedding.__init__ = with_a_rounded_multiplier
