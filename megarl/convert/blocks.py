@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megarl.errors import CheckpointError
 from megarl.models.fp8_blocks import dequantise_rows, quantise_rows
+from megarl.models.mxfp4 import dequantised
 from megarl.models.packings import FP8_BLOCK
 
 BLOCK_BYTES = 2**20
@@ -37,7 +38,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A tensor on disk: its first axis are the rows, all others the columns. `scales` are those of FP8 blocks, float32."""
+    """A tensor on disk: its first axis are the rows, all others the columns. `scales` are those of FP8 blocks, float32.
+
+    With `exponents` it is MXFP4 (`models/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
+    """
 
     name: str
     dtype: torch.dtype
@@ -45,6 +49,17 @@ class Matrix:
     cols: int
     extents: tuple[Extent, ...]
     scales: Matrix | None = None
+    exponents: Matrix | None = None
+
+    @property
+    def width(self) -> int:
+        """How many values a row has."""
+        return self.cols if self.exponents is None else 2 * self.cols
+
+    @property
+    def is_stored_as_is(self) -> bool:
+        """Whether what is on disk are the values."""
+        return self.scales is None and self.exponents is None
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +85,7 @@ class Part:
     def cols(self) -> int:
         """Of a part that has a source."""
         assert self.source is not None
-        return self.source.rows if self.transposed else self.source.cols
+        return self.source.rows if self.transposed else self.source.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +103,8 @@ class Task:
 
     def stored_dtype(self) -> torch.dtype | None:
         """The dtype that all parts are stored in and need no change from; None if there is no such."""
-        found = {part.source.dtype if part.source.scales is None else None for part in self.parts if part.source is not None}
+        sources = [part.source for part in self.parts if part.source is not None]
+        found = {source.dtype if source.is_stored_as_is else None for source in sources}
         return found.pop() if len(found) == 1 else None
 
     def read(self, sources: Reader, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
@@ -178,9 +194,11 @@ class Reader:
         return found.unflatten(1, (2, -1)).mT.flatten(1) if part.alternating else found
 
     def rows(self, source: Matrix, start: int, stop: int) -> Tensor:
-        """Rows `start:stop`, `[stop - start, cols]`; dequantised to bfloat16 where the matrix has scales."""
+        """Rows `start:stop`, `[stop - start, width]`; dequantised to bfloat16 where the matrix is quantised."""
         block = torch.empty((stop - start, source.cols), dtype=source.dtype)
         self.read_into(block, source, start)
+        if source.exponents is not None:
+            return dequantised(block.unflatten(1, (source.exponents.cols, -1)), self.rows(source.exponents, start, stop))
         if source.scales is None:
             return block
         if source.scales.name not in self._scales:

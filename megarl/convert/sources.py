@@ -34,9 +34,12 @@ from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ModelError
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
+from megarl.models.hf_fields import without_mxfp4
 from megarl.models.hf_folder import HFFolder, fused_of
+from megarl.models.mxfp4 import BLOCKS, SCALES
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
 from megarl.models.registry import load_hf_config, sequence_classifier
+from megarl.models.safetensors_layout import Entry
 from megarl.models.vision import TOWER
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
@@ -110,11 +113,13 @@ class HFSource(ConversionSource):
         if not isinstance(fused, FusedExperts) or place is None:
             return Part(self.matrices[name], start, rows), _value_dtype(self.matrices[name])
         matrix = self.experts[place.stored, place.expert]
-        if place.is_bias:
+        if matrix.exponents is not None:
+            transposed = False
+        elif place.is_bias:
             transposed = not fused.check(place.stored, (fused.experts, matrix.rows))
         else:
             transposed = fused.check(place.stored, (fused.experts, matrix.rows, matrix.cols))
-        return Part(matrix, place.start + start * place.step, rows, transposed, place.step), matrix.dtype
+        return Part(matrix, place.start + start * place.step, rows, transposed, place.step), _value_dtype(matrix)
 
     def files(self) -> list[Path]:
         """See `ConversionSource`."""
@@ -124,6 +129,7 @@ class HFSource(ConversionSource):
     def left_out(self) -> list[str]:
         """See `ConversionSource`."""
         known = {*self.names.weight_map.hf_shapes(), *(stored for stored, _ in self.experts)}
+        known |= {stored + part for stored, _ in self.experts for part in (BLOCKS, SCALES)}
         fused = self.fused
         parts = fused.names_of if isinstance(fused, FusedRows) else lambda name: [name]
         return [name for name in self.matrices if not known.issuperset(parts(name.removesuffix(SCALE_SUFFIX)))]
@@ -257,6 +263,8 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
     """
     folder = Path(path)
     config = load_hf_config(folder)
+    is_mxfp4 = _has_mxfp4(config)
+    config = without_mxfp4(config) if is_mxfp4 else config
     plain = without_quantization(config)
     names = model_names(plain)
     experts: dict[tuple[str, int], Matrix] = {}
@@ -265,7 +273,7 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
         matrices = _matrices_of_config(names.weight_map, config)
     else:
         read = HFFolder(folder)
-        matrices, experts = _matrices_of_folder(read, config, names.weight_map), _experts_of(read)
+        matrices, experts = _matrices_of_folder(read, config, names.weight_map, mxfp4=is_mxfp4), _experts_of(read)
     return HFSource(folder, plain, names, folder, matrices, experts)
 
 
@@ -297,7 +305,7 @@ def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, con
 
 
 def _value_dtype(matrix: Matrix) -> torch.dtype:
-    return torch.bfloat16 if matrix.scales is not None else matrix.dtype
+    return matrix.dtype if matrix.is_stored_as_is else torch.bfloat16
 
 
 def _matrices_of_config(weight_map: WeightMap, config: dict[str, Any]) -> dict[str, Matrix]:
@@ -312,7 +320,13 @@ def _matrices_of_config(weight_map: WeightMap, config: dict[str, Any]) -> dict[s
     return found
 
 
-def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: WeightMap) -> dict[str, Matrix]:
+def _has_mxfp4(config: dict[str, Any]) -> bool:
+    """Whether experts are MXFP4, in a family that has them so."""
+    fused = fused_of(config)
+    return isinstance(fused, FusedExperts) and fused.alternating and without_mxfp4(config) is not config
+
+
+def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: WeightMap, *, mxfp4: bool) -> dict[str, Matrix]:
     entries = folder.entries()
     _check_quantization(folder.path, config)
     scales = {name for name in entries if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in entries}
@@ -331,6 +345,8 @@ def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: We
             )
         found[weight.name] = replace(weight, scales=of_blocks)
     for name, matrix in found.items():
+        if mxfp4 and name.endswith((BLOCKS, SCALES)):
+            continue
         if matrix.dtype.itemsize == 1 and matrix.scales is None:
             raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
     return found
@@ -341,14 +357,24 @@ def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
     fused, found = folder.fused, {}
     if not isinstance(fused, FusedExperts):
         return {}
-    for name, (file, entry) in folder.entries().items():
-        if fused.names_of(name) == [name]:
+    entries = folder.entries()
+    for name in entries:
+        if fused.names_of(name) in ([name], []):
             continue
-        rows, cols = rows_and_cols(entry.shape[1:])
+        stored = name.removesuffix(BLOCKS)
         for expert in range(fused.experts):
-            extent = Extent(file, entry.offset + expert * rows * cols * entry.dtype.itemsize, 0, rows, 0, cols)
-            found[name, expert] = Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))
+            found[stored, expert] = _expert_of(entries, name, expert)
+            if stored != name:
+                found[stored, expert] = replace(found[stored, expert], exponents=_expert_of(entries, stored + SCALES, expert))
     return found
+
+
+def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) -> Matrix:
+    """The matrix of one expert in a stored tensor."""
+    file, entry = entries[name]
+    rows, cols = rows_and_cols(entry.shape[1:])
+    extent = Extent(file, entry.offset + expert * rows * cols * entry.dtype.itemsize, 0, rows, 0, cols)
+    return Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))
 
 
 def _check_quantization(folder: Path, config: dict[str, Any]) -> None:

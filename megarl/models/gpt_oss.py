@@ -12,6 +12,7 @@ from megarl.models.architecture import Architecture, HFConfig, HubNames, SglangF
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.hf_fields import refuse, with_defaults, without_mxfp4
 from megarl.models.packings import Copy
+from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import Rule, WeightMap
 from megarl.models.windows import FULL, SLIDING, sliding_layers
 
@@ -100,7 +101,9 @@ def _experts(hf_config: HFConfig) -> moe.MoeSizes:
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:
-    return "it holds experts transposed or interleaved for its kernels, where megarl's updates do not reach them"
+    if hf_config.get("quantization_config"):
+        return "it would hold MXFP4 experts, where updates are bfloat16; convert the folder with `megarl convert` first"
+    return rope_refusal(hf_config)
 
 
 ARCHITECTURE = Architecture(
@@ -109,7 +112,7 @@ ARCHITECTURE = Architecture(
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,
-    sglang=SglangFacts(refusal=_sglang_refusal),
+    sglang=SglangFacts(refusal=_sglang_refusal, arguments={"moe_runner_backend": "triton"}),  # its default transposes experts
     hub=HubNames(alternating=True),
     text_config=text_config,
     fused_experts=fused_experts,

@@ -105,8 +105,10 @@ class EngineTarget:
             length = rule.packing.of.hf_shapes[part][axis or 0]
             return [BlockScales.blocks(*held, length, rule.hf_names[part]) for held in self.own_intervals(inner, part)]
         length = rule.packing.hf_shapes[part][axis or 0]
+        if rule.is_expert and axis is None:  # a bias of outputs that these ranks add up
+            return [(0, length)] + [(0, 0)] * (self.expert_tp - 1)
         if rule.is_expert:
-            return [(0, length)] * self.expert_tp if axis is None else _even(length, self.expert_tp)
+            return _even(length, self.expert_tp)
         if axis is None or rule.whole_in_engines:
             return [(0, length)] * self.ranks
         if not _is_attention(rule):

@@ -66,9 +66,13 @@ HUB_PREFIXES = (("model.visual.", "visual."), ("model.language_model.", "model."
 TOWER = "visual."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
-EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.weight(?P<scale>_scale_inv)?")
+EXPERT = re.compile(
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.(?:weight(?P<scale>_scale_inv)?|(?P<bias>bias))"
+)
 # projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
-EXPERTS = "w13_weight"
+EXPERTS, BIAS = "w13_weight", "_bias"
+SUMMED_BIAS = "w2_weight_bias"
+"""Of the experts' outputs, which the ranks that split an expert add up: the first has it, the others zeros."""
 EXPERT_FUSED = {
     "gate_proj": (EXPERTS, 0, 2),
     "w1": (EXPERTS, 0, 2),
@@ -83,10 +87,12 @@ Whole = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """A rank's parameters by name, and those of experts in which up comes before gate, as some of SGLang's kernels want it."""
+    """A rank's parameters by name, and of those of experts: in which up comes before gate, as some of SGLang's kernels want it,
+    and in which rows of both alternate, as gpt-oss has them."""
 
     tensors: Mapping[str, torch.Tensor]
     up_first: Collection[str] = ()
+    alternating: Collection[str] = ()
 
     @classmethod
     def of(cls, model: Any) -> ModelParameters:
@@ -96,7 +102,7 @@ class ModelParameters:
             ValueError: its experts are transposed or interleaved for the kernels that were chosen, or the shared experts among
                 them.
         """
-        up_first = []
+        up_first, alternating = [], []
         for name, module in model.named_modules():
             if not hasattr(module, EXPERTS):
                 continue
@@ -113,7 +119,9 @@ class ModelParameters:
                 )
             if module.use_flashinfer_trtllm_moe or getattr(method, "load_up_proj_weight_first", False):
                 up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
-        return cls(dict(model.named_parameters()), frozenset(up_first))
+            if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
+                alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
+        return cls(dict(model.named_parameters()), frozenset(up_first), frozenset(alternating))
 
 
 _kept: dict[str, torch.Tensor] = {}
@@ -293,7 +301,7 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
         name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
     if expert := EXPERT.fullmatch(name):
         suffix, position, count = EXPERT_FUSED[expert["projection"]]
-        return f"{expert['experts']}.{suffix}{expert['scale'] or ''}", position, count
+        return f"{expert['experts']}.{suffix}{expert['scale'] or ''}{BIAS if expert['bias'] else ''}", position, count
     for suffix, (fused, position) in FUSED.items():
         if f".{suffix}." in name and (found := name.replace(suffix, fused)) in parameters.tensors:
             return found, position, PARTS[fused]
@@ -312,6 +320,8 @@ def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
         parameter = parameter[int(expert["expert"]) % len(parameter)]
         position = count - 1 - position if name in parameters.up_first else position
     matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter.flatten(1)
+    if name in parameters.alternating:
+        matrix, position, count = matrix[position::count], 0, 1
     first = 0 if position == 0 else len(matrix) - (count - position) * held.of_rows
     of_one_length = count * held.of_rows == len(matrix)
     if name.startswith(TOWER) and not of_one_length:  # padded at the end of each of its parts
@@ -351,6 +361,8 @@ def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) 
     count = sum(values.numel() for values in filled)
     if count == parameter.numel() or name.endswith(VOCABULARY):
         return True
+    if name.endswith(SUMMED_BIAS) and not count:
+        return not parameter.any()
     if not name.startswith(TOWER) or not count:
         return False
     # SGLang pads feed-forward widths of towers with zeros, which an engine computes with

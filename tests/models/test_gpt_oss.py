@@ -153,7 +153,7 @@ def test_fields_that_a_config_leaves_out_are_those_of_transformers() -> None:
     torch.testing.assert_close(inverse_frequencies(architecture.text_config(bare), 64), wanted, rtol=1e-6, atol=0)
 
 
-def test_experts_with_biases_are_not_split_and_sglang_does_not_serve_them() -> None:
+def test_experts_with_biases_are_not_split_and_sglang_serves_no_mxfp4() -> None:
     model = hugging_face("gpt_oss")
     config = model.config.to_dict() | {"architectures": ["GptOssForCausalLM"]}
     for layout, message in (
@@ -163,7 +163,8 @@ def test_experts_with_biases_are_not_split_and_sglang_does_not_serve_them() -> N
         with pytest.raises(ConfigError, match=message):
             _check_layout("policy.layout", layout, shape_of(config))
     _check_layout("policy.layout", Layout(tp=2, dp=2, ep=2, sequence_parallel=True), shape_of(config))
-    assert "transposed or interleaved" in str(architecture_for(config).sglang.refusal(config))
+    refusal = architecture_for(config).sglang.refusal
+    assert "convert the folder" in str(refusal(config | {"quantization_config": {"quant_method": "mxfp4"}}))
 
 
 def test_the_tiny_model_needs_its_sinks_windows_and_clamps() -> None:

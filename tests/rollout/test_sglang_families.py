@@ -28,7 +28,8 @@ def served(family: str, folder: Path) -> Path:
     """A random model of `family` that SGLang serves."""
     entry = VARIANTS[family]
     read = READ_BY_SGLANG if entry.class_prefix == "DeepseekV3" else {}
-    widths = WIDTHS if entry.num_experts else {name: size for name, size in WIDTHS.items() if "moe" not in name}
+    of_experts = entry.num_experts and entry.class_prefix != "GptOss"
+    widths = WIDTHS if of_experts else {name: size for name, size in WIDTHS.items() if "moe" not in name}
     settings = SIZES | {"pad_token_id": None} | entry.settings | widths | read
     if settings.get("layer_types"):
         settings["layer_types"] = settings["layer_types"][-settings["num_hidden_layers"] :]
@@ -57,7 +58,7 @@ def served(family: str, folder: Path) -> Path:
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                ("olmo2", 1), ("gemma3", 2), ("olmo3-published", 1), ("olmo3-published", 2),
+                ("olmo2", 1), ("gemma3", 2), ("olmo3-published", 1), ("olmo3-published", 2), ("gpt_oss", 1), ("gpt_oss", 2),
                 ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
                 ("deepseek_v3-moonlight", 1),
             )

@@ -46,7 +46,9 @@ def _prepare_for_cpu(model_path: str) -> None:
     stand_ins.install(Path(sys.prefix) / "sglang-cpu")
     quick_start.import_models_of(model_path)
     quick_start.fork_children()
-    importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+    attention = importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+    if any(name.startswith("GptOss") for name in repairs.architectures_of(model_path)):
+        attention.allow_sinks()
     cuda_only.install()
 
 

@@ -19,6 +19,8 @@ def install(model_path: str) -> None:
         _mend_glm4v()
     if any(name.startswith("DeepseekV3") for name in names):
         _mend_latent_norms()
+    if any(name.startswith("GptOss") for name in names):
+        _mend_sinks()
     if any(name.startswith("Gemma3For") for name in names):
         _mend_gemma3_embedding()
 
@@ -60,6 +62,20 @@ def _mend_latent_norms() -> None:
                 norm.variance_epsilon = LATENT_NORM_EPS
 
     DeepseekV2AttentionMLA.__init__ = with_an_epsilon_of_its_own
+
+
+def _mend_sinks() -> None:
+    from sglang.srt.models.gpt_oss import GptOssAttention
+
+    make = GptOssAttention.__init__
+
+    def with_sinks_of_the_models_dtype(self: Any, *args: Any, **given: Any) -> None:
+        """SGLang has bfloat16 ones, whatever the model computes in, and float32 ones for kernels that need these."""
+        make(self, *args, **given)
+        if self.sinks.dtype != torch.float32:
+            self.sinks.data = self.sinks.data.to(torch.get_default_dtype())
+
+    GptOssAttention.__init__ = with_sinks_of_the_models_dtype
 
 
 def _mend_gemma3_embedding() -> None:

@@ -94,6 +94,7 @@ class ServerOptions:
         }
         if self.device == "cpu":
             chosen |= {"attention_backend": "torch_native", "disable_overlap_schedule": True}
+            chosen["disable_hybrid_swa_memory"] = True  # torch_native looks for windows where the other layers have their cache
         else:
             chosen |= {"enable_memory_saver": self.memory_saver}
             if self.beside_bytes and "mem_fraction_static" not in self.extra:

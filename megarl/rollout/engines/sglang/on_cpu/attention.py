@@ -12,11 +12,24 @@ import torch
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from megarl.rollout.engines.sglang.on_cpu.batched_attention import Gather, attend, gathers
+from megarl.rollout.engines.sglang.on_cpu.batched_attention import Gather, attend, attend_with_sinks, gathers
 
 
 class BatchedTorchBackend(TorchNativeAttnBackend):
-    """`torch_native` of SGLang 0.5.23; only steps that add one token per request differ."""
+    """`torch_native` of SGLang 0.5.23, with decoding in batches, and with sinks, which that one does not have."""
+
+    _sinks: torch.Tensor | None = None
+    """Of the layer that is computed."""
+
+    def forward_extend(self, *args: Any, sinks: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        """Attention of tokens of prompts."""
+        self._sinks = sinks
+        return super().forward_extend(*args, **others)
+
+    def forward_decode(self, *args: Any, sinks: torch.Tensor | None = None, **others: Any) -> torch.Tensor:
+        """Attention of one more token per request."""
+        self._sinks = sinks
+        return super().forward_decode(*args, **others)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare one forward pass over all layers."""
@@ -41,6 +54,11 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
         sliding_window_size: int | None = None,
         **others: Any,
     ) -> torch.Tensor:
+        if self._sinks is not None:
+            caches, ones = (k_cache, v_cache), torch.ones_like(seq_lens)
+            return self._with_sinks(
+                query, output, caches, req_to_token[req_pool_indices], seq_lens, ones, scaling, sliding_window_size
+            )
         if encoder_lens is not None or sliding_window_size is not None:
             return super()._run_sdpa_forward_decode(
                 query,
@@ -74,6 +92,10 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
         encoder_lens: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
+        if self._sinks is not None:
+            caches, window = (k_cache, v_cache), others.get("sliding_window_size")
+            tables = req_to_token[req_pool_indices]
+            return self._with_sinks(query, output, caches, tables, seq_lens, extend_seq_lens, others.get("scaling"), window)
         # samples of a prompt that is cached already begin with an extension by their last token: a decoding step
         if others.get("causal") and bool((extend_seq_lens == 1).all()):
             return self._run_sdpa_forward_decode(
@@ -101,6 +123,26 @@ class BatchedTorchBackend(TorchNativeAttnBackend):
             **others,
         )
 
+    def _with_sinks(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        new: torch.Tensor,
+        scaling: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        assert self._sinks is not None
+        start = 0
+        for slots, length, count in zip(tables, lengths.tolist(), new.tolist(), strict=True):
+            keys, values = (cache[slots[:length].long()] for cache in caches)
+            stop = start + count
+            output[start:stop] = attend_with_sinks(query[start:stop], keys, values, self._sinks, scaling, window)
+            start = stop
+        return output
+
 
 @register_attention_backend("torch_native")
 def create(runner: Any) -> BatchedTorchBackend:
@@ -108,6 +150,16 @@ def create(runner: Any) -> BatchedTorchBackend:
     if runner.use_mla_backend:
         _attend_to_latents()
     return BatchedTorchBackend(runner)
+
+
+def allow_sinks() -> None:
+    """Have SGLang start a model with sinks (gpt-oss) with this backend: its own, of the same name, has none."""
+    from sglang.srt.arg_groups import model_hook
+
+    said = model_hook.attention_backends_of
+    model_hook.attention_backends_of = lambda view: tuple(
+        "intel_amx" if backend == "torch_native" else backend for backend in said(view)
+    )
 
 
 def _attend_to_latents() -> None:

@@ -35,6 +35,31 @@ def gathers(req_to_token: torch.Tensor, request_rows: torch.Tensor, lengths: tor
     return found
 
 
+def attend_with_sinks(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention of the last N of a request's L tokens: query [N, Hq, D], keys [L, Hkv, D]; returns [N, Hq, Dv].
+
+    The score of one more key, whose value is zero, is the head's sink [Hq] (gpt-oss). A token attends to `window` before it.
+    """
+    new, length, group = len(query), len(keys), query.shape[1] // keys.shape[1]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    spread = keys.to(query.dtype).repeat_interleave(group, dim=1)
+    scores = torch.einsum("nhd,lhd->hnl", query, spread) * scale
+    at = torch.arange(length)
+    behind = at[length - new :, None] - at
+    hidden = (behind < 0) | (behind > (length if window is None else window))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    of_sinks = sinks.to(scores.dtype)[:, None, None].expand(-1, new, 1)
+    weights = torch.cat([scores, of_sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    return torch.einsum("hnl,lhd->nhd", weights, values.to(query.dtype).repeat_interleave(group, dim=1))
+
+
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: list[Gather], scale: float | None
 ) -> torch.Tensor:
