@@ -96,6 +96,12 @@ def test_counts_of_large_models_are_exact(check: Callable[[list[Case]], None]) -
         ("deepseek-v3", 671.026),
         ("kimi-k2", 1026.408),
         ("glm-4.6", 352.798),
+        ("qwen3.5-27b", 26.896),
+        ("qwen3.5-35b-a3b", 34.661),
+        ("qwen3.5-397b-a17b", 396.346),
+        ("gemma-3-27b", 27.009),
+        ("olmo-3-32b", 32.234),
+        ("seed-oss-36b", 36.151),
     ],
 )
 def test_a_model_has_as_many_parameters_as_its_makers_say(model: str, billions: float) -> None:

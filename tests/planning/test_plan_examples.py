@@ -78,6 +78,7 @@ def test_there_is_a_ready_plan_for_every_model_algorithm_and_kind_of_gpu() -> No
     names = " ".join(path.stem for path in READY)
     for wanted in (
         "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "qwen3-235b-a22b", "deepseek-v3", "kimi-k2", "glm-4.6",
+        "gpt-oss-120b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3.5-397b-a17b",
         "qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b", "qwen3-vl-30b-a3b",
         "ppo", "grpo", "reinforce-plus-plus", "8xh100", "2048xh100", "h200", "fp8",
     ):  # fmt: skip
