@@ -27,17 +27,23 @@ from tests.rollout.updates import PROMPTS
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "tp", "arguments"),
+    ("family", "tp", "arguments", "retracts"),
     [
-        ("qwen3_moe", 1, {}),
-        pytest.param("glm4_moe", 2, {}, marks=pytest.mark.exhaustive),  # its first layer has no experts
-        pytest.param("mixtral", 2, {"ep_size": 2}, marks=pytest.mark.exhaustive),
-        pytest.param("qwen3_moe", 2, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}, marks=pytest.mark.exhaustive),
+        ("qwen3_moe", 1, {}, False),
+        pytest.param("glm4_moe", 2, {}, False, marks=pytest.mark.exhaustive),  # its first layer has no experts
+        pytest.param("mixtral", 2, {"ep_size": 2}, False, marks=pytest.mark.exhaustive),
+        pytest.param(
+            "qwen3_moe", 2, {"ep_size": 2, "dp_size": 2, "enable_dp_attention": True}, False, marks=pytest.mark.exhaustive
+        ),
+        pytest.param("qwen3_moe", 1, {}, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_experts_of_every_token_are_those_that_the_model_chooses(
-    family: str, tp: int, arguments: dict[str, Any], tmp_path: Path
+    family: str, tp: int, arguments: dict[str, Any], retracts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also of a server that retracts responses all the time, as one does whose cache is full."""
+    if retracts:
+        monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
     folder = served(family, tmp_path / "model")
     before = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = other_values(folder)
@@ -92,6 +98,7 @@ def test_the_experts_of_every_token_are_those_that_the_model_chooses(
                 assert (
                     sample.routes[-1].tolist() == [[unknown(sample.routes.dtype)] * one.routes.shape[2]] * one.routes.shape[1]
                 )
+            assert ("Testing retraction" in (tmp_path / "log").read_text()) is retracts
         finally:
             await engine.stop()
 
