@@ -294,6 +294,13 @@ ODD_SIZES: dict[str, Any] = {
     "num_key_value_heads": 3,
     "head_dim": 8,
 }
+ODD_LINEAR: dict[str, Any] = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+}
+"""Of a model with linear attention, whose four layers keep their kinds."""
 ODD: dict[str, Family] = {
     "llama-odd": Family("Llama", ODD_SIZES),
     "glm4-odd": Family("Glm4", ODD_SIZES | {"rope_parameters": HALF_ROPE}),
@@ -313,6 +320,20 @@ ODD: dict[str, Family] = {
         | {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "rope_parameters": WIDE_YARN, "swiglu_limit": 7.0},
         6,
     ),
+    "granite-odd": Family("Granite", GRANITE | ODD_SIZES),
+    "smollm3-odd": Family("SmolLM3", ODD_SIZES | {"no_rope_layers": [1, 0, 1, 1, 0]}),
+    "glm4_moe-odd": Family(
+        "Glm4Moe",
+        GLM
+        | {name: ODD_SIZES[name] for name in ODD_SIZES if name != "head_dim"}
+        | {"n_routed_experts": 6}
+        | {"moe_intermediate_size": 9},
+        6,
+    ),
+    "qwen3_next-odd": Family(
+        "Qwen3Next", QWEN3_NEXT | ODD_LINEAR | {"num_experts": 6, "moe_intermediate_size": 9}, 6, linear=True
+    ),
+    "qwen3_5-odd": Family("Qwen3_5", DELTA_NET | ODD_LINEAR, linear=True),
 }
 """Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers or 4."""
 
