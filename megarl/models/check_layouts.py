@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megarl.config import AnyConfig
 from megarl.config.fp8 import Fp8Widths, check_fp8_sizes
-from megarl.config.layout import Layout
+from megarl.config.layout import Layout, closest, divisors
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.parameter_patterns import check_patterns
-from megarl.models.registry import use_architecture
+from megarl.models.registry import architecture_for, use_architecture
 from megarl.models.shape import ModelShape
 from megarl.models.windows import check_windows
 
@@ -102,9 +103,22 @@ def _check_layout(field: str, layout: Layout, model: ModelShape, layer_spec: str
         check_windows(layer_spec, windows=bool(model.window_layers), cp=layout.cp)
         if model.biases and model.experts:
             _check_biased_experts(layout)
+        if model.latent is not None:
+            _check_table_of_angles(layout, model.config)
         layout.check_model(**model.layout_sizes)
     except LayoutError as error:
         raise error.under(field, ConfigError) from None
+
+
+def _check_table_of_angles(layout: Layout, config: dict[str, Any]) -> None:
+    """Latent attention with YaRN: megatron-core 0.16.1 and 0.19.2 cut a table of angles into two chunks for each rank."""
+    positions = architecture_for(config).transformer_config_kwargs(config).get("original_max_position_embeddings", 0)
+    if layout.cp > 1 and positions % (2 * layout.cp):
+        reason = (
+            f"does not cut megatron-core's table of {positions} angles (original_max_position_embeddings) into 2 * cp chunks"
+        )
+        allowed = closest([cp for cp in divisors(positions) if positions % (2 * cp) == 0] or [1], layout.cp)
+        raise LayoutError.of("cp", layout.cp, reason, allowed=allowed)
 
 
 def _check_biased_experts(layout: Layout) -> None:

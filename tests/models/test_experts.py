@@ -14,9 +14,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from megarl.errors import LayoutError, ModelError
+from megarl.config.layout import Layout
+from megarl.errors import ConfigError, LayoutError, ModelError
+from megarl.models.check_layouts import _check_layout
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
+from megarl.models.shape import shape_of
 from megarl.models.weight_map import WeightMap
 from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
 from tests.families import VARIANTS, hub_tensors, hugging_face
@@ -358,3 +361,17 @@ def test_a_model_of_671_billion_is_listed_in_seconds_and_megabytes() -> None:
     rules = list(weight_map.bound_rules())
     assert tracemalloc.get_traced_memory()[1] < 64 * 2**20
     tracemalloc.stop()
+
+
+def test_the_angles_of_latent_attention_are_cut_over_context_parallel_ranks() -> None:
+    config = hugging_face("deepseek_v3").config.to_dict() | {"architectures": ["DeepseekV3ForCausalLM"]}
+    shape = shape_of(config)
+    for cp in (1, 2, 4, 8):
+        _check_layout("policy.layout", Layout(cp=cp), shape)
+    sentence = (
+        r"policy.layout.cp is 3, which does not cut megatron-core's table of 16 angles \(original_max_position_embeddings\) "
+        "into 2 \\* cp chunks; it must be 1, 2, 4 or 8"
+    )
+    with pytest.raises(ConfigError, match=sentence):
+        _check_layout("policy.layout", Layout(cp=3), shape)
+    _check_layout("policy.layout", Layout(cp=3), shape_of(config | {"rope_parameters": {"rope_theta": 1e4}}))
