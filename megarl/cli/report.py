@@ -154,11 +154,13 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _chat(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.models.transformers_names import config_in_transformers
     from megarl.observe.chat import chat
 
     with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
         folder = _as_model(Path(arguments.model), Path(scratch) / "model")
-        chat(folder, console, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
+        sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
+        chat(folder, console, config=config_in_transformers(folder), **sampling)
     return 0
 
 

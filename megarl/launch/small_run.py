@@ -15,7 +15,7 @@ from megarl.config import AnyConfig, Config, SupervisedConfig, parse_config
 from megarl.config.layout_section import LayoutConfig
 from megarl.config.load import parse_supervised_config
 from megarl.models.architecture import HFConfig
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.shrunk import chunk_layers, shrunk_config, shrunk_layout
 from megarl.reshard.run_plan import engine_target
 
@@ -154,7 +154,8 @@ def _write_model(folder: Path, hf_config: HFConfig) -> None:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>")
     torch.manual_seed(0)
     kind = AutoModelForCausalLM if tower is None else AutoModelForImageTextToText
-    made = kind.from_config(AutoConfig.for_model(**hf_config), dtype=torch.float32)
+    named = {**hf_config, "model_type": architecture_for(hf_config).name}  # transformers has no other names of a family
+    made = kind.from_config(AutoConfig.for_model(**named), dtype=torch.float32)
     made.save_pretrained(folder)
     if tower is not None:
         sizes = {name: tower.get(field, default) for name, (field, default) in PICTURES.items()}

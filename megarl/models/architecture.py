@@ -69,7 +69,8 @@ class Architecture:
     name: str
     """`model_type` in config.json."""
     hf_classes: tuple[str, ...]
-    """What `architectures` in config.json may name: the causal LM, and the reward model with a scalar head."""
+    """What `architectures` in config.json may name: the causal LM, and the reward model with a scalar head, which transformers
+    does not have of every family."""
     transformer_config_kwargs: Callable[[HFConfig], dict[str, Any]]
     """Keyword arguments of TransformerConfig, with `activation` a name that the megatron room translates."""
     gpt_kwargs: Callable[[HFConfig], dict[str, Any]]

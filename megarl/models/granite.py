@@ -41,7 +41,7 @@ def _multiplier(hf_config: HFConfig, field: str) -> float:
 
 ARCHITECTURE = Architecture(
     name="granite",
-    hf_classes=("GraniteForCausalLM",),
+    hf_classes=("GraniteForCausalLM", "GraniteForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,

@@ -47,7 +47,7 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
 
 ARCHITECTURE = Architecture(
     name="qwen3_5_moe_text",
-    hf_classes=("Qwen3_5MoeForCausalLM",),
+    hf_classes=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForSequenceClassification"),
     transformer_config_kwargs=transformer_config_kwargs,
     gpt_kwargs=gpt_kwargs,
     weight_map=weight_map,

@@ -76,6 +76,9 @@ REFUSED = {"llama4": _LLAMA4, "llama4_text": _LLAMA4}
 """By `model_type`, why a family that users ask for is not there."""
 
 
+CLASSIFIER = "ForSequenceClassification"
+"""What names of classes with a scalar head in place of the vocabulary end with."""
+
 _users_own: dict[str, Architecture] = {}
 """By import path, what `use_architecture` has added in this process."""
 
@@ -130,10 +133,15 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
 
 def sequence_classifier(hf_config: dict[str, Any]) -> dict[str, Any]:
     """The config of the same model with a scalar head in place of its vocabulary, as critics and reward models have."""
-    names = list(hf_config.get("architectures") or ())
-    for head in ("ForCausalLM", "ForConditionalGeneration"):
-        names = [name.replace(head, "ForSequenceClassification") for name in names]
+    names = [_classifier_of(name) for name in hf_config.get("architectures") or ()]
     return {**hf_config, "architectures": names, "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+
+
+def _classifier_of(name: str) -> str:
+    """The class with a scalar head of the family of a class; of an unknown one the class that would be called so."""
+    family = next((family for family in architectures() if name in family.hf_classes), None)
+    named = [] if family is None else [one for one in family.hf_classes if one.endswith(CLASSIFIER)]
+    return named[0] if named else name.replace("ForCausalLM", CLASSIFIER).replace("ForConditionalGeneration", CLASSIFIER)
 
 
 def load_hf_config(path: str | Path) -> dict[str, Any]:

@@ -16,17 +16,24 @@ if TYPE_CHECKING:
 
 
 def chat(
-    folder: Path, console: Console, *, max_new_tokens: int, temperature: float, lines: Iterable[str] | None = None
+    folder: Path,
+    console: Console,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    config: Any = None,
+    lines: Iterable[str] | None = None,
 ) -> list[dict[str, str]]:
     """Answer every line of `lines` (None: stdin) in one conversation with the model in the Hugging Face folder `folder`.
 
-    A model without a chat template continues each line by itself. `temperature` 0 is greedy. Returns what is remembered of the
+    A model without a chat template continues each line by itself. `temperature` 0 is greedy. `config` is
+    transformers' config object where the folder's own cannot be read as one. Returns what is remembered of the
     conversation at its end.
 
     Raises:
         ModelError: `folder` holds no model that can be loaded.
     """
-    tokenizer, model = load_tokenizer(str(folder)), _load(folder)
+    tokenizer, model = load_tokenizer(str(folder)), load_model(folder, config)
     talks = bool(getattr(tokenizer, "chat_template", None))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     said: list[dict[str, str]] = []
@@ -75,13 +82,14 @@ def _generate(model: Any, streamer: Any, arguments: dict[str, Any]) -> None:
         streamer.end()  # else an error here would leave the terminal waiting
 
 
-def _load(path: Path) -> Any:
+def load_model(path: Path, config: Any = None) -> Any:
+    """transformers' model of a folder, by `config` or by the folder's own. Raises ModelError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        options = {"dtype": "auto", "local_files_only": True, "trust_remote_code": False}
+        options = {"config": config, "dtype": "auto", "local_files_only": True, "trust_remote_code": False}
         return AutoModelForCausalLM.from_pretrained(str(path), **options).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         reason = (str(error).splitlines() or [""])[0]

@@ -17,9 +17,12 @@ from megarl.config import Layout
 from megarl.convert.plan import plan_dist
 from megarl.convert.run import run_plan
 from megarl.convert.sources import open_hf
+from megarl.models.transformers_names import config_in_transformers
+from megarl.observe.chat import load_model
 from megarl.observe.plots import band
 from megarl.observe.report import POINTS, SAMPLES, SPANS, TOKENS, as_inert_json, page_data
 from megarl.observe.run_record import differences, read_run, repetitions
+from tests.families import build_folder
 from tests.observe.recorded import HARM, show_between_turns, show_pictures, write_run
 
 TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
@@ -155,6 +158,12 @@ def test_chat_answers_each_line_as_the_model_would(monkeypatch, capsys) -> None:
 
 
 @needs_tiny
+def test_chat_loads_a_model_that_transformers_has_under_another_name(tmp_path) -> None:
+    build_folder("kimi_k2", tmp_path / "model")
+    loaded = load_model(tmp_path / "model", config_in_transformers(tmp_path / "model"))
+    assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
+
+
 def test_chat_takes_the_newest_checkpoint_of_a_run(tmp_path, monkeypatch, capsys) -> None:
     """The second checkpoint has the model's weights, the first one others."""
     run = write_run(tmp_path / "r")

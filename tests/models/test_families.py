@@ -135,6 +135,23 @@ def test_an_update_moves_every_weight_but_not_the_bias_that_picks_experts(by_ref
     assert unmoved == idle | {key for key in before if key.endswith("e_score_correction_bias")}
 
 
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma3", "olmo3", "phi3-window", "smollm3-window", "gpt_oss"])
+def test_a_window_hides_tokens_of_the_response_that_is_compared(by_transformers: Any, name: str) -> None:
+    """Else the comparisons here, and those in every layout, would prove nothing of windows."""
+    unit = units()[0]
+    response = max(unit.responses, key=lambda one: len(one.token_ids))
+    model = hugging_face(name)
+    window = model.config.sliding_window
+    assert window < len(response.token_ids)
+    ids = torch.cat([unit.prompt_ids, response.token_ids])[None]
+    expected = by_transformers[name]["logits"][unit.responses.index(response)]
+    torch.testing.assert_close(model(ids).logits[0, len(unit.prompt_ids) - 1 : -1], expected)
+    model.config.sliding_window = 200
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None
+    assert float((model(ids).logits[0, len(unit.prompt_ids) - 1 : -1] - expected).abs().max()) > 1e-3
+
+
 def test_embeddings_are_multiplied_by_a_number_of_the_models_dtype(world: World, folders: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folders["gemma3"], dtype=torch.bfloat16)
     ids = torch.arange(0, 131, 3)
