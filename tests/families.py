@@ -265,6 +265,11 @@ VARIANTS: dict[str, Family] = FAMILIES | {
         "Gemma3", GEMMA3 | {"sliding_window": 256, "tie_word_embeddings": False, "num_key_value_heads": 1, "head_dim": 16}
     ),
     "phi3-tied": Family("Phi3", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "phi3-mini": Family(
+        "Phi3",
+        {"tie_word_embeddings": True, "max_position_embeddings": 512, "original_max_position_embeddings": 64}
+        | {"rope_parameters": HALF_ROPE | {"rope_type": "longrope", "short_factor": [1.5, 3.0], "long_factor": [2.0, 21.0]}},
+    ),
     "phi3-window": Family("Phi3", {"rope_parameters": HALF_ROPE, "sliding_window": 7}),
     "smollm3-interval": Family("SmolLM3", {"no_rope_layer_interval": 3, "tie_word_embeddings": False}),
     "smollm3-window": Family("SmolLM3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}),

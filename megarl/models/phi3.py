@@ -8,7 +8,7 @@ from megarl.models import dense
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.fused_rows import FusedRows, gate_over_up, queries_keys_values
 from megarl.models.hf_fields import with_defaults
-from megarl.models.rope import Rope
+from megarl.models.rope import Rope, rope_refusal
 from megarl.models.weight_map import WeightMap
 from megarl.models.windows import in_all_layers, window_refusal
 
@@ -36,9 +36,9 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
     """Vocabulary, positions and tying.
 
     Raises:
-        ModelError: the rotary embedding is scaled, as in the models for long contexts (`longrope`).
+        ModelError: the rotary embedding is scaled otherwise than in the models for long contexts (`longrope`).
     """
-    Rope.from_hf(hf_config, kinds=("default",))
+    Rope.from_hf(hf_config, kinds=("default", "longrope"))
     return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config), partial_rotary=True)
 
 
@@ -61,7 +61,7 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
         return (
             f"its config.json must say partial_rotary_factor = {share:g} beside rope_parameters, where SGLang does not read it"
         )
-    return window_refusal(transformer_config_kwargs(hf_config))
+    return window_refusal(transformer_config_kwargs(hf_config)) or rope_refusal(hf_config)
 
 
 ARCHITECTURE = Architecture(

@@ -72,7 +72,19 @@ _LLAMA4 = (
     "Llama 4 attends within chunks of attention_chunk_size tokens, and scales queries by their position in layers without "
     "rotary embedding, which megarl's attention does not"
 )
-REFUSED = {"llama4": _LLAMA4, "llama4_text": _LLAMA4}
+_TOWER = (
+    "megarl does not train this family's vision tower, and its folders hold the text model under other names; save its text "
+    "model as a folder of its own (docs/vision.md, 'Train the text model alone')"
+)
+_GEMMA2 = "Gemma 2 caps attention scores and logits, which megarl's attention and output layer do not"
+REFUSED = {
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+    "qwen3_5": _TOWER,
+    "qwen3_5_moe": _TOWER,
+    "gemma3": _TOWER,
+    "gemma2": _GEMMA2,
+}
 """By `model_type`, why a family that users ask for is not there."""
 
 

@@ -14,12 +14,14 @@ import transformers
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.check_layouts import _check_layout
+from megarl.models.hf_folder import HFFolder
 from megarl.models.registry import ARCHITECTURES, architecture_for, sequence_classifier
 from megarl.models.rope_frequencies import inverse_frequencies
 from megarl.models.shape import shape_of
 from megarl.models.windows import check_windows
 from tests.families import FAMILIES, LLAMA3_ROPE, LONGROPE, SIZES, WIDE_YARN, YARN_ROPE, hugging_face
 
+TINY = Path(__file__).parents[2] / "models" / "tiny-arithmetic"
 WINDOWS = ["sliding_attention", "full_attention"] * 2
 LINEAR_KIND = "linear_attention"
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -138,9 +140,9 @@ REFUSED = [
     (
         "phi3",
         {"rope_parameters": {"rope_type": "longrope", "long_factor": [1.0]}},
-        "rope_type is 'longrope'; it must be 'default'",
+        "short_factor is None; it must be 4 numbers",
     ),
-    ("phi3", {"rope_parameters": LINEAR}, "rope_type is 'linear'; it must be 'default'"),
+    ("phi3", {"rope_parameters": LINEAR}, "rope_type is 'linear'; it must be 'default' or 'longrope'"),
     (
         "smollm3",
         {"no_rope_layers": [1, 0]},
@@ -360,10 +362,50 @@ def test_llama_4_is_refused_with_the_reason() -> None:
             architecture_for(hf_config)
 
 
+def test_models_that_see_of_text_families_are_refused_with_what_to_do() -> None:
+    for name, model_type in (("Qwen3_5", "qwen3_5"), ("Qwen3_5Moe", "qwen3_5_moe"), ("Gemma3", "gemma3")):
+        hf_config = {"architectures": [f"{name}ForConditionalGeneration"], "model_type": model_type, "vision_config": {}}
+        with pytest.raises(ModelError, match=r"vision tower, .* save its text model as a folder of its own \(docs/vision\.md"):
+            architecture_for(hf_config)
+    with pytest.raises(ModelError, match="Gemma 2 caps attention scores"):
+        architecture_for({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"})
+
+
+RECIPE = re.compile(r"## Train the text model alone\n.*?```python\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+def test_the_document_makes_the_text_model_of_a_folder_that_sees(family: str, tmp_path: Path, monkeypatch: Any) -> None:
+    text = hugging_face(family).config.to_dict()
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "depth": 1}
+    more: dict[str, Any] = {}
+    if family == "gemma3":
+        tower = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+        tower |= {"image_size": 28, "patch_size": 14}
+        more = {"mm_tokens_per_image": 4, "image_token_index": 130, "boi_token_index": 128, "eoi_token_index": 129}
+    prefix = FAMILIES[family].class_prefix
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config=tower, **more)
+    whole = getattr(transformers, f"{prefix}ForConditionalGeneration")(config).float().eval()
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    whole.save_pretrained(tmp_path / "sees")
+    transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "sees")
+    document = (Path(__file__).parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
+    [recipe] = RECIPE.findall(document)
+    monkeypatch.chdir(tmp_path)
+    exec(recipe.replace("Qwen3.5-27B-text", "text").replace("Qwen3.5-27B", "sees"), {})
+    folder = HFFolder(tmp_path / "text")
+    folder.check(architecture_for(folder.config).weight_map(folder.config))
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
+    ids = torch.arange(20)[None]
+    assert torch.equal(read(ids).logits, whole(ids).logits)
+    assert (tmp_path / "text" / "tokenizer_config.json").exists()
+
+
 def test_an_unknown_architecture_names_the_known_ones_and_the_file_to_add() -> None:
     with pytest.raises(ModelError) as error:
-        architecture_for({"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"})
-    for part in ("Gemma2ForCausalLM", *(a.hf_classes[0] for a in ARCHITECTURES)):
+        architecture_for({"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2"})
+    for part in ("Cohere2ForCausalLM", *(a.hf_classes[0] for a in ARCHITECTURES)):
         assert part in str(error.value)
     with pytest.raises(ModelError, match=r"did you mean 'LlamaForCausalLM'"):
         architecture_for({"architectures": ["LLamaForCausalLM"], "model_type": "llama"})

@@ -40,7 +40,7 @@ def served(family: str, folder: Path) -> Path:
         if name.endswith(("bias", "norm.weight")):
             torch.nn.init.normal_(tensor, mean=float(name.endswith("weight") and not entry.norms_less_one), std=0.05)
     written = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
-    if family == "phi3":  # SGLang reads it here, as published folders have it
+    if entry.class_prefix == "Phi3":  # SGLang reads it here, as published folders have it
         written["partial_rotary_factor"] = entry.settings["rope_parameters"]["partial_rotary_factor"]
     if family == "olmo3-published":
         del written["rope_parameters"]
@@ -58,7 +58,8 @@ def served(family: str, folder: Path) -> Path:
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                ("olmo2", 1), ("gemma3", 2), ("olmo3-published", 1), ("olmo3-published", 2), ("gpt_oss", 1), ("gpt_oss", 2),
+                ("olmo2", 1), ("gemma3", 2), ("olmo3-published", 1), ("olmo3-published", 2),
+                ("phi3-mini", 1), ("gpt_oss", 1), ("gpt_oss", 2),
                 ("glm4", 1), ("glm4", 2), ("phi3", 2), ("granite", 1), ("kimi_k2", 1),
                 ("deepseek_v3-moonlight", 1),
             )
