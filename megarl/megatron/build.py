@@ -165,7 +165,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     if pre_process and traits.embedding_multiplier != 1.0:
         multiplier = traits.embedding_multiplier
         if traits.rounded_multiplier:
-            multiplier = torch.tensor(multiplier, dtype=DTYPES[options.dtype]).item()
+            multiplier = torch.tensor(multiplier, dtype=DTYPES[options.dtype], device="cpu").item()
         model.embedding.register_forward_hook(lambda module, inputs, embedded: embedded * multiplier)
     if post_process:
         if options.head == "value":

@@ -86,6 +86,6 @@ def _mend_gemma3_embedding() -> None:
     def with_a_rounded_multiplier(self: Any, *args: Any, **given: Any) -> None:
         """transformers, and training, have the multiplier in the model's dtype; in bfloat16 it is 0.2 percent off for 4B."""
         make(self, *args, **given)
-        self.embed_scale = torch.tensor(self.embed_scale, dtype=self.weight.dtype).item()
+        self.embed_scale = torch.tensor(self.embed_scale, dtype=self.weight.dtype, device="cpu").item()
 
     Gemma3TextScaledWordEmbedding.__init__ = with_a_rounded_multiplier
