@@ -36,8 +36,12 @@ def slice_of_rank(name: str, tensor: Tensor, rank: int, to: EngineTarget, family
             return tensor[:0]
         if re.search(r"(down_proj|w2)\.weight", name):
             return tensor.chunk(of_group, dim=1)[place]
-        return tensor if "down_proj" in name else tensor.chunk(of_group)[place]
+        if "down_proj.bias" in name:  # the ranks of an expert add up what they give
+            return tensor if place == 0 else tensor[:0]
+        return tensor.chunk(of_group)[place]
     heads = rank % to.tp
+    if "embed_tokens" in name and family == "gemma3":  # torch's own embedding
+        return tensor
     if "embed_tokens" in name or "lm_head" in name:
         place, size = (heads, to.tp) if "embed" in name else (rank, ranks)
         step = -(-VOCAB_SIZE // 64) * 64 // size
