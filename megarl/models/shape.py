@@ -35,7 +35,7 @@ class ModelShape:
     sequence beyond which its rotary frequencies depend on its length, and the field that says so. `biases`: all projections
     have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
-    attention.
+    attention. `sinks`: a score of its own for each head is among those that a token attends by.
     """
 
     config: dict[str, Any]
@@ -63,6 +63,7 @@ class ModelShape:
     traits: DecoderTraits = field(default_factory=DecoderTraits)
     linear: DeltaSizes | None = None
     gated: bool = False
+    sinks: bool = False
 
     @property
     def attention_layers(self) -> int:
@@ -169,6 +170,7 @@ def shape_of(hf_config: dict[str, Any]) -> ModelShape:
         traits=architecture.traits(hf_config),
         linear=_linear(sizes),
         gated=bool(sizes.get("attention_output_gate")),
+        sinks=sizes.get("softmax_type") == "learnable",
     )
 
 

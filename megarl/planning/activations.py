@@ -89,7 +89,7 @@ def layer_activations(
     elif shape.latent:
         attention = _latent(shape, layout, precision, rows, mean_length)
     else:
-        attention = _grouped(shape, layout, precision, rows)
+        attention = _grouped(shape, layout, precision, rows, mean_length)
     outside, core, core_inputs = attention
     mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
     checkpoint = rows * shape.hidden * precision.itemsize
@@ -113,7 +113,9 @@ def _branch_norms(shape: ModelShape, precision: Precision) -> float:
     return (shape.traits.pre_norms + shape.traits.post_norms) * norm(shape.hidden, precision)
 
 
-def _grouped(shape: ModelShape, layout: Layout, precision: Precision, rows: float) -> tuple[float, float, float]:
+def _grouped(
+    shape: ModelShape, layout: Layout, precision: Precision, rows: float, mean_length: float
+) -> tuple[float, float, float]:
     """(outside core attention, in it, its inputs)."""
     size, query = precision.itemsize, shape.query / layout.tp
     key = max(shape.key_value / layout.tp, shape.head_dim)  # fewer KV heads than ranks: each has a whole one
@@ -132,6 +134,8 @@ def _grouped(shape: ModelShape, layout: Layout, precision: Precision, rows: floa
     if precision.is_reference:
         keys = (2 * layout.cp + 1) / 2 if layout.cp > 1 else 1.0  # gathered: those that a rank's early and late chunks look at
         core = size * (3 * query + 2 * query * keys) + STATISTICS * heads
+        if shape.sinks:  # whose scores torch keeps, of each token and one that it may attend to
+            core += size * heads * mean_length * keys
         return outside, core, core_inputs
     core = core_inputs + query * size + STATISTICS * heads
     return outside - (0 if precision.fp8 else query * size), core, core_inputs + (0 if precision.fp8 else query * size)
@@ -195,6 +199,8 @@ def _experts(shape: ModelShape, layout: Layout, precision: Precision, rows: floa
     copies = shape.top_k * layout.etp
     width = shape.expert_ffn / layout.etp
     of_reference = width * precision.itemsize if precision.is_reference else 0  # before it is weighted
+    if shape.biases and precision.is_reference:  # gpt-oss: the clamped gate, its sigmoid, and what comes out
+        of_reference += (2 * width + shape.hidden) * precision.itemsize
     total += copies * (precision.operand * shape.hidden + _gated(width, precision) + of_reference + STATISTICS)
     return rows * total + (_gated(shape.shared_ffn / layout.tp, precision) if shape.shared_ffn else 0)
 

@@ -71,6 +71,14 @@ MODELS["gemma3"] = {
     "sliding_window_pattern": 2,
     "query_pre_attn_scalar": 32,
 }
+MODELS["gpt_oss"] = {
+    "architectures": ["GptOssForCausalLM"],
+    "head_dim": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 96,
+    "sliding_window": 64,
+}
 TOKENS, SCORED = 256, 192
 
 
@@ -119,6 +127,8 @@ CASES = [
     Case("glm4", Layout()),
     Case("gemma3", Layout()),
     Case("gemma3", Layout(**SP), {"dtype": "bfloat16"}),
+    Case("gpt_oss", Layout()),
+    Case("gpt_oss", Layout(dp=2, ep=2), {"dtype": "bfloat16"}),
     Case("qwen3_moe", Layout()),
     Case("qwen3_moe", Layout(**SP)),
     Case("qwen3_moe", Layout(**SP, etp=2)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.rollout.engines.sglang.on_cpu.batched_attention import attend, gathers
+from megarl.rollout.engines.sglang.on_cpu.batched_attention import attend, attend_with_sinks, gathers
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (9, 3)])
@@ -41,3 +41,22 @@ def test_requests_are_padded_to_less_than_twice_their_length() -> None:
     assert sorted(row for group in groups for row in group.rows.tolist()) == list(range(7))
     for group in groups:
         assert group.slots.shape[1] < 2 * int(lengths[group.rows].min())
+
+
+@pytest.mark.parametrize(("new", "window"), [(1, None), (9, None), (1, 4), (9, 4)])
+def test_attention_with_sinks_has_one_more_key_whose_value_is_zero(new: int, window: int | None) -> None:
+    torch.manual_seed(1)
+    length, heads, kv_heads, dim = 9, 6, 2, 8
+    query, sinks = torch.randn(new, heads, dim), torch.randn(heads)
+    keys, values = torch.randn(length, kv_heads, dim), torch.randn(length, kv_heads, 5)
+
+    result = attend_with_sinks(query, keys, values, sinks, 0.3, window)
+
+    for token in range(new):
+        at = length - new + token
+        seen = range(0 if window is None else max(0, at - window), at + 1)
+        for head in range(heads):
+            scores = [0.3 * float(query[token, head].double() @ keys[key, head // 3].double()) for key in seen]
+            weights = torch.tensor([*scores, float(sinks[head])], dtype=torch.float64).softmax(0)
+            expected = sum(weight * values[key, head // 3].double() for weight, key in zip(weights, seen, strict=False))
+            assert (result[token, head].double() - expected).abs().max() < 1e-6
