@@ -28,7 +28,9 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
     )
     actions = group.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
     taking_in = actions.add_parser("import", help="Hugging Face folder to distributed checkpoint", description=_import.__doc__)
-    taking_in.add_argument("source", metavar="HF", help="Hugging Face folder (bf16, fp32, or FP8 in blocks)")
+    taking_in.add_argument(
+        "source", metavar="HF", help="Hugging Face folder (bf16, fp32, FP8 in blocks, MXFP8, or INT4 experts)"
+    )
     giving_out = actions.add_parser("export", help="distributed checkpoint to Hugging Face folder", description=_export.__doc__)
     giving_out.add_argument(
         "source", metavar="DIST", help="distributed checkpoint, such as <run>/checkpoints/step_000010/policy"
@@ -39,7 +41,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         action.add_argument("--layout", metavar="tp=4,pp=2", default="", help="sizes of the layout (default: one rank)")
     for action, dtypes, run in (
         (taking_in, ("bf16", "fp32"), _import),
-        (giving_out, ("bf16", "fp32", "fp8-block"), _export),
+        (giving_out, ("bf16", "fp32", "fp8-block", "mxfp8", "int4-32", "int4-64", "int4-128"), _export),
         (resharding, ("bf16", "fp32"), _reshard),
     ):
         action.add_argument("target", metavar="OUT", help="folder to write; it appears when it is complete")

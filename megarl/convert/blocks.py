@@ -16,9 +16,10 @@ import xxhash
 from torch import Tensor
 
 from megarl.errors import CheckpointError
-from megarl.models.fp8_blocks import dequantise_rows, quantise_rows
-from megarl.models.mxfp4 import dequantised
+from megarl.models import mxfp4
 from megarl.models.packings import FP8_BLOCK
+from megarl.models.quantised_tensors import dequantised, shape_tensor, stored_rows
+from megarl.models.weight_formats import PER_WORD, WeightFormat
 
 BLOCK_BYTES = 2**20
 """What is read at a time: small enough to be hashed and written from the cache of one core."""
@@ -38,9 +39,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A tensor on disk: its first axis are the rows, all others the columns. `scales` are those of FP8 blocks, float32.
+    """A tensor on disk: its first axis are the rows, all others the columns.
 
-    With `exponents` it is MXFP4 (`models/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
+    Of one that is stored in a `format` of few bits, `beside` are its scales, and of INT4 its shape. With `exponents` it is MXFP4
+    (`models/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
     """
 
     name: str
@@ -48,18 +50,26 @@ class Matrix:
     rows: int
     cols: int
     extents: tuple[Extent, ...]
-    scales: Matrix | None = None
+    format: WeightFormat | None = None
+    beside: tuple[Matrix, ...] = ()
     exponents: Matrix | None = None
 
     @property
+    def scales(self) -> Matrix | None:
+        """Those of a quantised one."""
+        return self.beside[0] if self.beside else None
+
+    @property
     def width(self) -> int:
-        """How many values a row has."""
-        return self.cols if self.exponents is None else 2 * self.cols
+        """How many values a row has, of which several may be stored in one number."""
+        if self.exponents is not None:
+            return 2 * self.cols
+        return self.cols * PER_WORD if self.format is not None and self.format.name == "int4" else self.cols
 
     @property
     def is_stored_as_is(self) -> bool:
         """Whether what is on disk are the values."""
-        return self.scales is None and self.exponents is None
+        return self.format is None and self.exponents is None
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +109,7 @@ class Task:
     @property
     def nbytes(self) -> int:
         """Bytes written."""
-        return self.target.nbytes + (self.target.scales.nbytes if self.target.scales else 0)
+        return self.target.nbytes + sum(matrix.nbytes for matrix in self.target.beside)
 
     def stored_dtype(self) -> torch.dtype | None:
         """The dtype that all parts are stored in and need no change from; None if there is no such."""
@@ -114,7 +124,7 @@ class Task:
         """
         dtype = self.stored_dtype()
         if buffer is None and dtype is not None:
-            buffer = torch.empty((stop - start, self.target.cols), dtype=dtype)
+            buffer = torch.empty((stop - start, self.target.width), dtype=dtype)
         found: list[Tensor] = []
         at = 0
         for part in self.parts:
@@ -132,7 +142,7 @@ class Task:
                 else:
                     sources.read_into(rows, part.source, part.start + row)
             elif part.source is None:
-                found.append(torch.zeros((last - first, self.target.cols), dtype=self.target.dtype))
+                found.append(torch.zeros((last - first, self.target.width), dtype=self.target.dtype))
             else:
                 found.append(sources.part(part, row, last - first))
         if buffer is not None:
@@ -198,12 +208,13 @@ class Reader:
         block = torch.empty((stop - start, source.cols), dtype=source.dtype)
         self.read_into(block, source, start)
         if source.exponents is not None:
-            return dequantised(block.unflatten(1, (source.exponents.cols, -1)), self.rows(source.exponents, start, stop))
-        if source.scales is None:
+            exponents = self.rows(source.exponents, start, stop)
+            return mxfp4.dequantised(block.unflatten(1, (source.exponents.cols, -1)), exponents)
+        if source.scales is None or source.format is None:
             return block
         if source.scales.name not in self._scales:
             self._scales = {source.scales.name: self.rows(source.scales, 0, source.scales.rows)}
-        return dequantise_rows(block, self._scales[source.scales.name], start).to(torch.bfloat16)
+        return dequantised(block, self._scales[source.scales.name], source.format, start).to(torch.bfloat16)
 
     def columns(self, source: Matrix, start: int, stop: int) -> Tensor:
         """Columns `start:stop` as rows, `[stop - start, rows]`. The matrix is read whole, and kept until another one is."""
@@ -278,22 +289,23 @@ class Writer:
 def run_task(task: Task, sources: Reader, files: Files, tick: Callable[[int], None]) -> list[str]:
     """Write the task's target; `tick` is told the bytes of each block. Returns the checksums of its extents (`task.names`)."""
     target = task.target
-    writer = Writer(files, target)
-    scales = Writer(files, target.scales) if target.scales is not None else None
-    step = rows_per_block(target.cols, torch.float32 if scales else target.dtype)
-    if scales is not None:
-        step = -(-step // FP8_BLOCK) * FP8_BLOCK
+    writers = [Writer(files, matrix) for matrix in (target, *target.beside)]
+    step = rows_per_block(target.width, torch.float32 if target.format else target.dtype)
+    per_scale = FP8_BLOCK if target.format is not None and target.format.name == "fp8-block" else 1
+    step = -(-step // per_scale) * per_scale
     stored = task.stored_dtype()
-    buffer = torch.empty((min(step, target.rows), target.cols), dtype=stored) if stored else None
+    buffer = torch.empty((min(step, target.rows), target.width), dtype=stored) if stored else None
     for start in range(0, target.rows, step):
         stop = min(target.rows, start + step)
         block = task.read(sources, start, stop, buffer[: stop - start] if buffer is not None else None)
-        if scales is not None:
-            block, of_blocks = quantise_rows(block)
-            scales.write(of_blocks, start // FP8_BLOCK)
-        writer.write(block.to(target.dtype), start)
+        if target.format is not None:
+            block, scales = stored_rows(block, target.format)
+            writers[1].write(scales, start // per_scale)
+        writers[0].write(block.to(target.dtype), start)
         tick(block.nbytes)
-    return writer.checksums() + (scales.checksums() if scales is not None else [])
+    for writer in writers[2:]:
+        writer.write(shape_tensor((target.rows, target.width))[:, None], 0)
+    return [checksum for writer in writers for checksum in writer.checksums()]
 
 
 def rows_per_block(cols: int, dtype: torch.dtype) -> int:
@@ -322,7 +334,7 @@ def extent_checksum(files: Files, extent: Extent, itemsize: int) -> str:
 def target_extents(task: Task) -> Iterator[tuple[str, Extent, int]]:
     """(name, extent, bytes of an element) of everything a task writes, in the order of its checksums."""
     extents = [(extent, task.target.dtype.itemsize) for extent in task.target.extents]
-    if task.target.scales is not None:
-        extents += [(extent, task.target.scales.dtype.itemsize) for extent in task.target.scales.extents]
+    for matrix in task.target.beside:
+        extents += [(extent, matrix.dtype.itemsize) for extent in matrix.extents]
     for name, (extent, itemsize) in zip(task.names, extents, strict=True):
         yield name, extent, itemsize

@@ -16,26 +16,25 @@ from typing import Any
 import torch
 
 from megarl.checkpoint.format.dist_format import COMMON, StoredChunk, StoredKey, empty_object, write_metadata
-from megarl.checkpoint.format.naming import Chunk, chunks_of, is_linear_weight, stage_of_layers, stored_rows
+from megarl.checkpoint.format.naming import Chunk, chunks_of, stage_of_layers, stored_rows
 from megarl.checkpoint.format.torch_save_format import frame
 from megarl.config.layout import Layout
 from megarl.convert.blocks import BLOCK_BYTES, Extent, Matrix, Part, Task, rows_and_cols
 from megarl.convert.sources import HF_SUBFOLDER, ConversionSource
-from megarl.errors import ModelError
 from megarl.models.check_layouts import read_shape
-from megarl.models.fp8_blocks import quantization_config
 from megarl.models.fused_experts import ExpertPlace
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_prediction_layers
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
-from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX, padded_vocab
+from megarl.models.packings import FP8_BLOCK, Copy, padded_vocab
 from megarl.models.safetensors_layout import header_and_entries
+from megarl.models.weight_formats import FP8, INT4_GROUPS, MXFP8, WeightFormat, check_format, int4
 from megarl.models.weight_tensors import kept_dtype
 
 RECORD = "megarl_conversion.json"
 """What a converted folder says of itself: where it came from, its layout, and the checksum of every tensor written."""
 MAX_SHARD_BYTES = 5 * 2**30
-FP8 = "fp8-block"
+FORMATS = {"fp8-block": FP8, "mxfp8": MXFP8} | {f"int4-{group}": int4(group) for group in INT4_GROUPS}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _ALIGNMENT = 64
 
@@ -73,7 +72,8 @@ class ConversionPlan:
     @property
     def block_bytes(self) -> int:
         """What one worker holds at most of the tensors: a block as it is stored, converted, and a box cut out of it."""
-        widest = max(task.target.cols for task in self.tasks) * 4 * (FP8_BLOCK if self.options["dtype"] == FP8 else 1)
+        in_blocks = FORMATS.get(self.options["dtype"]) is FP8
+        widest = max(task.target.width for task in self.tasks) * 4 * (FP8_BLOCK if in_blocks else 1)
         whole = max((part.source.nbytes for part in self._parts() if part.transposed and part.source), default=0)
         return 4 * max(BLOCK_BYTES, widest) + whole
 
@@ -147,10 +147,10 @@ def plan_dist(kind: str, source: ConversionSource, layout: Layout, dtype: str | 
 
 
 def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_bytes: int = MAX_SHARD_BYTES) -> ConversionPlan:
-    """Write a Hugging Face folder. `dtype` is a key of `DTYPES`, `FP8`, or None to keep the source's.
+    """Write a Hugging Face folder. `dtype` is a key of `DTYPES` or `FORMATS`, or None to keep the source's.
 
     Raises:
-        ModelError, CheckpointError: the source is incomplete.
+        ModelError, CheckpointError: the source is incomplete, or the format does not go with the model.
     """
     outlined = list(_hf_outputs(source, dtype))
     shards: list[list[_Tensor]] = [[]]
@@ -172,11 +172,11 @@ def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_by
         for tensor in shard:
             matrices = []
             for name, stored_dtype, shape in tensor.stored():
-                rows, cols = tensor.rows_and_cols if name == tensor.name else rows_and_cols(shape)
+                rows, cols = tensor.rows_and_cols if tensor.format is None else rows_and_cols(shape)
                 extent = Extent(file, entries[name].offset, 0, rows, 0, cols)
                 matrices.append(Matrix(name, stored_dtype, rows, cols, (extent,)))
                 file_of[name] = file
-            target = replace(matrices[0], scales=matrices[1]) if len(matrices) > 1 else matrices[0]
+            target = replace(matrices[0], format=tensor.format, beside=tuple(matrices[1:]))
             fixed.append(((file, 0, header),) if tensor is shard[0] else ())
             tasks.append(Task(target, tensor.parts, tuple(matrix.name for matrix in matrices)))
 
@@ -185,7 +185,7 @@ def plan_hf(kind: str, source: ConversionSource, dtype: str | None, max_shard_by
             total = sum(task.nbytes for task in tasks)
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of.items()))}
             (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        config = _exported_config(source.hf_config, outlined, dtype)
+        config = _exported_config(source, outlined, FORMATS.get(dtype or ""))
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         copy_companions(source.companions, folder)
         _write_record(folder, kind, source, options, checksums)
@@ -214,6 +214,7 @@ class _Tensor:
     parts: tuple[Part, ...]
     rows_of_last_axis: bool = False
     """Whether the parts' columns are its last axis, and not all but its first: experts that are stored together."""
+    format: WeightFormat | None = None
 
     @property
     def rows_and_cols(self) -> tuple[int, int]:
@@ -221,11 +222,11 @@ class _Tensor:
         return (prod(self.shape[:-1]), self.shape[-1]) if self.rows_of_last_axis else rows_and_cols(self.shape)
 
     def stored(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of what the file holds for it: itself, and its scales if it is FP8."""
-        found = [(self.name, self.dtype, self.shape)]
-        if self.dtype == torch.float8_e4m3fn:
-            found.append((self.name + SCALE_SUFFIX, torch.float32, tuple(-(-size // FP8_BLOCK) for size in self.shape)))
-        return found
+        """(name, dtype, shape) of what the file holds for it: itself, or what its format stores in its place."""
+        if self.format is None:
+            return [(self.name, self.dtype, self.shape)]
+        parts = self.format.parts(Copy(self.shape))
+        return [(self.name + part.suffix, getattr(torch, part.dtype), part.packing.hf_shapes[0]) for part in parts]
 
     @property
     def nbytes(self) -> int:
@@ -238,18 +239,17 @@ class _Tensor:
 
 
 def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor]:
-    fused = source.fused
-    if fused is not None and dtype == FP8:
-        raise ModelError(f"'{source.path}' has tensors that the hub stores together, which cannot be written in FP8")
+    fused, format = source.fused, FORMATS.get(dtype or "")
+    if format is not None:
+        check_format(format, source.hf_config)
     together: list[Part] = []
     for rule in source.names.weight_map.bound_rules():
         for name, shape, parts, stored in source.hf_parts(rule):
-            if dtype == FP8:
-                wanted = torch.float8_e4m3fn if is_linear_weight(rule) else kept_dtype(rule) or torch.bfloat16
-            else:
-                wanted = stored if dtype is None else kept_dtype(rule) or DTYPES[dtype]
+            wanted = stored if dtype is None else kept_dtype(rule) or DTYPES.get(dtype, torch.bfloat16)
             place = fused.place(name) if fused is not None else None
-            if place is None or fused is None:
+            if format is not None and format.applies_to(rule.megatron_name):
+                yield _Tensor(name, wanted, shape, parts, format=format)
+            elif place is None or fused is None:
                 yield _Tensor(name, wanted, shape, parts)
             elif isinstance(fused, FusedRows):
                 together += parts
@@ -273,16 +273,17 @@ def _box(prefix: tuple[int, ...], shape: tuple[int, ...], chunk: Chunk) -> tuple
     return offsets, (*(1 for _ in prefix), *own_sizes[: len(shape)])
 
 
-def _exported_config(hf_config: dict[str, Any], tensors: Iterable[_Tensor], dtype: str | None) -> dict[str, Any]:
-    """The source's config, with the dtype that most bytes have, and what says that weights are FP8."""
+def _exported_config(source: ConversionSource, tensors: Iterable[_Tensor], format: WeightFormat | None) -> dict[str, Any]:
+    """The source's config, with the dtype that most bytes have, and what says how weights are quantised."""
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
-        shown = torch.bfloat16 if tensor.dtype == torch.float8_e4m3fn else tensor.dtype
-        sizes[shown] = sizes.get(shown, 0) + tensor.nbytes
-    config = without_prediction_layers(hf_config)
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    config = without_prediction_layers(source.hf_config)
     field_name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[field_name] = str(max(sizes, key=lambda found: sizes[found])).removeprefix("torch.")
-    return config | {"quantization_config": quantization_config()} if dtype == FP8 else config
+    if format is None:
+        return config
+    return config | {"quantization_config": format.quantization_config(source.names.weight_map)}
 
 
 def _write_record(

@@ -24,7 +24,6 @@ from megarl.checkpoint.format.naming import (
     Place,
     StoredRows,
     default_dtype,
-    is_linear_weight,
     is_vocabulary,
     model_names,
     stored_rows,
@@ -37,10 +36,12 @@ from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4
 from megarl.models.hf_folder import HFFolder, fused_of
 from megarl.models.mxfp4 import BLOCKS, SCALES
-from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
+from megarl.models.packings import Copy
+from megarl.models.quantised_tensors import main_suffix, scale_suffix
 from megarl.models.registry import load_hf_config, sequence_classifier
 from megarl.models.safetensors_layout import Entry
 from megarl.models.vision import TOWER
+from megarl.models.weight_formats import FP8, WeightFormat, stored_format
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
 
@@ -83,10 +84,14 @@ class ConversionSource(ABC):
 
 @dataclass(frozen=True)
 class HFSource(ConversionSource):
-    """A Hugging Face folder. `experts` are the matrices that are stored together in one of `matrices`, by tensor and expert."""
+    """A Hugging Face folder: the `matrices` in it, by name, and, by the weight's name, those that are `quantised`.
+
+    `experts` are the matrices that are stored together in one of `matrices`, by tensor and expert.
+    """
 
     matrices: dict[str, Matrix]
     experts: dict[tuple[str, int], Matrix] = field(default_factory=dict)
+    quantised: dict[str, Matrix] = field(default_factory=dict)
 
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
         """See `ConversionSource`."""
@@ -111,7 +116,8 @@ class HFSource(ConversionSource):
             return Part(matrix, within.start + start, rows), matrix.dtype
         place = fused.place(name) if isinstance(fused, FusedExperts) and self.experts else None
         if not isinstance(fused, FusedExperts) or place is None:
-            return Part(self.matrices[name], start, rows), _value_dtype(self.matrices[name])
+            matrix = self.quantised.get(name) or self.matrices[name]
+            return Part(matrix, start, rows), _value_dtype(matrix)
         matrix = self.experts[place.stored, place.expert]
         if matrix.exponents is not None:
             transposed = False
@@ -130,9 +136,10 @@ class HFSource(ConversionSource):
         """See `ConversionSource`."""
         known = {*self.names.weight_map.hf_shapes(), *(stored for stored, _ in self.experts)}
         known |= {stored + part for stored, _ in self.experts for part in (BLOCKS, SCALES)}
+        known |= {part.name for matrix in self.quantised.values() for part in (matrix, *matrix.beside)}
         fused = self.fused
         parts = fused.names_of if isinstance(fused, FusedRows) else lambda name: [name]
-        return [name for name in self.matrices if not known.issuperset(parts(name.removesuffix(SCALE_SUFFIX)))]
+        return [name for name in self.matrices if not known.issuperset(parts(name))]
 
 
 @dataclass(frozen=True)
@@ -268,13 +275,17 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
     plain = without_quantization(config)
     names = model_names(plain)
     experts: dict[tuple[str, int], Matrix] = {}
+    try:
+        format = stored_format(config)
+    except ModelError as error:
+        raise ModelError(f"'{folder}': {error}") from None
     if config_only:
-        _check_quantization(folder, config)
-        matrices = _matrices_of_config(names.weight_map, config)
+        matrices, quantised = _matrices_of_config(names.weight_map, config, format)
     else:
         read = HFFolder(folder)
-        matrices, experts = _matrices_of_folder(read, config, names.weight_map, mxfp4=is_mxfp4), _experts_of(read)
-    return HFSource(folder, plain, names, folder, matrices, experts)
+        matrices, quantised = _matrices_of_folder(read, format, names.weight_map, mxfp4=is_mxfp4)
+        experts = _experts_of(read)
+    return HFSource(folder, plain, names, folder, matrices, experts, quantised)
 
 
 def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, config_only: bool = False) -> DistSource:
@@ -308,16 +319,24 @@ def _value_dtype(matrix: Matrix) -> torch.dtype:
     return matrix.dtype if matrix.is_stored_as_is else torch.bfloat16
 
 
-def _matrices_of_config(weight_map: WeightMap, config: dict[str, Any]) -> dict[str, Matrix]:
-    found = {}
+def _matrices_of_config(
+    weight_map: WeightMap, config: dict[str, Any], format: WeightFormat | None
+) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
+    """As `_matrices_of_folder`, of what a config implies."""
+    found, quantised = {}, {}
     for rule in weight_map.bound_rules():
         for name, shape in rule.hf_shapes.items():
-            rows, cols = rows_and_cols(shape)
-            found[name] = Matrix(name, kept_dtype(rule) or default_dtype(config), rows, cols, ())
-            if config.get("quantization_config") and is_linear_weight(rule):
-                scales = Matrix(name + SCALE_SUFFIX, torch.float32, -(-rows // FP8_BLOCK), -(-cols // FP8_BLOCK), ())
-                found[name] = replace(found[name], dtype=torch.float8_e4m3fn, scales=scales)
-    return found
+            if format is None or not format.applies_to(rule.megatron_name):
+                rows, cols = rows_and_cols(shape)
+                found[name] = Matrix(name, kept_dtype(rule) or default_dtype(config), rows, cols, ())
+                continue
+            stored = []
+            for part in format.parts(Copy(shape)):
+                rows, cols = rows_and_cols(part.packing.hf_shapes[0])
+                stored.append(Matrix(name + part.suffix, getattr(torch, part.dtype), rows, cols, ()))
+            found |= {matrix.name: matrix for matrix in stored}
+            quantised[name] = replace(stored[0], format=format, beside=tuple(stored[1:]))
+    return found, quantised
 
 
 def _has_mxfp4(config: dict[str, Any]) -> bool:
@@ -326,30 +345,55 @@ def _has_mxfp4(config: dict[str, Any]) -> bool:
     return isinstance(fused, FusedExperts) and fused.alternating and without_mxfp4(config) is not config
 
 
-def _matrices_of_folder(folder: HFFolder, config: dict[str, Any], weight_map: WeightMap, *, mxfp4: bool) -> dict[str, Matrix]:
-    entries = folder.entries()
-    _check_quantization(folder.path, config)
-    scales = {name for name in entries if name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in entries}
-    folder.check(weight_map, ignore=scales)
+def _matrices_of_folder(
+    folder: HFFolder, format: WeightFormat | None, weight_map: WeightMap, *, mxfp4: bool
+) -> tuple[dict[str, Matrix], dict[str, Matrix]]:
+    """(the matrices that a folder stores, the weights among them that are quantised, by the weight's name)."""
     found: dict[str, Matrix] = {}
+    entries = folder.entries()
     for name, (file, entry) in entries.items():
         rows, cols = rows_and_cols(entry.shape)
         found[name] = Matrix(name, entry.dtype, rows, cols, (Extent(file, entry.offset, 0, rows, 0, cols),))
-    for name in scales:
-        weight, of_blocks = found[name.removesuffix(SCALE_SUFFIX)], found[name]
-        expected = (-(-weight.rows // FP8_BLOCK), -(-weight.cols // FP8_BLOCK))
-        if (of_blocks.rows, of_blocks.cols) != expected or of_blocks.dtype != torch.float32:
-            raise ModelError(
-                f"tensor '{name}' in '{folder.path}' is {of_blocks.dtype} {[of_blocks.rows, of_blocks.cols]}, but blocks of "
-                f"{FP8_BLOCK} x {FP8_BLOCK} need torch.float32 {list(expected)}"
-            )
-        found[weight.name] = replace(weight, scales=of_blocks)
+    shapes = {name: entry.shape for name, (_, entry) in entries.items()}
+    quantised: dict[str, Matrix] = {}
+    for rule in weight_map.bound_rules() if format is not None else ():
+        for name, shape in rule.hf_shapes.items() if format is not None and format.applies_to(rule.megatron_name) else ():
+            assert format is not None
+            if name + scale_suffix(format) in found or name + main_suffix(format) != name:
+                quantised[name] = _quantised(folder, found, shapes, name, shape, format)
+    beside = {part.name: matrix.name for matrix in quantised.values() for part in matrix.beside}
+    folder.check(weight_map, ignore={*beside, *(matrix.name for matrix in quantised.values())}, instead=quantised.keys())
     for name, matrix in found.items():
         if mxfp4 and name.endswith((BLOCKS, SCALES)):
             continue
-        if matrix.dtype.itemsize == 1 and matrix.scales is None:
-            raise ModelError(f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{SCALE_SUFFIX}'")
-    return found
+        if matrix.dtype.itemsize == 1 and name not in quantised and name not in beside:
+            raise ModelError(
+                f"tensor '{name}' in '{folder.path}' is {matrix.dtype}, but there is no '{name}{scale_suffix(format or FP8)}'"
+            )
+    return found, quantised
+
+
+def _quantised(
+    folder: HFFolder,
+    found: dict[str, Matrix],
+    shapes: dict[str, tuple[int, ...]],
+    name: str,
+    shape: tuple[int, ...],
+    format: WeightFormat,
+) -> Matrix:
+    """The weight `name` with what belongs to it, which must be there, in the dtype and shape that the format implies."""
+    parts = []
+    for part in format.parts(Copy(shape)):
+        stored, dtype, wanted = name + part.suffix, getattr(torch, part.dtype), part.packing.hf_shapes[0]
+        if stored not in found:
+            raise ModelError(f"'{folder.path}' has no tensor '{stored}', which config.json implies ({format.name})")
+        if (found[stored].dtype, shapes[stored]) != (dtype, wanted):
+            raise ModelError(
+                f"tensor '{stored}' in '{folder.path}' is {found[stored].dtype} {list(shapes[stored])}, but {format.name} of a "
+                f"weight of {list(shape)} needs {dtype} {list(wanted)}"
+            )
+        parts.append(found[stored])
+    return replace(parts[0], format=format, beside=tuple(parts[1:]))
 
 
 def _experts_of(folder: HFFolder) -> dict[tuple[str, int], Matrix]:
@@ -375,18 +419,6 @@ def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) ->
     rows, cols = rows_and_cols(entry.shape[1:])
     extent = Extent(file, entry.offset + expert * rows * cols * entry.dtype.itemsize, 0, rows, 0, cols)
     return Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))
-
-
-def _check_quantization(folder: Path, config: dict[str, Any]) -> None:
-    quantization = config.get("quantization_config") or {}
-    if not quantization:
-        return
-    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
-    if method != "fp8" or list(block or ()) != [FP8_BLOCK, FP8_BLOCK]:
-        raise ModelError(
-            f"config.json in '{folder}': quantization_config says {method!r} with weight_block_size {block!r}; it must "
-            f"be 'fp8' with [{FP8_BLOCK}, {FP8_BLOCK}]"
-        )
 
 
 def _config_folder(folder: Path, named: str | Path | None) -> Path:

@@ -25,7 +25,7 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import BoundRule, WeightMap
-from megarl.models.weight_tensors import hf_from_shards, shard_from_hf
+from megarl.models.weight_tensors import hf_from_shards, kept_dtype, shard_from_hf
 
 SCORE = "score.weight"
 """What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
@@ -113,8 +113,7 @@ def local_shards(
 
     Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be:
     all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
-    With a `quantiser` what it applies to is quantised, and its part of the extras beside it; that is collective over the ranks
-    that share a parameter. Without one nothing is.
+    With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in global_tensors(chunks):
@@ -128,9 +127,7 @@ def local_shards(
             continue
         group = _tensor_group(rule)
         exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
-        place = _place(rule, options)
-        values, extras = quantiser(rule, plain(tensor), *place, exchange)
-        found |= {rule.megatron_name: values} | quantiser.own_extras(rule, extras, *place)
+        found |= quantiser(rule, plain(tensor), *_place(rule, options), exchange)
     return {name: plain(tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found)
 
 
@@ -160,26 +157,24 @@ def _tensor_group(rule: BoundRule) -> Any:
 
 
 class Quantiser(Protocol):
-    """Makes of a rank's shard fewer bytes, and tensors beside them, such as scales; see `reshard.quantise`."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of what it makes."""
-        ...
+    """Makes of a rank's shard what an engine's format stores in its place, in fewer bytes; see `reshard.quantise`."""
 
     def applies_to(self, rule: BoundRule) -> bool:
         """Whether the parameter is one that is quantised."""
 
-    def extras(self, rule: BoundRule) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the float32 tensors that come beside the parameter's own."""
+    def rules(self, rule: BoundRule) -> list[BoundRule]:
+        """What is stored in the parameter's place, each with its own dtype."""
 
     def __call__(
         self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Callable[[Tensor], None]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The shard in `dtype` and the whole extras. `exchange` makes a tensor the element-wise largest of all the ranks'."""
+    ) -> dict[str, Tensor]:
+        """This rank's shard of each of `rules(rule)`, by Megatron name.
 
-    def own_extras(self, rule: BoundRule, extras: dict[str, Tensor], tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-        """By Megatron name, this rank's part of the extras: together the ranks have each of them once."""
+        `exchange` makes a tensor the element-wise largest of all the ranks'.
+
+        Raises:
+            LayoutError: the ranks would share a group of numbers that has one scale.
+        """
 
 
 def export_weights(
@@ -230,23 +225,24 @@ def _whole(
     """On `lead` the Hugging Face tensors of the shards that `ranks`, those of `group` or its first one, hold."""
     rank = torch.distributed.get_rank()
     if quantiser is None or not quantiser.applies_to(rule):
-        shards = _gathered(local, ranks, lead)
+        shards = _gathered(local, ranks, lead, [tuple(local.shape)] * len(ranks))
         yield from hf_from_shards(rule, shards) if rank == lead else ()
         return
-    shapes = quantiser.extras(rule)
-    extras = torch.empty(sum(map(math.prod, shapes.values())), device=local.device)
+    own: Mapping[str, Tensor] = {}
     if rank in ranks:
         exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
-        local, found = quantiser(rule, local, ranks.index(rank), len(ranks), exchange)
-        extras = torch.cat([found[name].flatten() for name in shapes])
-    else:
-        local = torch.empty_like(local, dtype=quantiser.dtype)
-    shards = [shard.view(quantiser.dtype) for shard in _gathered(local.view(torch.uint8), ranks, lead)]
-    of_first = _gathered(extras, ranks[:1], lead)
-    if rank == lead:
-        yield from hf_from_shards(rule, shards)
-        parts = of_first[0].split([math.prod(shape) for shape in shapes.values()])
-        yield from ((name, part.view(shape)) for (name, shape), part in zip(shapes.items(), parts, strict=True))
+        own = quantiser(rule, local, ranks.index(rank), len(ranks), exchange)
+    for part in quantiser.rules(rule):
+        dtype = kept_dtype(part)
+        assert dtype is not None, "a quantised tensor has a dtype of its own"
+        holders = ranks if part.tp_axis is not None else ranks[:1]
+        shapes = [part.shape(len(ranks), tp_rank=number) for number in range(len(holders))]
+        mine = own[part.megatron_name].reshape(-1) if rank in ranks else local.new_empty(0, dtype=dtype)
+        sizes = [(math.prod(shape) * dtype.itemsize,) for shape in shapes]
+        shards = _gathered(mine.view(torch.uint8), holders, lead, sizes)
+        if rank == lead:
+            given = zip(shards, shapes, strict=True)
+            yield from hf_from_shards(part, [shard.view(dtype).view(shape) for shard, shape in given])
 
 
 def _experts_in_turn(
@@ -261,17 +257,17 @@ def _experts_in_turn(
         yield weight_map.rule_for(name), ranks[ep_rank * etp : (ep_rank + 1) * etp]
 
 
-def _gathered(local: Tensor, ranks: Sequence[int], lead: int) -> list[Tensor]:
-    """On `lead` the shards of `ranks`, in order; elsewhere nothing, and what `ranks` hold is sent."""
+def _gathered(local: Tensor, ranks: Sequence[int], lead: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """On `lead` the shards of `ranks`, of these shapes, in order; elsewhere nothing, and what `ranks` hold is sent."""
     rank = torch.distributed.get_rank()
     if rank != lead:
-        if rank in ranks:
+        if rank in ranks and local.numel():
             torch.distributed.send(local, dst=lead)
         return []
     shards = []
-    for source in ranks:
-        shards.append(local if source == lead else torch.empty_like(local))
-        if source != lead:
+    for source, shape in zip(ranks, shapes, strict=True):
+        shards.append(local if source == lead else local.new_empty(shape))
+        if source != lead and shards[-1].numel():
             torch.distributed.recv(shards[-1], src=source)
     return shards
 

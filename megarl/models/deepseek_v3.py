@@ -166,7 +166,8 @@ def _sglang_refusal(hf_config: HFConfig) -> str | None:
     if not hf_config.get("n_shared_experts"):
         return "n_shared_experts is 0, but SGLang computes shared experts in any case"
     q_rank = hf_config.get("q_lora_rank")
-    if hf_config.get("quantization_config") and q_rank is not None and q_rank % FP8_BLOCK:
+    in_fp8 = (hf_config.get("quantization_config") or {}).get("quant_method") == "fp8"
+    if in_fp8 and q_rank is not None and q_rank % FP8_BLOCK:
         return f"it fuses q_a_proj with kv_a_proj in FP8, so q_lora_rank = {q_rank} must be a multiple of {FP8_BLOCK}"
     return None
 

@@ -5,8 +5,6 @@ A weight is `float8_e4m3fn`, its `weight_scale_inv` float32 `[rows / 128, cols /
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,14 +32,3 @@ def dequantise_rows(rows: Tensor, scales: Tensor, start: int) -> Tensor:
     height, width = rows.shape
     of_rows = scales[torch.arange(start, start + height) // FP8_BLOCK]
     return rows.float() * of_rows.repeat_interleave(FP8_BLOCK, dim=1)[:, :width]
-
-
-def quantization_config() -> dict[str, Any]:
-    """What config.json says of such weights; the output layer stays as it is, as do all tensors without scales."""
-    return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-        "modules_to_not_convert": ["lm_head"],
-    }

@@ -176,8 +176,10 @@ class HFFolder:
                 raise ModelError(f"tensor '{name}' in '{self.path}' is in '{file}' by {INDEX_FILE}, but not in the file")
         return found
 
-    def check(self, weight_map: WeightMap, ignore: Collection[str] = ()) -> None:
+    def check(self, weight_map: WeightMap, ignore: Collection[str] = (), instead: Collection[str] = ()) -> None:
         """Check that the folder holds the tensors of a map, in their shapes, and no others but those to `ignore`.
+
+        The latter stand for the tensors in `instead`.
 
         A tied model's folder may hold the output layer a second time if it equals the embedding.
 
@@ -186,7 +188,7 @@ class HFFolder:
         """
         expected = weight_map.hf_shapes()
         for name, shape in expected.items():
-            if self.shape(name) != shape:
+            if name not in instead and self.shape(name) != shape:
                 raise ModelError(
                     f"tensor '{name}' in '{self.path}' has shape {list(self.shape(name))}, "
                     f"but config.json implies {list(shape)}"

@@ -16,7 +16,7 @@ from typing import Literal
 from megarl.errors import ModelError, nearest
 from megarl.models.packings import Packing
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8}
 """Bytes of an element, by the dtype's name."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -110,10 +110,10 @@ class BoundRule:
         runs = self.packing.runs(tp_rank, tp_size, padded_vocab)
         return [HFSlice(None if part is None else self.hf_names[part], start, stop) for part, start, stop in runs]
 
-    def shape(self, tp_size: int, padded_vocab: int | None = None) -> tuple[int, ...]:
-        """The shape of one rank's shard; the ranks' shards are of equal shape."""
+    def shape(self, tp_size: int, padded_vocab: int | None = None, tp_rank: int = 0) -> tuple[int, ...]:
+        """The shape of one rank's shard; but for the scales of FP8 blocks those of all ranks are equal."""
         shape = list(self.packing.hf_shapes[0])
-        shape[self.tp_axis or 0] = sum(p.stop - p.start for p in self.pieces(0, tp_size, padded_vocab))
+        shape[self.tp_axis or 0] = sum(p.stop - p.start for p in self.pieces(tp_rank, tp_size, padded_vocab))
         return tuple(shape)
 
 

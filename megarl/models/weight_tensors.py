@@ -76,8 +76,8 @@ def _checked(rule: BoundRule, name: str, source: Any) -> Any:
 
 
 def _check_shards(rule: BoundRule, shards: Sequence[Tensor], padded_vocab: int) -> None:
-    expected = rule.shape(len(shards), padded_vocab)
     for rank, shard in enumerate(shards):
+        expected = rule.shape(len(shards), padded_vocab, rank)
         if tuple(shard.shape) != expected:
             raise ModelError(
                 f"shard {rank} of {len(shards)} of '{rule.megatron_name}' has shape {list(shard.shape)}, "

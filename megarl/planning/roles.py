@@ -14,9 +14,9 @@ from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
+from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import ParameterCounts, stage_parameters
-from megarl.reshard.block_scales import fp8_scales, quantised_map
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.run_plan import ITEMSIZE, target_of_run
 from megarl.reshard.slices import engine_slices
@@ -58,7 +58,7 @@ class PlannedRole:
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a run, which take the weights of `trainer`'s ranks and serve them in FP8 if `fp8`.
+    """The engines of a run, which take the weights of `trainer`'s ranks and serve them in `format` (None: as they are).
 
     `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `stages_weights`: training
     ranks hand weights over in buffers. `relays_weights`: to an engine on another machine by way of a rank there.
@@ -68,7 +68,7 @@ class Engines:
     trainer: Layout
     shape: ModelShape
     itemsize: int
-    fp8: bool
+    format: WeightFormat | None
     max_total_tokens: int | None
     memory_fraction: float | None
     stages_weights: bool
@@ -77,7 +77,7 @@ class Engines:
     @property
     def plan(self) -> ReshardPlan:
         """The way of the weights to the engines."""
-        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, fp8=self.fp8)
+        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, self.format)
 
     @property
     def weight_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Engines:
 
     @property
     def _held(self) -> tuple[int, float]:
-        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize, fp8=self.fp8)
+        return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize, self.format)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -116,15 +116,17 @@ class Engines:
 
 
 @lru_cache(maxsize=32)
-def _reshard_plan(shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, *, fp8: bool) -> ReshardPlan:
-    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, fp8=fp8)
+def _reshard_plan(
+    shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, format: WeightFormat | None
+) -> ReshardPlan:
+    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format)
 
 
 @cache
-def _weights(shape: ModelShape, target: EngineTarget, itemsize: int, *, fp8: bool) -> tuple[int, float]:
+def _weights(shape: ModelShape, target: EngineTarget, itemsize: int, format: WeightFormat | None) -> tuple[int, float]:
     """(bytes of the fullest rank of an engine, share of the model that is experts')."""
     check_target(shape.config, target)
-    tensors = TensorTable.of(quantised_map(shape.weight_map) if fp8 else shape.weight_map, itemsize)
+    tensors = TensorTable.of(format.quantised_map(shape.weight_map) if format else shape.weight_map, itemsize)
     held = engine_slices(tensors, target, shape.experts)
     nbytes = held.rows * held.cols * tensors.itemsize[held.tensor]
     of_ranks = np.bincount(held.engine_rank - EVERY_RANK, weights=nbytes, minlength=target.ranks - EVERY_RANK)
@@ -204,7 +206,7 @@ def _engines(config: AnyConfig) -> Engines:
         trainer=config.policy.layout,
         shape=ModelShape.read(config.model.path),
         itemsize=ITEMSIZE[config.model.dtype],
-        fp8=served is not None and fp8_scales(load_hf_config(str(served))) is not None,
+        format=engine_format(load_hf_config(str(served))) if served is not None else None,
         max_total_tokens=arguments.get("max_total_tokens"),
         memory_fraction=None if fraction is None else float(fraction),
         stages_weights=config.sampling.weight_transport in ("shared_memory", "rdma"),

@@ -19,8 +19,8 @@ from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
+from megarl.models.weight_formats import WeightFormat
 from megarl.models.weight_map import WeightMap
-from megarl.reshard.block_scales import quantised_map
 from megarl.reshard.engine_line import engine_position
 from megarl.reshard.slices import Slices, engine_slices
 from megarl.reshard.sources import Sources
@@ -271,11 +271,11 @@ def plan_reshard(
     *,
     itemsize: int = 2,
     bucket_bytes: int = BUCKET_BYTES,
-    fp8: bool = False,
+    format: WeightFormat | None = None,
 ) -> ReshardPlan:
     """Plan the way from training ranks in `layout` to engines; the config is all that is read of the model.
 
-    `itemsize` are the bytes of an element as it is sent (2: bfloat16). With `fp8` linear layers are sent in FP8, with scales.
+    `itemsize` are the bytes of an element as it is sent (2: bfloat16). With a `format` weights are sent as it stores them.
 
     Raises:
         LayoutError: the training layout or the engines cannot hold the model, or `bucket_bytes` is less than a row of a tensor.
@@ -285,7 +285,7 @@ def plan_reshard(
     check_target(hf_config, target)
     vocab = int(architecture.gpt_kwargs(hf_config)["vocab_size"])
     weight_map = architecture.weight_map(hf_config)
-    weight_map = quantised_map(weight_map) if fp8 else weight_map
+    weight_map = format.quantised_map(weight_map) if format is not None else weight_map
     return plan_of_map(weight_map, layout, target, padded_vocab(vocab, layout.tp), itemsize, bucket_bytes)
 
 

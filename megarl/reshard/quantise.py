@@ -1,13 +1,13 @@
-"""FP8 export with a scale per block of 128 x 128, computed where the weights lie: on each rank's shard, block by block.
+"""Weights in few bits, made where they lie: on each rank's shard, and bit for bit as of the whole tensor.
 
-Only the blocks' largest magnitudes are exchanged, one float for 16,384 weights, since a block may reach over several shards.
-Values and scales are bit for bit those of quantising the whole tensor (`models/fp8_blocks.py`).
+Of FP8 with a scale per block of 128 x 128 only the blocks' largest magnitudes are exchanged, one float for 16,384 weights:
+a block may reach over several shards. Groups of columns lie on one rank each, which exchanges nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megarl.models.fp8_blocks import LARGEST
 from megarl.models.packings import FP8_BLOCK, SCALE_SUFFIX
+from megarl.models.quantised_packings import BlockScales
+from megarl.models.quantised_tensors import main_suffix, scale_suffix, shape_tensor, stored_rows
+from megarl.models.weight_formats import SHAPE, WeightFormat
 from megarl.models.weight_map import BoundRule
-from megarl.reshard.block_scales import BlockScales, is_quantised
 
 Scales = Literal["float", "power_of_two"]
 Exchange = Callable[[Tensor], None]
@@ -39,32 +41,46 @@ class MatrixBox:
 
 
 @dataclass(frozen=True)
-class Fp8Quantiser:
-    """`megatron.weights.Quantiser` for SGLang's FP8 checkpoints: weights of linear layers, but for router and output layer."""
+class FormatQuantiser:
+    """`megatron.weights.Quantiser` for the folders that SGLang reads (`models/weight_formats.py`)."""
 
-    scales: Scales = "float"
-    dtype: torch.dtype = torch.float8_e4m3fn
+    format: WeightFormat
 
     def applies_to(self, rule: BoundRule) -> bool:
-        """Whether FP8 checkpoints quantise the parameter."""
-        return is_quantised(rule.megatron_name)
+        """Whether the format quantises the parameter."""
+        return self.format.applies_to(rule.megatron_name)
 
-    def extras(self, rule: BoundRule) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the scales."""
-        return {name + SCALE_SUFFIX: tuple(map(_up, shape)) for name, shape in rule.hf_shapes.items()}
+    def rules(self, rule: BoundRule) -> list[BoundRule]:
+        """What the parameter is stored as, each tensor of it as a parameter of its own."""
+        found = []
+        for part in self.format.parts(rule.packing):
+            names = tuple(name + part.suffix for name in rule.hf_names)
+            renamed = replace(rule, megatron_name=rule.megatron_name + part.suffix, hf_names=names)
+            found.append(replace(renamed, packing=part.packing, dtype=part.dtype))
+        return found
 
-    def __call__(
-        self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `quantise_shard`."""
-        return quantise_shard(rule, shard, tp_rank, tp_size, exchange, self.scales)
+    def __call__(self, rule: BoundRule, shard: Tensor, tp_rank: int, tp_size: int, exchange: Exchange) -> dict[str, Tensor]:
+        """This rank's shard of each of `rules(rule)`, by its Megatron name."""
+        name = rule.megatron_name
+        if self.format.name == "fp8-block":
+            in_blocks, all_scales = quantise_shard(rule, shard, tp_rank, tp_size, exchange, self.format.scales)
+            return {name: in_blocks, name + SCALE_SUFFIX: _own_scales(rule, all_scales, tp_rank, tp_size)}
+        for part in self.rules(rule):
+            part.pieces(tp_rank, tp_size)  # raises LayoutError where ranks would share a group
+        values, scales = stored_rows(shard, self.format)
+        found = {name + main_suffix(self.format): values, name + scale_suffix(self.format): scales}
+        if self.format.name == "int4":
+            found[name + SHAPE] = torch.cat([shape_tensor(shape) for shape in rule.hf_shapes.values()])
+        return found
 
-    def own_extras(self, rule: BoundRule, extras: dict[str, Tensor], tp_rank: int, tp_size: int) -> dict[str, Tensor]:
-        """The scales that a plan has this rank send, under the name that it has for them."""
-        axis, scales = rule.tp_axis or 0, [extras[name + SCALE_SUFFIX] for name in rule.hf_names]
-        runs = BlockScales(rule.packing).runs(tp_rank, tp_size, None)
-        parts = [scales[part].narrow(axis, start, stop - start) for part, start, stop in runs if part is not None]
-        return {rule.megatron_name + SCALE_SUFFIX: torch.cat(parts, dim=axis)}
+
+def _own_scales(rule: BoundRule, scales: dict[str, Tensor], tp_rank: int, tp_size: int) -> Tensor:
+    """Those of the blocks that begin in this rank's part: together the ranks have each scale once."""
+    axis, of_tensors = rule.tp_axis or 0, [scales[name + SCALE_SUFFIX] for name in rule.hf_names]
+    runs = BlockScales(rule.packing).runs(tp_rank, tp_size, None)
+    return torch.cat(
+        [of_tensors[part].narrow(axis, start, stop - start) for part, start, stop in runs if part is not None], axis
+    )
 
 
 def raise_to_largest(largest: Tensor, part: Tensor, box: MatrixBox) -> None:

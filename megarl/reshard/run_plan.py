@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
 from megarl.models.registry import load_hf_config
-from megarl.reshard.block_scales import fp8_scales
+from megarl.models.weight_formats import engine_format
 from megarl.reshard.communicators import check_communicators
 from megarl.reshard.plan import LOAD_BYTES, ReshardPlan, bucket_of_load, plan_reshard
 from megarl.reshard.relays import check_relays
@@ -38,7 +38,7 @@ def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
         ModelError: the model's config.json cannot be read.
     """
     hf_config, engine_model = load_hf_config(config.model.path), config.rollout.servers.model_path
-    fp8 = engine_model is not None and fp8_scales(load_hf_config(str(engine_model))) is not None
+    format = engine_format(load_hf_config(str(engine_model))) if engine_model is not None else None
     to = target_of_run(config.rollout)
     return plan_reshard(
         hf_config,
@@ -46,7 +46,7 @@ def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
         to,
         itemsize=ITEMSIZE[config.model.dtype],
         bucket_bytes=bucket_of_load(LOAD_BYTES[platform], to),
-        fp8=fp8,
+        format=format,
     )
 
 

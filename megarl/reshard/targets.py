@@ -16,9 +16,9 @@ from megarl.config.layout import closest, divisors
 from megarl.errors import LayoutError
 from megarl.models.architecture import HFConfig
 from megarl.models.packings import GateUp, GroupedQKV, Sections, Vocabulary
+from megarl.models.quantised_packings import BlockScales, GroupedColumns
 from megarl.models.registry import architecture_for, architectures
 from megarl.models.weight_map import Rule
-from megarl.reshard.block_scales import BlockScales
 from megarl.reshard.tensors import Ints
 
 VOCAB_PADDING = 64
@@ -100,10 +100,9 @@ class EngineTarget:
     def own_intervals(self, rule: Rule, part: int) -> list[Interval]:
         """What each rank holds: as `intervals` where nothing is taken whole."""
         axis = rule.packing.tp_axis
-        if isinstance(rule.packing, BlockScales):
-            inner = replace(rule, packing=rule.packing.of)
-            length = rule.packing.of.hf_shapes[part][axis or 0]
-            return [BlockScales.blocks(*held, length, rule.hf_names[part]) for held in self.own_intervals(inner, part)]
+        if isinstance(rule.packing, BlockScales | GroupedColumns):
+            inner, name = replace(rule, packing=rule.packing.of), rule.hf_names[part]
+            return [rule.packing.held(*held, part, name) for held in self.own_intervals(inner, part)]
         length = rule.packing.hf_shapes[part][axis or 0]
         if rule.is_expert and axis is None:  # a bias of outputs that these ranks add up
             return [(0, length)] + [(0, 0)] * (self.expert_tp - 1)

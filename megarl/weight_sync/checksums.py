@@ -20,7 +20,6 @@ from megarl.errors import EngineError
 from megarl.models.architecture import HFConfig
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
-from megarl.reshard.block_scales import quantised_map
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.slices import engine_slices
 from megarl.reshard.targets import EngineTarget
@@ -69,7 +68,7 @@ class EngineLayout:
     def _weight_map(self) -> WeightMap:
         config = dict(self.model.config)
         weight_map = architecture_for(config).weight_map(config)
-        return weight_map if self.model.fp8_scales is None else quantised_map(weight_map)
+        return weight_map if self.model.format is None else self.model.format.quantised_map(weight_map)
 
     @cached_property
     def _own_dtypes(self) -> dict[str, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from megarl.errors import EngineError
 from megarl.models.registry import architecture_for
-from megarl.reshard.block_scales import fp8_scales
+from megarl.models.weight_formats import WeightFormat, engine_format
+from megarl.models.weight_map import WeightMap
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -23,18 +24,21 @@ class ServedModel:
     @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
-        config = dict(self.config)
-        return architecture_for(config).weight_map(config).num_experts > 0
+        return self._weight_map.num_experts > 0
 
     @property
-    def fp8_scales(self) -> Literal["float", "power_of_two"] | None:
-        """See `block_scales.fp8_scales`."""
-        return fp8_scales(self.config)
+    def format(self) -> WeightFormat | None:
+        """How its weights are stored in few bits; None: they are not. Raises EngineError: see `engine_format`."""
+        return engine_format(self.config)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights by Hugging Face name; raises ModelError for an unknown architecture."""
-        config = dict(self.config)
-        return architecture_for(config).weight_map(config).hf_shapes()
+        return self._weight_map.hf_shapes()
+
+    @property
+    def _weight_map(self) -> WeightMap:
+        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        return architecture_for(config).weight_map(config)
 
 
 def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:

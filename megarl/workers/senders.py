@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
 from megarl.reshard.plan import ReshardPlan, bucket_of_load, plan_reshard
-from megarl.reshard.quantise import Fp8Quantiser
+from megarl.reshard.quantise import FormatQuantiser
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.rollout.engines.protocol import Engine
 from megarl.weight_sync.model_compatibility import ServedModel
@@ -108,12 +108,14 @@ def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: 
         return None
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize
-    fp8 = target.layout.model.fp8_scales is not None
     bucket_bytes = bucket_of_load(load_bytes, to)
-    return plan_reshard(dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, fp8=fp8)
+    return plan_reshard(
+        dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, format=target.layout.model.format
+    )
 
 
-def quantiser_for(target: SendTarget) -> Fp8Quantiser | None:
-    """What makes an FP8 engine's weights of the trainer's; None: they are sent as they are."""
-    scales = target.layout.model.fp8_scales if isinstance(target, ServerEndpoint) else None
-    return Fp8Quantiser(scales) if scales is not None else None
+def quantiser_for(target: SendTarget) -> FormatQuantiser | None:
+    """What makes an engine's weights of the trainer's, if it serves them in few bits; None: they are sent as they are."""
+    model = target.layout.model if isinstance(target, ServerEndpoint) else model_of(target)
+    format = model.format if model is not None else None
+    return FormatQuantiser(format) if format is not None else None

@@ -58,11 +58,13 @@ class Collecting:
     def deliver(self, staged: Any) -> None:
         """Copy the values, and count them."""
         for box, tensor in staged.pieces:
-            values = tensor.float().reshape(box.rows, box.cols)
+            exact = tensor.float() if tensor.is_floating_point() else tensor.double()  # whole numbers of 32 bits
+            values = exact.reshape(box.rows, box.cols)
             for rank in self.held_by if box.engine_rank < 0 else [box.engine_rank]:
                 width = next(h.cols for h in self.layout.slices[box.tensor] if box.engine_rank < 0 or h.engine_rank == rank)
                 for store, part in ((self.held_by, values), (self.written, torch.ones_like(values))):
-                    mine = store[rank].setdefault(box.tensor, torch.zeros(box.of_rows, max(width, box.cols)))
+                    zeros = torch.zeros(box.of_rows, max(width, box.cols), dtype=exact.dtype)
+                    mine = store[rank].setdefault(box.tensor, zeros)
                     mine[box.row : box.row + box.rows, box.col : box.col + box.cols] += part
 
     def join(self) -> None:

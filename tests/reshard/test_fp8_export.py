@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from megarl.config.layout import Layout
 from megarl.errors import EngineError, LayoutError
 from megarl.models.registry import load_hf_config
+from megarl.models.weight_formats import FP8 as FP8_BLOCKS
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.targets import EngineTarget
 from megarl.reshard.verify import verify
@@ -28,7 +29,8 @@ def differences(rank: int, world_size: int, folder: str, layout: Layout) -> tupl
     from megarl.megatron.rank_model import RankModel
     from megarl.models.fp8_blocks import quantise_rows
     from megarl.models.packings import SCALE_SUFFIX
-    from megarl.reshard.quantise import Fp8Quantiser
+    from megarl.models.weight_formats import FP8
+    from megarl.reshard.quantise import FormatQuantiser
 
     initialize_layout(layout, seed=1)
     role = RankModel(ModelOptions(folder, layout, dtype="bfloat16"))
@@ -38,7 +40,7 @@ def differences(rank: int, world_size: int, folder: str, layout: Layout) -> tupl
         expected[name] = tensor.clone()
         if is_linear:
             expected[name], expected[name + SCALE_SUFFIX] = quantise_rows(tensor)
-    found = {name: tensor.clone() for name, tensor in role.export(Fp8Quantiser())}
+    found = {name: tensor.clone() for name, tensor in role.export(FormatQuantiser(FP8))}
     same = {
         name
         for name, tensor in found.items()
@@ -83,17 +85,18 @@ def sent_and_exported(rank: int, world_size: int, folder: str, layout: Layout) -
 
     def everything() -> dict[str, torch.Tensor]:
         found = {f"exported {name}": tensor.clone() for name, tensor in role.export()}
-        found |= {f"in FP8 {name}": tensor.clone() for name, tensor in role.export(Fp8Quantiser())}
+        found |= {f"in FP8 {name}": tensor.clone() for name, tensor in role.export(FormatQuantiser(FP8))}
         for at_once in (True, False):
             held = weights.local_shards(*arguments, at_once=at_once)
             assert list(held) == list(weights.local_shards(*arguments))
             assert len(held) >= len(names)
             found |= {f"sent {at_once} {name}": held[name].clone() for name in held}
             found |= {f"again {at_once} {name}": held[name].clone() for name in [*held][::-1]}
-        sent = weights.local_shards(*arguments, Fp8Quantiser())
+        sent = weights.local_shards(*arguments, FormatQuantiser(FP8))
         return found | {f"sent in FP8 {name}": sent[name].clone() for name in sent}
 
-    from megarl.reshard.quantise import Fp8Quantiser
+    from megarl.models.weight_formats import FP8
+    from megarl.reshard.quantise import FormatQuantiser
 
     expected, real = everything(), weights.global_tensors
 
@@ -127,6 +130,7 @@ def test_weights_held_in_fp8_are_sent_and_exported_as_the_values_that_they_stand
 WIDE = {"vocab_size": 131, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+LLAMA = WIDE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 256, "rms_norm_eps": 1e-6}
 
 
 def wide_folder(family: str, folder: Path) -> Path:
@@ -177,7 +181,7 @@ def test_a_run_sends_an_fp8_engines_ranks_their_boxes_of_the_whole_tensors_quant
     targets = [(1, 1), (2, 1), *([(2, 2)] if family == "Mixtral" else [])]
     answers = world.call(pushed_in_fp8, str(folder), layout, targets, size=layout.world_size)
     for number, (tp, ep) in enumerate(targets):
-        plan = plan_reshard(load_hf_config(folder), layout, EngineTarget(tp=tp, ep=ep), fp8=True)
+        plan = plan_reshard(load_hf_config(folder), layout, EngineTarget(tp=tp, ep=ep), format=FP8_BLOCKS)
         verify(plan)
         for engine_rank in range(tp):
             values, counts = together([answer[number] for answer in answers], 0, engine_rank)
@@ -193,7 +197,7 @@ def test_a_run_sends_an_fp8_engines_ranks_their_boxes_of_the_whole_tensors_quant
 def test_an_engine_whose_ranks_would_share_a_block_is_refused(tmp_path: Path) -> None:
     folder = wide_folder("Llama", tmp_path / "model")
     with pytest.raises(LayoutError, match=r"0 to 64 of '.*_scale_inv'.*whole blocks of 128; use a smaller target tp"):
-        plan_reshard(load_hf_config(folder), Layout(), EngineTarget(tp=4), fp8=True)
+        plan_reshard(load_hf_config(folder), Layout(), EngineTarget(tp=4), format=FP8_BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +205,7 @@ def test_an_engine_whose_ranks_would_share_a_block_is_refused(tmp_path: Path) ->
     [(None, None), (FP8, "float"), (FP8 | {"scale_fmt": "ue8m0"}, "power_of_two")],
 )
 def test_how_an_engines_model_is_quantised_decides_what_it_is_sent(quantisation: Any, scales: str | None) -> None:
-    assert ServedModel({"quantization_config": quantisation}, "bfloat16").fp8_scales == scales
-    with pytest.raises(EngineError, match=r"says 'awq' with weight_block_size None.*or 'fp8' with \[128, 128\]"):
-        _ = ServedModel({"quantization_config": {"quant_method": "awq"}}, "bfloat16").fp8_scales
+    format = ServedModel(LLAMA | {"quantization_config": quantisation}, "bfloat16").format
+    assert (format and format.scales) == scales
+    with pytest.raises(EngineError, match=r"the engine's config\.json: .* says .*'awq'.* or of quant_method 'fp8' with"):
+        _ = ServedModel(LLAMA | {"quantization_config": {"quant_method": "awq"}}, "bfloat16").format

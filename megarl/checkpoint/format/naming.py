@@ -179,12 +179,6 @@ def is_vocabulary(rule: BoundRule) -> bool:
     return isinstance(rule.packing, Vocabulary)
 
 
-def is_linear_weight(rule: BoundRule) -> bool:
-    """Whether FP8 checkpoints quantise the parameter: a weight of a linear layer, but for router and output layer."""
-    module, _, name = rule.megatron_name.rpartition(".")
-    return name == "weight" and module.rpartition(".")[2].startswith("linear_")
-
-
 def chunks_of(rule: BoundRule, rows: int, cols: int, layout: Layout, weight_map: WeightMap, stages: list[int]) -> list[Chunk]:
     """How the ranks of a layout hold a parameter of this size; `stages` is the pipeline rank of each layer.
 

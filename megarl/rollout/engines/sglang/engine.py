@@ -122,7 +122,7 @@ class SglangEngine(ServedEngine):
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
         layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
-        if options.device == "cuda" and layout.model.fp8_scales is not None:
+        if options.device == "cuda" and layout.model.format is not None:
             check_fp8_layout(options.extra, compute_capability())
         server = SglangServer(replace(options, extra={**layout.server_arguments, **options.extra}), nodes)
         await asyncio.to_thread(server.start)
