@@ -343,6 +343,11 @@ ODD: dict[str, Family] = {
     "qwen3_5-odd": Family("Qwen3_5", DELTA_NET | ODD_LINEAR, linear=True),
 }
 """Sizes that three divides and two does not, for worlds of three ranks: 3 KV heads, 6 experts, 5 layers or 4."""
+WIDE: dict[str, Family] = {
+    "mixtral-wide": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}, 4),
+    "kimi_k2-wide": Family("DeepseekV3", KIMI | {"moe_intermediate_size": 64}, 8, "kimi_k2"),
+}
+"""Whose experts have groups of 32 columns, on each of two ranks that share them, too."""
 
 
 UNDER_TRANSFORMER_ENGINE = [
@@ -352,10 +357,10 @@ UNDER_TRANSFORMER_ENGINE = [
 
 
 def hugging_face(family: str) -> Any:
-    """The model of `family` (a key of VARIANTS or ODD) in float32, in evaluation mode, with seeded random values everywhere."""
+    """The model of `family` (a key of VARIANTS, ODD or WIDE) in float32, for evaluation, with seeded random values everywhere."""
     import transformers
 
-    entry = (VARIANTS | ODD)[family]
+    entry = (VARIANTS | ODD | WIDE)[family]
     settings = (
         SIZES
         | {
@@ -437,8 +442,8 @@ def hub_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def build_folder(family: str, path: Path) -> None:
-    """Write the model of `family` (a key of VARIANTS or ODD) to the new folder `path`."""
+    """Write the model of `family` (a key of VARIANTS, ODD or WIDE) to the new folder `path`."""
     model = hugging_face(family)
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
-    config["model_type"] = (VARIANTS | ODD)[family].model_type or config["model_type"]
+    config["model_type"] = (VARIANTS | ODD | WIDE)[family].model_type or config["model_type"]
     write_hf_folder(path, hub_tensors(model).items(), config)

@@ -39,6 +39,8 @@ class EngineCapabilities:
     """Answers prompts that show videos in the model's own way (`data.video: native`)."""
     routes: bool = False
     """Says which experts each token went to, if it is asked (`SamplingParams.routes`)."""
+    starts_elsewhere: bool = False
+    """May serve a folder of its own (`rollout.servers.model_path`), in which weights are stored otherwise."""
     reads_arguments: bool = False
     """Reads `rollout.engine_args`."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +67,7 @@ _SGLANG_SET_ELSEWHERE = {
     "model_path": "rollout.servers.model_path",
 }
 
-EMBEDDED = EngineCapabilities(sees=True, sees_videos=True, routes=True)
+EMBEDDED = EngineCapabilities(sees=True, sees_videos=True, routes=True, starts_elsewhere=True)
 REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True, sees_videos=True)
 SGLANG = EngineCapabilities(
     concurrent=True,
@@ -75,6 +77,7 @@ SGLANG = EngineCapabilities(
     over_nodes=True,
     sees=True,
     routes=True,
+    starts_elsewhere=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )

@@ -62,6 +62,9 @@ def check_fp8(model: ModelConfig, *, trained: dict[str, TrainedRole], frozen: li
     Raises:
         ConfigError: one sentence about the first contradiction.
     """
+    if model.int4_experts and model.fp8 != "none":
+        reason = f"rounds weights that model.fp8 = '{model.fp8}' would round again"
+        raise ConfigError.of("model.int4_experts", model.int4_experts, reason, allowed="0, or set model.fp8 to 'none'")
     if model.fp8 == "none":
         if model.fp8_param:
             raise ConfigError.needs(

@@ -48,14 +48,15 @@ class RolloutDeadlines(Section):
 
 
 class ServersConfig(Section):
-    """SGLang servers: those that megarl starts, or those at `urls` that already run."""
+    """SGLang servers: those that megarl starts, or those at `urls` that already run; `model_path` is for `embedded`, too."""
 
     urls: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """URLs of running SGLang servers, one per engine; needs `weight_transport: folder`. Empty: megarl starts the servers."""
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = None
     """Port of the first server that megarl starts; the next servers take the next ports. null: free ports."""
     model_path: str | None = None
-    """Hugging Face folder that servers start from, e.g. an FP8 version of the model. null: `model.path`."""
+    """Hugging Face folder that engines start from, such as the model in FP8, MXFP8 or INT4: they are sent weights as it stores
+    them. null: `model.path`."""
 
 
 class RolloutConfig(Section):

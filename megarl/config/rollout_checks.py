@@ -25,7 +25,7 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
         reason = f"rollout.engine = '{rollout.engine}' cannot do in one process"
         raise ConfigError.of("rollout.tp", rollout.tp, reason, allowed="1")
     _check_engine_args(config, engine)
-    _check_servers(config)
+    _check_servers(config, engine)
     _check_transport(config, engine)
     _check_schedule(config, engine)
     _check_sampling_limits(config)
@@ -54,9 +54,10 @@ def _check_engine_args(config: Config, engine: EngineCapabilities) -> None:
         )
 
 
-def _check_servers(config: Config) -> None:
+def _check_servers(config: Config, engine: EngineCapabilities) -> None:
     rollout, servers = config.rollout, config.rollout.servers
-    if rollout.engine != "sglang" and (given := [name for name in ServersConfig.model_fields if getattr(servers, name)]):
+    of_sglang = [name for name in ServersConfig.model_fields if name != "model_path" or not engine.starts_elsewhere]
+    if rollout.engine != "sglang" and (given := [name for name in of_sglang if getattr(servers, name)]):
         remedy = f"set rollout.engine, or remove rollout.servers.{given[0]}"
         raise ConfigError.needs(f"rollout.servers.{given[0]}", "rollout.engine = 'sglang'", remedy)
     last = 65536 - rollout.engines

@@ -79,6 +79,9 @@ class ModelConfig(Section):
     """Store the weights of FP8 products only in FP8. The optimizer's copy stays in float32."""
     fp8_bf16_layers: Annotated[tuple[Count, Count], Field(strict=False)] = (0, 0)
     """Number of layers at the start and at the end of the model that stay in BF16."""
+    int4_experts: Literal[0, 32, 64, 128] = 0
+    """Quantisation-aware training: policy and reference compute with experts' weights rounded to INT4, in groups of so many as
+    the engines' folder has. 0: off."""
 
 
 class OptimizerGroupConfig(Section):

@@ -23,6 +23,7 @@ from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.rotary import set_rotary_embedding
+from megarl.megatron.rounded_experts import round_experts
 from megarl.megatron.seeing import SeeingModel, build_tower
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
@@ -75,6 +76,8 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
                 module.softmax_offset.data = module.softmax_offset.data.to(config.params_dtype)  # Transformer Engine: float32
         if fuses_gradient_accumulation(options):
             fuse_gradient_accumulation(chunk)
+        if options.int4_experts:
+            round_experts(chunk, options.int4_experts)
     if not options.trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)

@@ -110,6 +110,9 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
     if options.replays_routes and given.get("moe_router_fusion"):
         reason = "would leave out policy.routing.replay: its kernel chooses the experts itself"
         raise ConfigError.of(f"{options.section}.moe_router_fusion", True, reason, allowed="false")
+    for name in BESIDE_AUTOGRAD & {name for name, value in given.items() if value} if options.int4_experts else ():
+        reason = "would go round the rounding of model.int4_experts: it reads weights, or adds gradients, outside autograd"
+        raise ConfigError.of(f"{options.section}.{name}", given[name], reason, allowed="false")
     # Transformer Engine's layers are told when they are built (`build.fuse_gradient_accumulation`).
     given.pop("gradient_accumulation_fusion", None)
     try:
@@ -189,6 +192,10 @@ NEEDS_TRANSFORMER_ENGINE = frozenset(
 ROTARY_KERNELS = frozenset({"apply_rope_fusion", "fused_single_qkv_rope"})
 """Fields whose kernels of Transformer Engine know no positions on three axes, no attention factor and, in some versions, no
 neighbouring pairs."""
+BESIDE_AUTOGRAD = frozenset(
+    {"gradient_accumulation_fusion", "delay_wgrad_compute", "use_transformer_engine_op_fuser", "moe_use_legacy_grouped_gemm"}
+)
+"""Fields with which layers' weights are not taken from the layer, or their gradients not given back to it."""
 ENUMS = {"attention_backend": AttnBackend}
 
 
@@ -212,7 +219,8 @@ def fields_for(config_class: type, options: ModelOptions, *, kind: ConfigClass) 
 
 def fuses_gradient_accumulation(options: ModelOptions) -> bool:
     """Whether Transformer Engine adds weight gradients to the float32 buffers itself, without a BF16 copy in between."""
-    return options.trainable and bool(options.megatron.get("gradient_accumulation_fusion", _is_fast(options)))
+    default = _is_fast(options) and not options.int4_experts
+    return options.trainable and bool(options.megatron.get("gradient_accumulation_fusion", default))
 
 
 def ddp_config(options: ModelOptions) -> DistributedDataParallelConfig:

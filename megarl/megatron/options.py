@@ -60,7 +60,8 @@ class ModelOptions:
     shows any. `replays_routes`: its routers take the experts that come with tokens, where they are known; `records_routes`:
     passes without gradients remember the choices of tokens that come with none.
     `collision`: passes without gradients answer the collision probability of each token's distribution, too.
-    `experts`: how experts are kept in balance in training.
+    `experts`: how experts are kept in balance in training. `int4_experts`: so many columns of their weights share
+    a scale of INT4, to which forward passes round them; 0: they do not.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
@@ -79,6 +80,7 @@ class ModelOptions:
     fp8_recipe: Fp8RecipeName = "tensorwise"
     fp8_param: bool = False
     fp8_bf16_layers: tuple[int, int] = (0, 0)
+    int4_experts: int = 0
     deterministic: bool = False
     freeze: tuple[str, ...] = ()
     media_folder: str | None = None

@@ -12,8 +12,9 @@ from megarl.config.layout import Layout, closest, divisors
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.parameter_patterns import check_patterns
-from megarl.models.registry import architecture_for, use_architecture
+from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
+from megarl.models.weight_formats import WeightFormat, check_format, check_groups, int4, stored_format
 from megarl.models.windows import check_windows
 
 A_MODEL = "a Hugging Face model folder, or ORG/NAME of the hub (hf://ORG/NAME where a folder ORG is here)"
@@ -37,9 +38,12 @@ def check_models(config: AnyConfig) -> None:
         if role.trained is not None:
             _check_experts(f"{role.name}.experts", role.trained.experts, model)
             _check_patterns(role.name, role.trained, model)
+        if config.model.int4_experts and role.name in ("policy", "reference"):
+            _check_format(int4(config.model.int4_experts), "model.int4_experts", f"{role.name}.layout", layout, model)
     if config.routing_replay != "none" and not read_shape("model.path", config.model.path).experts:
         reason = f"is for mixtures of experts, and the model in '{config.model.path}' has none"
         raise ConfigError.of("policy.routing.replay", config.routing_replay, reason, allowed="'none'")
+    _check_served(config)
     if config.sampling is not None:
         model = read_shape("model.path", config.model.path)
         # what training asks of layouts with experts is not asked of an engine
@@ -62,6 +66,36 @@ def read_shape(field: str, folder: str) -> ModelShape:
         return ModelShape.read(path)
     except ModelError as error:
         raise ModelError(f"{field} is '{folder}': {error}") from None
+
+
+def _check_served(config: AnyConfig) -> None:
+    """Refuse a folder that engines cannot be sent weights for, and rounding to other weights than theirs."""
+    if config.sampling is None:
+        return
+    served, field = config.sampling.servers.model_path, "rollout.servers.model_path"
+    group, format = config.model.int4_experts, None
+    if served is not None:
+        read_shape(field, served)
+        try:
+            format = stored_format(load_hf_config(served))
+        except ModelError as error:
+            raise ModelError(f"{field} is '{served}': {error}") from None
+        if format is not None:
+            model = read_shape("model.path", config.model.path)
+            _check_format(format, field, "policy.layout", config.policy.layout, model)
+    if group and format != int4(group):
+        remedy = f"name a folder that `megarl convert export --dtype int4-{group}` wrote, or set model.int4_experts to 0"
+        raise ConfigError.needs(f"model.int4_experts = {group}", f"engines that serve such weights by {field}", remedy)
+
+
+def _check_format(format: WeightFormat, field: str, of_layout: str, layout: Layout, model: ModelShape) -> None:
+    try:
+        check_format(format, model.config)
+        check_groups(format, model.config, layout.tp, layout.etp)
+    except LayoutError as error:
+        raise ConfigError(f"{of_layout} does not go with {field}: {error}") from None
+    except ModelError as error:
+        raise ModelError(f"{field}: {error}") from None
 
 
 def _check_experts(field: str, experts: ExpertsConfig, model: ModelShape) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,41 +43,36 @@ def dequantised(values: Tensor, scales: Tensor, format: WeightFormat, start: int
 
 
 class Dequantiser:
-    """Puts weights together of the stored tensors that come one by one, in any order, and gives what they stand for."""
+    """Puts weights together of the stored tensors that come one by one, in any order, and gives what they stand for.
+
+    A tensor that comes again takes the place of the last one, beside those that came with it.
+    """
 
     def __init__(self, format: WeightFormat, is_weight: Callable[[str], bool]) -> None:
         """`is_weight`: whether the model has a weight of this name that is stored quantised."""
         self._format, self._is_weight = format, is_weight
         self._parts: dict[str, dict[str, Tensor]] = {}
 
-    @property
-    def incomplete(self) -> list[str]:
-        """The weights of which something is missing."""
-        return list(self._parts)
+        self._suffixes = (PACKED, GROUP_SCALE, SHAPE) if format.name == "int4" else ("", SCALE_SUFFIX)
 
     def forget(self) -> None:
-        """Drop what is not complete."""
+        """Drop what has come."""
         self._parts.clear()
 
     def take(self, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """The weight that is complete with this tensor, and its float32 values; any other tensor is given back as it is."""
-        suffixes = (PACKED, GROUP_SCALE, SHAPE) if self._format.name == "int4" else ("", SCALE_SUFFIX)
-        base, suffix = next(
-            ((name.removesuffix(s), s) for s in suffixes if name.endswith(s) and self._is_weight(name.removesuffix(s))),
-            (name, None),
-        )
+        """The weight that is complete with this tensor, and its float32 values; None: something is missing.
+
+        Any other tensor is given back as it is.
+        """
+        places = ((name.removesuffix(suffix), suffix) for suffix in self._suffixes if name.endswith(suffix))
+        base, suffix = next((place for place in places if self._is_weight(place[0])), (name, None))
         if suffix is None:
             return name, tensor
         parts = self._parts.setdefault(base, {})
         parts[suffix] = tensor.detach().clone()
-        if len(parts) < len(suffixes):
+        if len(parts) < len(self._suffixes):
             return None
-        del self._parts[base]
-        return base, _whole(parts, self._format)
-
-
-def _whole(parts: Mapping[str, Tensor], format: WeightFormat) -> Tensor:
-    return dequantised(parts[main_suffix(format)], parts[scale_suffix(format)], format)
+        return base, dequantised(parts[main_suffix(self._format)], parts[scale_suffix(self._format)], self._format)
 
 
 def shape_tensor(shape: tuple[int, ...]) -> Tensor:

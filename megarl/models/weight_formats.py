@@ -141,6 +141,18 @@ def int4(group: int) -> WeightFormat:
     return WeightFormat("int4", group)
 
 
+def check_groups(format: WeightFormat, hf_config: dict[str, Any], tp: int, etp: int) -> None:
+    """Refuse training ranks that would share a group of numbers which has one scale.
+
+    Raises:
+        LayoutError: names the width and the group.
+        ModelError: the format does not go with the model.
+    """
+    for rule in format.quantised_map(architecture_for(hf_config).weight_map(hf_config)).rules:
+        if isinstance(rule.packing, GroupedColumns):
+            rule.packing.runs(0, etp if rule.is_expert else tp, None)
+
+
 def is_linear_weight(megatron_name: str) -> bool:
     """Whether a parameter is the weight of a linear layer, router and output layer not among them."""
     module, _, name = megatron_name.rpartition(".")
@@ -232,9 +244,8 @@ def _check_ignored(quantisation: Mapping[str, Any], weight_map: WeightMap) -> No
             module = name.removesuffix(".weight")
             if any(_matches(pattern, module) for pattern in ignored) == (rule.expert is not None):
                 what = "leaves out an expert" if rule.expert is not None else "leaves in a linear layer that is no expert's"
-                raise ModelError(
-                    f"config.json: quantization_config.ignore {what}, '{module}'; weights in INT4 must be those of experts alone"
-                )
+                only = "weights in INT4 must be those of experts alone"
+                raise ModelError(f"config.json: quantization_config.ignore {what}, '{module}'; {only}")
 
 
 def _matches(pattern: str, module: str) -> bool:

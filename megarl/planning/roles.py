@@ -200,7 +200,7 @@ def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
 def _engines(config: AnyConfig) -> Engines:
     assert config.sampling is not None
     arguments = config.sampling.engine_args
-    fraction, served = arguments.get("mem_fraction_static"), arguments.get("model_path")
+    fraction, served = arguments.get("mem_fraction_static"), config.sampling.servers.model_path
     return Engines(
         target=target_of_run(config.sampling),
         trainer=config.policy.layout,

@@ -31,6 +31,15 @@ class ServedModel:
         """How its weights are stored in few bits; None: they are not. Raises EngineError: see `engine_format`."""
         return engine_format(self.config)
 
+    @property
+    def quantised(self) -> frozenset[str]:
+        """The Hugging Face names of the weights that are stored in few bits."""
+        format = self.format
+        rules = self._weight_map.bound_rules() if format is not None else ()
+        return frozenset(
+            name for rule in rules if format is not None and format.applies_to(rule.megatron_name) for name in rule.hf_names
+        )
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights by Hugging Face name; raises ModelError for an unknown architecture."""
         return self._weight_map.hf_shapes()

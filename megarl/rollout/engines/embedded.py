@@ -24,13 +24,15 @@ from megarl.data.media import Media
 from megarl.data.picture_rules import sees
 from megarl.data.routes import Routes
 from megarl.errors import DeadlineError, EngineError
+from megarl.models.hf_folder import HFFolder
+from megarl.models.quantised_tensors import Dequantiser
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.rollout.engines.embedded_routes import RouteRecorder
 from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
 from megarl.rollout.engines.protocol import Engine, EnginePlace, FinishReason, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
-from megarl.weight_sync.model_compatibility import ServedModel
+from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 from megarl.weight_sync.staging import NamedTensors
 from megarl.weight_sync.weight_state import WeightState
 
@@ -55,6 +57,9 @@ class EmbeddedEngine(Engine):
 
     `max_batch_samples` responses are computed at once; the rest wait. `initial_version` declares which version the weights
     in `model_path` are; None: none, weights must be sent first. `media_folder` has the pictures that prompts show.
+
+    With a `served_path` it begins with the weights of that folder, and takes weights as the folder stores them. If that is in
+    few bits, it computes with the values that they stand for, in its own dtype: an engine's numbers, but for its kernels.
     """
 
     capabilities = EMBEDDED
@@ -63,7 +68,8 @@ class EmbeddedEngine(Engine):
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
         # one seed for all: a response is the same whichever engine samples it
         media_folder = config.data.kept_in(config.run_folder)
-        return {"dtype": config.model.dtype, "seed": config.run.seed, "media_folder": media_folder}
+        served = config.rollout.servers.model_path
+        return {"dtype": config.model.dtype, "seed": config.run.seed, "media_folder": media_folder, "served_path": served}
 
     def __init__(
         self,
@@ -75,6 +81,7 @@ class EmbeddedEngine(Engine):
         max_batch_samples: int = EMBEDDED.batch_samples,
         initial_version: int | None = None,
         media_folder: Path | None = None,
+        served_path: str | Path | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -90,7 +97,10 @@ class EmbeddedEngine(Engine):
         self._sight = Sight.of(model_path, media_folder)
         self._recorder = RouteRecorder(self._model)
         self._held = hub_tensors(self._model)
-        self._serves = ServedModel(load_hf_config(model_path), dtype)
+        self._serves = ServedModel(load_hf_config(served_path or model_path), dtype)
+        self._dequantiser: Dequantiser | None = None
+        if served_path is not None:
+            self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype))
         self._seed, self._max_batch_samples = seed, max_batch_samples
         self._weights = WeightState(initial_version)
         self._sent: dict[str, str] = {}
@@ -99,6 +109,27 @@ class EmbeddedEngine(Engine):
         self._weights_epoch = 0  # caches made in an earlier epoch are stale
         self._wanting_turn = 0
         self._turn = threading.Condition()  # held for each token, and for each change to the weights
+
+    def _begin_with(self, folder: HFFolder, model: ServedModel) -> None:
+        """Take over the weights of another folder of the same model."""
+        check_same_model(self._serves, model)
+        if self._serves.format is not None:
+            format, names = self._serves.format, self._serves.quantised
+            self._dequantiser = Dequantiser(format, names.__contains__)
+        missing = set(self._held)
+        for name in folder.names:
+            for weight, values in self._arrived(name, folder.get_slice(name)[...]):
+                if weight in self._held:  # else what no model reads, as the second copy of tied embeddings
+                    self._held[weight].copy_(values)
+                    missing.discard(weight)
+        if missing:
+            raise EngineError(f"{folder.path} has nothing for the model's {min(missing)}")
+
+    def _arrived(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weight that is complete with a tensor, if there is one."""
+        found = (name, tensor) if self._dequantiser is None else self._dequantiser.take(name, tensor)
+        if found is not None:
+            yield found
 
     @property
     def weight_version(self) -> int | None:
@@ -202,12 +233,14 @@ class EmbeddedEngine(Engine):
         with self._change():
             self._weights.begin(version, base)
             self._sent = {} if base is None else self._sent  # what is not sent again must still be as it was sent
+            if base is None and self._dequantiser is not None:
+                self._dequantiser.forget()
             self._weights_epoch += 1
 
     async def apply_update(self, bucket: NamedTensors) -> None:
         self._weights.receive()
         with self._change():
-            for name, weight in bucket:
+            for name, weight in (weight for sent in bucket for weight in self._arrived(*sent)):
                 held = self._held.get(name)
                 if held is None:
                     raise EngineError(f"the model has no parameter {name} of its own")

@@ -125,6 +125,7 @@ class Roles:
             fp8_recipe=config.model.fp8_recipe,
             fp8_param=config.model.fp8_param,
             fp8_bf16_layers=config.model.fp8_bf16_layers,
+            int4_experts=config.model.int4_experts if role in (POLICY, REFERENCE) else 0,
             deterministic=config.run.deterministic,
             freeze=spec.trained.freeze if spec.trained is not None else (),
             media_folder=str(config.data.kept_in(config.run_folder)),

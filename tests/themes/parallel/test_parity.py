@@ -70,12 +70,14 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     return get
 
 
-def by_hugging_face(family: str, top_p: float = 1.0) -> dict[str, Any]:
+def by_hugging_face(family: str, top_p: float = 1.0, model: Any = None) -> dict[str, Any]:
     """Each response alone behind its prompt; log-softmax in float64, since float32's is itself off by 1e-5.
+
+    `model` is computed in place of the family's own.
 
     With `top_p` it is over the tokens that are kept, the sampled one among them, and the log of their probability is a value.
     """
-    model = hugging_face(family)
+    model = hugging_face(family) if model is None else model
     values: dict[int, Tensor] = {}
     for unit in units():
         for response in unit.responses:

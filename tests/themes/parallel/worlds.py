@@ -139,6 +139,7 @@ def run_family(
     names: Sequence[str] = tuple(MODES),
     layer_spec: str = "reference",
     limits: SamplingLimits | None = None,
+    int4_experts: int = 0,
 ) -> dict[str, Any]:
     """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response), `gradients` by hub
     name, and `norm`, that of all gradients as the optimizer clips by it.
@@ -160,6 +161,7 @@ def run_family(
             logit_chunk_tokens=5,
             recompute=recompute,
             layer_spec=layer_spec,
+            int4_experts=int4_experts,
             media_folder=str(media_folder) if media_folder else None,
         )
         role = RankModel(options, OptimizerOptions(lr=1e-3))
