@@ -357,7 +357,7 @@ UNDER_TRANSFORMER_ENGINE = [
 
 
 def hugging_face(family: str) -> Any:
-    """The model of `family` (a key of VARIANTS, ODD or WIDE) in float32, for evaluation, with seeded random values everywhere."""
+    """The model of `family` (a key of VARIANTS, ODD or WIDE) in float32, for evaluation, with seeded random values."""
     import transformers
 
     entry = (VARIANTS | ODD | WIDE)[family]

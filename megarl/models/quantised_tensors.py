@@ -45,7 +45,7 @@ def dequantised(values: Tensor, scales: Tensor, format: WeightFormat, start: int
 class Dequantiser:
     """Puts weights together of the stored tensors that come one by one, in any order, and gives what they stand for.
 
-    A tensor that comes again takes the place of the last one, beside those that came with it.
+    A tensor that comes again takes the place of the last one, beside those that came with it. float8 may come as its bytes.
     """
 
     def __init__(self, format: WeightFormat, is_weight: Callable[[str], bool]) -> None:
@@ -69,7 +69,8 @@ class Dequantiser:
         if suffix is None:
             return name, tensor
         parts = self._parts.setdefault(base, {})
-        parts[suffix] = tensor.detach().clone()
+        is_float8 = suffix == "" and tensor.dtype == torch.uint8
+        parts[suffix] = (tensor.view(torch.float8_e4m3fn) if is_float8 else tensor).detach().clone()
         if len(parts) < len(self._suffixes):
             return None
         return base, dequantised(parts[main_suffix(self._format)], parts[scale_suffix(self._format)], self._format)

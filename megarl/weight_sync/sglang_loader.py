@@ -67,7 +67,8 @@ TOWER = "visual."
 VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 
 EXPERT = re.compile(
-    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\.(?:weight(?P<scale>_scale_inv)?|(?P<bias>bias))"
+    r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<projection>\w+)\."
+    r"(?:weight(?P<part>_scale_inv|_packed|_scale|_shape)?|(?P<bias>bias))"
 )
 # projection of an expert -> (engine suffix, position among the expert's projections in it, how many); w1, w3, w2: Mixtral's
 EXPERTS, BIAS = "w13_weight", "_bias"
@@ -104,7 +105,7 @@ class ModelParameters:
         """
         up_first, alternating = [], []
         for name, module in model.named_modules():
-            if not hasattr(module, EXPERTS):
+            if not (hasattr(module, EXPERTS) or hasattr(module, f"{EXPERTS}_packed")):
                 continue
             method = getattr(module, "weight_load_method", None) or module.quant_method
             if module.use_triton_kernels or getattr(method, "w13_swiglu_interleaved", False):
@@ -301,7 +302,9 @@ def engine_name(parameters: ModelParameters, name: str) -> tuple[str, int, int]:
         name = name.replace(".attn.qkv.", ".attn.qkv_proj.")
     if expert := EXPERT.fullmatch(name):
         suffix, position, count = EXPERT_FUSED[expert["projection"]]
-        return f"{expert['experts']}.{suffix}{expert['scale'] or ''}{BIAS if expert['bias'] else ''}", position, count
+        own = f"{expert['experts']}.{suffix}{expert['part'] or ''}{BIAS if expert['bias'] else ''}"
+        # SGLang has one shape for gate and up, which it does not read
+        return (own, 0, 1) if expert["part"] == "_shape" else (own, position, count)
     for suffix, (fused, position) in FUSED.items():
         if f".{suffix}." in name and (found := name.replace(suffix, fused)) in parameters.tensors:
             return found, position, PARTS[fused]
@@ -318,6 +321,8 @@ def region(parameters: ModelParameters, held: SliceKey) -> torch.Tensor:
     parameter = parameters.tensors[name].data
     if expert := EXPERT.fullmatch(held.tensor):
         parameter = parameter[int(expert["expert"]) % len(parameter)]
+        if parameter.ndim == 2 and getattr(parameters.tensors[name], "is_transposed", False):  # INT4
+            parameter = parameter.T
         position = count - 1 - position if name in parameters.up_first else position
     matrix = parameter.unsqueeze(1) if parameter.ndim == 1 else parameter.flatten(1)
     if name in parameters.alternating:
@@ -363,6 +368,8 @@ def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) 
         return True
     if name.endswith(SUMMED_BIAS) and not count:
         return not parameter.any()
+    if name.endswith(f"{EXPERTS}_shape"):  # which gate and up both fill
+        return count == 2 * parameter.numel()
     if not name.startswith(TOWER) or not count:
         return False
     # SGLang pads feed-forward widths of towers with zeros, which an engine computes with

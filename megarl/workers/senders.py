@@ -51,13 +51,19 @@ class ActorSender:
 
     def deliver(self, staged: StagedSlices) -> None:
         """Hand the tensors to the engine by way of Ray's object store."""
+        sent = [(name, _picklable(tensor)) for name, tensor in staged.tensors()]
         try:
-            ray.get(submit(self.actor, Engine.apply_update, [(name, tensor.clone()) for name, tensor in staged.tensors()]))
+            ray.get(submit(self.actor, Engine.apply_update, sent))
         except ray.exceptions.RayError as error:
             raise EngineError(f"the engine's actor did not take the weights: {error}") from error
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _picklable(tensor: Tensor) -> Tensor:
+    """A copy of what is sent; float8 as its bytes, because torch does not pickle it."""
+    return (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).clone()
 
 
 def model_of(target: SendTarget) -> ServedModel | None:

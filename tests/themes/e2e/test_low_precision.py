@@ -44,16 +44,13 @@ def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def decoded(folder: Path, served: Path, dtype: str) -> Any:
-    """transformers' model of `folder` in float32 with the values that the tensors of `served` stand for."""
+    """transformers' model of `folder` in float32 with the values that the quantised tensors of `served` stand for."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     format, found = FORMATS[dtype], tensors(served)
     for name, weight in hub_tensors(model).items():
         if name + scale_suffix(format) in found:
-            stored = dequantised(found[name + main_suffix(format)], found[name + scale_suffix(format)], format)
-        else:
-            stored = found[name].float()
-        with torch.no_grad():
-            weight.copy_(stored)
+            with torch.no_grad():
+                weight.copy_(dequantised(found[name + main_suffix(format)], found[name + scale_suffix(format)], format))
     return model.eval()
 
 

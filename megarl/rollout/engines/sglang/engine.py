@@ -17,15 +17,17 @@ from megarl.config import Config
 from megarl.config.engine_kinds import SGLANG
 from megarl.data.picture_rules import load_picture_rules, sees
 from megarl.errors import ConfigError, EngineError
+from megarl.models.registry import load_hf_config
+from megarl.models.weight_formats import engine_format
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import check_engine_args
-from megarl.rollout.engines.sglang.fp8_layout import check_fp8_layout
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
+from megarl.rollout.engines.sglang.weight_layout import check_weight_layout
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_loader import checking, read_answer
@@ -69,6 +71,11 @@ class SglangEngine(ServedEngine):
         check_engine_args(config.rollout.engine_args)
         check_model(config.model.path, config.rollout.tp, platform)
         check_picture_limits(config)
+        if config.rollout.delta_every and (served := config.rollout.servers.model_path) is not None:
+            format = engine_format(load_hf_config(served))
+            if format is not None and format.name != "fp8-block":
+                reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
+                raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
         if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
             remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
             raise ConfigError.needs("rollout.weight_transport = 'rdma'", "NIXL, which is not installed", remedy)
@@ -122,8 +129,8 @@ class SglangEngine(ServedEngine):
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
         layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
-        if options.device == "cuda" and layout.model.format is not None:
-            check_fp8_layout(options.extra, compute_capability())
+        if options.device == "cuda" and (format := layout.model.format) is not None:
+            check_weight_layout(format, options.extra, compute_capability(), has_experts=layout.model.has_experts)
         server = SglangServer(replace(options, extra={**layout.server_arguments, **options.extra}), nodes)
         await asyncio.to_thread(server.start)
         try:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.errors import EngineError
+from megarl.models.weight_formats import FP8, MXFP8, WeightFormat, int4
 from megarl.rollout.engines.sglang import engine
-from megarl.rollout.engines.sglang.fp8_layout import check_fp8_layout
 from megarl.rollout.engines.sglang.server import ServerOptions
+from megarl.rollout.engines.sglang.weight_layout import check_fp8_layout, check_weight_layout
 from tests.families import build_folder
 
 TRITON = {"fp8_gemm_runner_backend": "triton"}
@@ -43,6 +44,42 @@ def test_a_layout_that_changes_is_refused(capability: tuple[int, int], arguments
 )
 def test_any_other_is_not(capability: tuple[int, int], arguments: dict[str, Any]) -> None:
     check_fp8_layout(arguments, capability)
+
+
+MXFP8_EXPERTS = "moe_runner_backend is 'auto'.*in mxfp8.*it must be 'cutlass'"
+REPACKED = [
+    (MXFP8, {}, (9, 0), "serves no MXFP8 model on GPUs of compute capability 9.0"),
+    (MXFP8, {}, (12, 0), "serves no MXFP8 model on GPUs of compute capability 12.0"),
+    (MXFP8, {}, (10, 0), MXFP8_EXPERTS),
+    (MXFP8, {"moe_runner_backend": "deep_gemm"}, (10, 0), "'deep_gemm'.*it must be 'cutlass'"),
+    (int4(32), {}, (10, 0), "'auto'.*in int4.*it must be 'marlin'"),
+    (int4(32), {"moe_runner_backend": "triton"}, (9, 0), "'triton'.*it must be 'marlin'"),
+    (FP8, {}, (10, 0), "fp8_gemm_runner_backend is 'auto'"),
+]
+
+
+@pytest.mark.parametrize(("format", "arguments", "capability", "named"), REPACKED)
+def test_other_formats_are_refused_where_they_are_repacked(
+    format: WeightFormat, arguments: dict[str, Any], capability: tuple[int, int], named: str
+) -> None:
+    with pytest.raises(EngineError, match=named):
+        check_weight_layout(format, arguments, capability, has_experts=True)
+
+
+@pytest.mark.parametrize(
+    ("format", "arguments", "capability", "has_experts"),
+    [
+        (MXFP8, {}, (10, 0), False),
+        (MXFP8, {"moe_runner_backend": "cutlass"}, (10, 3), True),
+        (int4(32), {}, (8, 0), True),
+        (int4(32), {"moe_runner_backend": "marlin"}, (10, 0), True),
+        (FP8, {}, (9, 0), True),
+    ],
+)
+def test_and_are_served_where_they_are_not(
+    format: WeightFormat, arguments: dict[str, Any], capability: tuple[int, int], has_experts: bool
+) -> None:
+    check_weight_layout(format, arguments, capability, has_experts=has_experts)
 
 
 def test_the_engine_asks_before_it_starts_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
