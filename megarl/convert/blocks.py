@@ -41,8 +41,8 @@ class Extent:
 class Matrix:
     """A tensor on disk: its first axis are the rows, all others the columns.
 
-    Of one that is stored in a `format` of few bits, `beside` are its scales, and of INT4 its shape. With `exponents` it is MXFP4
-    (`models/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
+    Of one that is stored in a `format` of few bits, `beside` are its scales, and of INT4 its shape. With `exponents` it is
+    MXFP4 (`models/mxfp4.py`): a byte holds two values, and 32 values of a row have one exponent.
     """
 
     name: str

@@ -21,13 +21,17 @@ CHUNK = 64
 
 @dataclass(frozen=True)
 class Precision:
-    """How a run computes: bytes of an element, what is recomputed, the recipe of products in FP8, their weights in FP8 only."""
+    """How a run computes: bytes of an element, what is recomputed, the recipe of products in FP8, their weights in FP8 only.
+
+    `rounds_experts`: the policy computes with a rounded copy of its experts' weights.
+    """
 
     layer_spec: str
     itemsize: int
     recompute: str = "none"
     recipe: str | None = None
     fp8_param: bool = False
+    rounds_experts: bool = False
     device_type: str = "cuda"
 
     @property

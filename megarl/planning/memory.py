@@ -102,7 +102,8 @@ def precision_of(run: RunShape, gpu: GpuSpec) -> Precision:
     model = run.config.model
     spec = model.layer_spec if model.layer_spec != "auto" else "reference" if gpu.name == "cpu" else "transformer_engine"
     recipe = model.fp8_recipe if model.fp8 != "none" else None
-    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, recipe, model.fp8_param, _platform(gpu))
+    how = recipe, model.fp8_param, model.int4_experts > 0
+    return Precision(spec, ITEMSIZE[model.dtype], model.recompute, *how, _platform(gpu))
 
 
 def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> RoleMemory:
@@ -207,13 +208,14 @@ def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: W
         kept += tokens * 8
     if recompute == "full" and shape.latent is None:
         kept += tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
-    return kept
+    return kept + (0 if recompute == "full" else sum(role.rounded_experts(stage, precision)))
 
 
 def _at_the_end(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
     """What there is besides in the backward pass, which frees what follows the layers before it computes a layer anew."""
     anew = max(layer.recomputed(precision.recompute) for layer in _layers(role, stage, precision, work))
-    return max(_after_layers(role, stage, precision, work), work.tokens / role.layout.cp * anew)
+    rounded = max(role.rounded_experts(stage, precision), default=0.0) if precision.recompute == "full" else 0.0
+    return max(_after_layers(role, stage, precision, work), work.tokens / role.layout.cp * anew + rounded)
 
 
 def tower_bytes(role: PlannedRole, precision: Precision, work: Workload) -> float:

@@ -15,6 +15,7 @@ from megarl.config.sections import TrainedRole
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.models.weight_formats import WeightFormat, engine_format
+from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import ParameterCounts, stage_parameters
 from megarl.reshard.plan import ReshardPlan, plan_reshard
@@ -54,6 +55,14 @@ class PlannedRole:
     def state_bytes(self, itemsize: int, fp8_recipe: str | None) -> StateBytes:
         """Bytes of gradients and optimizer state of a role that is trained, for weights of `itemsize` bytes."""
         return state_bytes(self.trained.megatron if self.trained is not None else {}, itemsize, fp8_recipe)
+
+    def rounded_experts(self, stage: int, precision: Precision) -> list[float]:
+        """Bytes of the rounded copy of each layer's experts that a micro-batch's backward pass needs; none: not rounded."""
+        if not (precision.rounds_experts and self.name == "policy"):
+            return []
+        layers = {layer for chunk in self.layout.stage_layers(self.shape.layers)[stage] for layer in chunk}
+        with_experts = len(layers & set(self.shape.expert_layers))
+        return [self.parameters[stage].expert * precision.itemsize / max(1, with_experts)] * with_experts
 
 
 @dataclass(frozen=True)

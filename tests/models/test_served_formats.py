@@ -13,7 +13,9 @@ from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.weight_formats import FP8, MXFP8, WeightFormat, int4
-from megarl.planning.roles import _engines
+from megarl.planning.gpus import gpu_named
+from megarl.planning.memory import Workload, precision_of, role_memory
+from megarl.planning.roles import _engines, run_shape
 from tests.families import build_folder
 
 
@@ -99,3 +101,15 @@ def test_a_plan_counts_the_bytes_of_the_format(wide: Path) -> None:
     assert plain.weight_bytes - four.weight_bytes == experts * 4 - (experts // 2 + experts // 16 + tensors * 16)
     assert four.plan.tensors.nbytes.sum() == four.weight_bytes - (plain.weight_bytes - plain.plan.tensors.nbytes.sum())
     assert fp8.weight_bytes < plain.weight_bytes
+
+
+@pytest.mark.parametrize(("recompute", "layers"), [("full", 1), ("none", 3)])
+def test_a_plan_counts_the_rounded_copies_that_the_backward_pass_needs(wide: Path, recompute: str, layers: int) -> None:
+    """Three of the four layers have 8 experts of three matrices of 64 x 32; with `full` one layer is anew at a time."""
+    work, found = Workload(tokens=4, scored=1, micro_batches=1, mean_length=4), []
+    for group in (0, 32):
+        config = config_of(wide, served(wide, int4(32)), model__int4_experts=group, model__recompute=recompute)
+        shape = run_shape(config)
+        policy = next(role for role in shape.roles if role.name == "policy")
+        found.append(role_memory(policy, 0, precision_of(shape, gpu_named("h100")), work).parts["activations"])
+    assert found[1] - found[0] == layers * 8 * 3 * 64 * 32 * 4

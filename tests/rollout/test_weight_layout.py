@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import EngineError
+from megarl.errors import ConfigError, EngineError
 from megarl.models.weight_formats import FP8, MXFP8, WeightFormat, int4
 from megarl.rollout.engines.sglang import engine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.rollout.engines.sglang.weight_layout import check_fp8_layout, check_weight_layout
 from tests.families import build_folder
+from tests.models.test_served_formats import config_of, served
 
 TRITON = {"fp8_gemm_runner_backend": "triton"}
 DEEP_GEMM = {"fp8_gemm_runner_backend": "deep_gemm"}
@@ -92,3 +93,13 @@ def test_the_engine_asks_before_it_starts_a_server(tmp_path: Path, monkeypatch: 
     options = ServerOptions(str(tmp_path / "model"), tmp_path / "log", device="cuda", dtype="bfloat16")
     with pytest.raises(EngineError, match="packs the scales anew"):
         asyncio.run(engine.SglangEngine.open(options))
+
+
+def test_updates_of_what_changed_alone_are_refused_where_the_rest_was_repacked(tmp_path: Path) -> None:
+    build_folder("mixtral-wide", tmp_path / "model")
+    sglang = {"rollout__engine": "sglang", "rollout__delta_every": 3}
+    for format in (MXFP8, int4(32)):
+        config = config_of(tmp_path / "model", served(tmp_path / "model", format), **sglang)
+        with pytest.raises(ConfigError, match=rf"rollout.delta_every is 3, .*repacked it.* is in {format.name}; it must be 0"):
+            engine.SglangEngine.check(config, "cuda")
+    engine.SglangEngine.check(config_of(tmp_path / "model", served(tmp_path / "model", FP8), **sglang), "cuda")

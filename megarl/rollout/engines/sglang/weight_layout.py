@@ -32,11 +32,9 @@ def check_weight_layout(
     if format.name == "mxfp8" and capability[0] != 10:
         raise EngineError(f"SGLang serves no MXFP8 model {here}, but on those of 10: remove rollout.servers.model_path")
     experts = engine_args.get("moe_runner_backend", "auto")
-    if format.name == "mxfp8":
-        keeps = ("cutlass",) if has_experts else (experts,)
-    else:  # on newer GPUs SGLang chooses Triton's kernels by itself
-        keeps = ("marlin",) if capability[0] >= 10 else ("auto", "marlin")
-    if experts not in keeps:
+    # on newer GPUs SGLang chooses Triton's kernels for INT4 by itself
+    keeps = ["cutlass"] if format.name == "mxfp8" else ["marlin"] if capability[0] >= 10 else ["auto", "marlin"]
+    if has_experts and experts not in keeps:
         raise EngineError(
             f"rollout.engine_args.moe_runner_backend is {describe_value(experts)}, with which an engine that serves experts in "
             f"{format.name} {here} packs them anew after loading, so that no weights can be sent to it; it must be "
