@@ -48,7 +48,7 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias "
         "moe_router_dtype moe_router_topk_limited_devices softmax_scale softmax_type "
         "no_rope_freq qk_l2_norm activation_func_clamp_value glu_linear_offset attention_output_gate "
-        "experimental_attention_variant is_hybrid_model heterogeneous_block_specs mtp_num_layers moe_latent_size "
+        "experimental_attention_variant is_hybrid_model heterogeneous_block_specs moe_latent_size "
         "apply_residual_connection_post_layernorm",
     ),
     (
@@ -90,6 +90,10 @@ _REASONS: tuple[tuple[str, str], ...] = (
     ("megarl sets from model.recompute", "recompute_granularity moe_layer_recompute"),
     ("megarl sets from run.deterministic", "deterministic_mode"),
     ("megarl sets from policy.routing", "moe_enable_routing_replay"),
+    (
+        "megarl sets from policy.mtp",
+        "mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_hybrid_override_pattern mtp_detach_heads",
+    ),
     (
         _SUMS,
         "calculate_per_token_loss average_in_collective dsa_indexer_loss_coeff",

@@ -90,6 +90,11 @@ class Questions(Section):
         return "none"
 
     @property
+    def syncs_prediction(self) -> bool:
+        """Whether engines draft with the layer for multi-token prediction that the policy trains, and take its weights."""
+        return False
+
+    @property
     def needs_collision(self) -> bool:
         """Whether that pass answers the collision probabilities of the policy's distributions, too."""
         return False

@@ -162,6 +162,11 @@ class TrainedRole(Section):
     """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by their own names
     (docs/performance.md)."""
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the role has a layer for multi-token prediction, which is trained."""
+        return False
+
 
 class RoutingConfig(Section):
     """Which experts the policy's tokens go to (docs/rollouts.md#routing-replay)."""
@@ -174,6 +179,17 @@ class RoutingConfig(Section):
     engine's. 0: never."""
 
 
+class MtpConfig(Section):
+    """The layer for multi-token prediction that a model may have, which engines draft tokens with (docs/mtp.md)."""
+
+    train: bool = False
+    """Train the layer beside the policy, which it does not change. Off: an export has it as it is in `model.path`."""
+    targets: Literal["soft", "hard"] = "soft"
+    """What the layer learns to predict: the policy's own distribution of a token (`soft`), or the token (`hard`)."""
+    loss_weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the layer's loss, its mean cross-entropy per token. It scales the layer's own gradients only."""
+
+
 class PolicyConfig(TrainedRole):
     """The model being trained."""
 
@@ -181,6 +197,13 @@ class PolicyConfig(TrainedRole):
     """Compute the prompt of a group once per micro-batch instead of once per response."""
     routing: RoutingConfig = RoutingConfig()
     """Routing replay, for a mixture of experts."""
+    mtp: MtpConfig = MtpConfig()
+    """The layer for multi-token prediction."""
+
+    @property
+    def predicts(self) -> bool:
+        """`mtp.train`."""
+        return self.mtp.train
 
 
 class CriticConfig(TrainedRole):

@@ -29,6 +29,7 @@ from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, copy_companions
 from megarl.models.packings import FP8_BLOCK, Copy, padded_vocab
 from megarl.models.safetensors_layout import header_and_entries
 from megarl.models.weight_formats import FP8, INT4_GROUPS, MXFP8, WeightFormat, check_format, int4
+from megarl.models.weight_map import PREDICTION
 from megarl.models.weight_tensors import kept_dtype
 
 RECORD = "megarl_conversion.json"
@@ -243,14 +244,17 @@ def _hf_outputs(source: ConversionSource, dtype: str | None) -> Iterator[_Tensor
     if format is not None:
         check_format(format, source.hf_config)
     together: list[Part] = []
+    copies: dict[str, list[str]] = {}
+    for copy, original in source.names.weight_map.copies:
+        copies.setdefault(original, []).append(copy)
     for rule in source.names.weight_map.bound_rules():
         for name, shape, parts, stored in source.hf_parts(rule):
             wanted = stored if dtype is None else kept_dtype(rule) or DTYPES.get(dtype, torch.bfloat16)
             place = fused.place(name) if fused is not None else None
             if format is not None and format.applies_to(rule.megatron_name):
-                yield _Tensor(name, wanted, shape, parts, format=format)
+                yield from (_Tensor(one, wanted, shape, parts, format=format) for one in (name, *copies.get(name, ())))
             elif place is None or fused is None:
-                yield _Tensor(name, wanted, shape, parts)
+                yield from (_Tensor(one, wanted, shape, parts) for one in (name, *copies.get(name, ())))
             elif isinstance(fused, FusedRows):
                 together += parts
                 if place.stop == fused.shape(place.stored)[0]:
@@ -278,7 +282,9 @@ def _exported_config(source: ConversionSource, tensors: Iterable[_Tensor], forma
     sizes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    config = without_prediction_layers(source.hf_config)
+    weight_map = source.names.weight_map
+    has_prediction = any(rule.megatron_name.startswith(PREDICTION) for rule in weight_map.rules)
+    config = dict(source.hf_config) if has_prediction else without_prediction_layers(source.hf_config)
     field_name = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
     config[field_name] = str(max(sizes, key=lambda found: sizes[found])).removeprefix("torch.")
     if format is None:

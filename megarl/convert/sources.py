@@ -33,7 +33,7 @@ from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
 from megarl.errors import CheckpointError, ModelError
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
-from megarl.models.hf_fields import without_mxfp4
+from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, fused_of
 from megarl.models.mxfp4 import BLOCKS, SCALES
 from megarl.models.packings import Copy
@@ -42,13 +42,13 @@ from megarl.models.registry import load_hf_config, sequence_classifier
 from megarl.models.safetensors_layout import Entry
 from megarl.models.vision import TOWER
 from megarl.models.weight_formats import FP8, WeightFormat, stored_format
-from megarl.models.weight_map import BoundRule, WeightMap
+from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import kept_dtype
 
 HF_SUBFOLDER = "hf"
 """Where a distributed checkpoint keeps config.json, tokenizer and the like."""
 _OUTPUT = "output_layer.weight"
-_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", TOWER)
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.", PREDICTION, TOWER)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class HFSource(ConversionSource):
 
     def left_out(self) -> list[str]:
         """See `ConversionSource`."""
-        known = {*self.names.weight_map.hf_shapes(), *(stored for stored, _ in self.experts)}
+        weight_map = self.names.weight_map
+        known = {*weight_map.hf_shapes(), *(copy for copy, _ in weight_map.copies), *(stored for stored, _ in self.experts)}
         known |= {stored + part for stored, _ in self.experts for part in (BLOCKS, SCALES)}
         known |= {part.name for matrix in self.quantised.values() for part in (matrix, *matrix.beside)}
         fused = self.fused
@@ -273,7 +274,7 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
     is_mxfp4 = _has_mxfp4(config)
     config = without_mxfp4(config) if is_mxfp4 else config
     plain = without_quantization(config)
-    names = model_names(plain)
+    names = model_names(plain, prediction=without_prediction_layers(plain) != plain)
     experts: dict[tuple[str, int], Matrix] = {}
     try:
         format = stored_format(config)
@@ -283,6 +284,7 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
         matrices, quantised = _matrices_of_config(names.weight_map, config, format)
     else:
         read = HFFolder(folder)
+        names = model_names(plain, prediction=model_names(plain).weight_map.has_prediction(read.names))
         matrices, quantised = _matrices_of_folder(read, format, names.weight_map, mxfp4=is_mxfp4)
         experts = _experts_of(read)
     return HFSource(folder, plain, names, folder, matrices, experts, quantised)
@@ -301,7 +303,11 @@ def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, con
     config = without_quantization(load_hf_config(companions))
     if dist is not None and _OUTPUT in dist.keys and dist.keys[_OUTPUT].shape[0] == 1:
         config = sequence_classifier(config)
-    names = model_names(config)
+    if dist is None:
+        has_prediction = without_prediction_layers(config) != config
+    else:
+        has_prediction = any(key.startswith(PREDICTION) for key in dist.keys)
+    names = model_names(config, prediction=has_prediction)
     skipped: tuple[str, ...] = ()
     if dist is not None:
         rules = names.weight_map.bound_rules()

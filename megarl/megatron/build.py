@@ -22,9 +22,11 @@ from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead, ValueHead
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.prediction import Prediction
 from megarl.megatron.rotary import set_rotary_embedding
 from megarl.megatron.rounded_experts import round_experts
 from megarl.megatron.seeing import SeeingModel, build_tower
+from megarl.megatron.weights import role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
@@ -82,7 +84,7 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
         for chunk in chunks:
             chunk.requires_grad_(False)
         return chunks
-    weight_map = architecture.weight_map(hf_config)
+    weight_map = role_map(options, folder)
     for chunk in chunks:
         freeze(chunk, options, weight_map)
     wrapped = [
@@ -182,4 +184,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 limits=options.sampling_limits,
                 collision=options.collision,
             )
+        if options.prediction is not None:
+            layer, norm = layer_specs.prediction_spec(options.layer_spec, config), layer_specs.block_norm(options.layer_spec)
+            model.mtp = Prediction(model, layer, norm, options.prediction, vp_stage=vp_stage)
     return model

@@ -50,7 +50,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         probability zero. The distribution is softmax(logits / temperature); with `limits`, over the tokens that they keep,
         the only target among them, and the third result `[N]` is the log of these tokens' probability, without a gradient.
         """
-        vocabulary = _Slice(weight, vocab_start, vocab_size, temperature, group)
+        vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group)
         asked = Asked(limits=limits)
         results = _forward(hidden, vocabulary, targets, chunk_tokens, asked)
         log_z, entropy, log_probs = results[0], results[1], results[2 + asked.further :].t().view_as(targets)
@@ -68,7 +68,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
-        for rows in _chunks(len(hidden), chunk_tokens):
+        for rows in row_chunks(len(hidden), chunk_tokens):
             per_row = torch.stack([log_z[rows], entropy[rows], grads[1][rows]])[..., None]
             of_kept = least[0][rows, None] if least else None
             grad_logits = _chunk_backward(hidden[rows], vocabulary, targets[rows], per_row, grad_log_probs[rows], of_kept)
@@ -79,7 +79,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
 
 
 @dataclass(frozen=True, eq=False)
-class _Slice:
+class VocabularySlice:
     """A rank's part of the output layer, `weight` `[V/tp, H]`, and what its logits are divided by."""
 
     weight: Tensor
@@ -120,7 +120,7 @@ class Asked:
         return 2 * (self.limits is not None) + self.collision
 
 
-def _forward(hidden: Tensor, vocabulary: _Slice, targets: Tensor, chunk_tokens: int, asked: Asked) -> Tensor:
+def _forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, chunk_tokens: int, asked: Asked) -> Tensor:
     """float32 `[2 + further + M + 2k, N]`: log of the sum of exponentials and entropy; with `limits` the log of the kept
     tokens' probability and the least logit of them; with `collision` Σ p²; log-probs of the M targets of each row; then the
     ids of the k likeliest tokens, from the likeliest on, and their log-probs. Ids below 2²⁴ are exact in float32.
@@ -128,12 +128,12 @@ def _forward(hidden: Tensor, vocabulary: _Slice, targets: Tensor, chunk_tokens: 
     targets = _as_columns(targets)
     width = 2 + asked.further + targets.shape[1] + (2 * asked.top_k.k if asked.top_k else 0)
     results = torch.empty(width, len(hidden), dtype=torch.float32, device=hidden.device)
-    for rows in _chunks(len(hidden), chunk_tokens):
+    for rows in row_chunks(len(hidden), chunk_tokens):
         results[:, rows] = _chunk_forward(hidden[rows], vocabulary, targets[rows], asked)
     return results
 
 
-def _chunk_forward(hidden: Tensor, vocabulary: _Slice, targets: Tensor, asked: Asked) -> Tensor:
+def _chunk_forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, asked: Asked) -> Tensor:
     """The rows of `_forward` for n rows of `hidden`. Two buffers of `[n, V/tp]` at once; with `limits` up to seven, by what
     a sort takes."""
     group, logits = vocabulary.group, vocabulary.logits(hidden)
@@ -174,7 +174,7 @@ def _chunk_forward(hidden: Tensor, vocabulary: _Slice, targets: Tensor, asked: A
     return torch.cat(found)
 
 
-def _likeliest(logits: Tensor, vocabulary: _Slice, top_k: TopK) -> tuple[Tensor, Tensor]:
+def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK) -> tuple[Tensor, Tensor]:
     """Ids and logits, `[n, k]` each, of the largest of `logits` `[n, V/tp]` over all slices, of which each sends k."""
     group, known = vocabulary.group, logits[:, : max(0, top_k.vocabulary - vocabulary.start)]
     values, ids = known.topk(min(top_k.k, known.shape[1]), dim=1)
@@ -191,7 +191,7 @@ def _likeliest(logits: Tensor, vocabulary: _Slice, top_k: TopK) -> tuple[Tensor,
 
 
 def _chunk_backward(
-    hidden: Tensor, vocabulary: _Slice, targets: Tensor, per_row: Tensor, grad_log_probs: Tensor, least: Tensor | None
+    hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, per_row: Tensor, grad_log_probs: Tensor, least: Tensor | None
 ) -> Tensor:
     """Gradient of n rows' logits, `[n, V/tp]`; `per_row` `[3, n, 1]`: log Z, entropy, the gradient of entropy.
 
@@ -231,7 +231,7 @@ def _as_columns(values: Tensor) -> Tensor:
     return values[:, None] if values.dim() == 1 else values
 
 
-def _chunks(total: int, size: int) -> list[slice]:
+def row_chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
@@ -280,10 +280,10 @@ class LogProbHead(torch.nn.Module):
         weight = self.weight if weight is None else weight
         buffers = 1 if self.limits is None else LIMITED_BUFFERS
         chunk_tokens = self.chunk_tokens or default_chunk_tokens(weight.device.type, buffers * weight.shape[0])
-        scored = _enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
+        scored = enter_tensor_parallel_region(hidden, self.config, self.tp_group)[:, 0].index_select(0, rows)
         start = self.tp_group.rank() * weight.shape[0]
         if not torch.is_grad_enabled():
-            vocabulary = _Slice(weight, start, self.vocab_size, self.temperature, self.tp_group)
+            vocabulary = VocabularySlice(weight, start, self.vocab_size, self.temperature, self.tp_group)
             asked = Asked(self.limits, top_k, self.collision)
             _, entropy, *others = _forward(scored, vocabulary, targets, chunk_tokens, asked)
             if self.limits is not None:
@@ -304,7 +304,7 @@ class LogProbHead(torch.nn.Module):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
-def _enter_tensor_parallel_region(hidden: Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> Tensor:
+def enter_tensor_parallel_region(hidden: Tensor, config: TransformerConfig, group: torch.distributed.ProcessGroup) -> Tensor:
     """The whole stream on every TP rank; the backward pass sums the ranks' partial gradients."""
     if config.sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.megatron.model_config import DTYPES
 from megarl.megatron.rank_model import RankModel
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, write_hf_folder
@@ -26,7 +28,9 @@ def write_role(role: RankModel, folder: str) -> None:
     layout, rank = role.options.layout, torch.distributed.get_rank()
     coords = layout.coords(rank)
     if rank == 0:
-        write_hf_folder(folder, _all_stages(role), _config(role), extra_files_from=role.options.path)
+        source = HFFolder(role.options.path)
+        tensors = chain(_with_copies(_all_stages(role), _copies(role, source)), _untrained(role, source))
+        write_hf_folder(folder, tensors, _config(role, source), extra_files_from=role.options.path)
     else:
         for name, tensor in role.export():
             tensor = tensor.contiguous()
@@ -54,9 +58,43 @@ def _all_stages(role: RankModel) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def _config(role: RankModel) -> dict[str, Any]:
+def _copies(role: RankModel, source: HFFolder) -> dict[str, list[str]]:
+    """By tensor the names under which the export has it again, with the layer for multi-token prediction."""
+    layer, found = role.weight_map.prediction, role.weight_map.copies
+    if layer is not None and role.options.head == "log_probs":  # which is not trained
+        found = tuple((copy, original) for copy, original in layer.copies if copy in source.names)
+    copies: dict[str, list[str]] = {}
+    for copy, original in found:
+        copies.setdefault(original, []).append(copy)
+    return copies
+
+
+def _with_copies(tensors: Iterable[tuple[str, Tensor]], copies: dict[str, list[str]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor
+        yield from ((copy, tensor.clone()) for copy in copies.get(name, ()))
+
+
+def _untrained(role: RankModel, source: HFFolder) -> Iterator[tuple[str, Tensor]]:
+    """Layers for multi-token prediction that the role does not train, as its folder has them, in the role's dtype."""
+    if role.options.head == "value" or role.options.prediction is not None:
+        return
+    layer = role.weight_map.prediction
+    copies = {copy for copy, _ in layer.copies} if layer is not None else {*()}
+    own_dtype = {name for rule in role.weight_map.with_prediction().bound_rules() if rule.dtype for name in rule.hf_names}
+    for name in source.names:
+        if role.weight_map.leaves_out(name) and name not in copies:
+            tensor = source.get_slice(name)[...]
+            yield name, tensor if name in own_dtype else tensor.to(DTYPES[role.options.dtype])
+
+
+def _config(role: RankModel, source: HFFolder) -> dict[str, Any]:
     """The `config.json` of the folder that the role came from, changed where the role differs from it."""
-    config = without_mxfp4(without_prediction_layers(HFFolder(role.options.path).config))
+    predicts = role.options.prediction is not None or any(map(role.weight_map.leaves_out, source.names))
+    config = without_mxfp4(source.config)
+    if not predicts or role.options.head == "value":
+        config = without_prediction_layers(config)
+    config = dict(config)
     config.pop("torch_dtype", None)
     config["dtype"] = role.options.dtype
     if role.options.head == "value":

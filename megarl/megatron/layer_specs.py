@@ -22,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import LayerNormImpl, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.errors import LayoutError
 from megarl.megatron.attention import ReferenceAttention
@@ -96,6 +97,43 @@ def block_spec(
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
             several chunks.
     """
+    _check_spec(name, config, traits)
+    make = _MAKE[name]
+    linear = config.linear_attention_freq
+    kinds = [
+        (
+            has_experts(config, layer),
+            isinstance(linear, list) and bool(linear[layer]),
+            None if rope is None else int(layer in rope.layers),
+        )
+        for layer in layers
+    ]
+    specs = {
+        kind: _with_rotary_set(
+            _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits), kind[2]
+        )
+        for kind in set(kinds)
+    }
+    of_layers = [specs[kind] for kind in kinds]
+    if layers[0] == 0:
+        of_layers = [replace(spec, module=DeepstackLayer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
+    if len(layers) < deepstack if layers[0] == 0 else layers[0] < deepstack:
+        raise LayoutError(f"the vision tower adds features behind {deepstack} layers; they must be in the first model chunk")
+    return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=block_norm(name))
+
+
+def prediction_spec(name: str, config: TransformerConfig) -> ModuleSpec:
+    """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
+    return _MAKE[name](config, config.num_moe_experts, linear=False)
+
+
+def block_norm(name: str) -> Any:
+    """The norm outside the layers of the layer spec called `name`."""
+    return ReferenceRMSNorm if name == "reference" else LayerNormImpl
+
+
+def _check_spec(name: str, config: TransformerConfig, traits: DecoderTraits) -> None:
+    """Raise LayoutError if layers of that name cannot run the model, or not under its layout."""
     check_windows(name, windows=config.window_size is not None, cp=config.context_parallel_size)
     if name == "transformer_engine" and (traits.projection_norms or not traits.pre_norms):
         raise LayoutError(
@@ -117,29 +155,6 @@ def block_spec(
             "model.layer_spec is 'local', but this model's norms are stored less one, which megatron-core's local layers do "
             "not add; it must be 'reference' or 'transformer_engine'"
         )
-    make = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}[name]
-    linear = config.linear_attention_freq
-    kinds = [
-        (
-            has_experts(config, layer),
-            isinstance(linear, list) and bool(linear[layer]),
-            None if rope is None else int(layer in rope.layers),
-        )
-        for layer in layers
-    ]
-    specs = {
-        kind: _with_rotary_set(
-            _with_traits(make(config, config.num_moe_experts if kind[0] else None, linear=kind[1]), traits), kind[2]
-        )
-        for kind in set(kinds)
-    }
-    norm = ReferenceRMSNorm if name == "reference" else LayerNormImpl
-    of_layers = [specs[kind] for kind in kinds]
-    if layers[0] == 0:
-        of_layers = [replace(spec, module=DeepstackLayer) if n < deepstack else spec for n, spec in enumerate(of_layers)]
-    if len(layers) < deepstack if layers[0] == 0 else layers[0] < deepstack:
-        raise LayoutError(f"the vision tower adds features behind {deepstack} layers; they must be in the first model chunk")
-    return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=norm)
 
 
 def _with_traits(layer: ModuleSpec, traits: DecoderTraits) -> ModuleSpec:
@@ -169,7 +184,7 @@ def set_latent_norm_epsilon(model: Any) -> None:
 
     Transformer Engine has them in the linear layers behind them.
     """
-    for layer in model.decoder.layers:
+    for layer in (module for module in model.modules() if isinstance(module, TransformerLayer)):
         for name in ("linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm"):
             module: Any = getattr(layer.self_attention, name, None)
             if hasattr(module, "eps"):
@@ -228,3 +243,6 @@ def _set_variant(layer: ModuleSpec, config: TransformerConfig, rule: StateRule |
         layer.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=of_linear)
     elif config.attention_output_gate:
         attention.module = GatedSelfAttention
+
+
+_MAKE = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}

@@ -50,6 +50,17 @@ class ExpertBalance:
 
 
 @dataclass(frozen=True)
+class PredictionOptions:
+    """How the layer for multi-token prediction is trained: the weight of its loss, and its targets:
+    the policy's own distribution of each token (`soft`), or the token (`hard`). `synced`: engines draft with it, and take its
+    weights with every update."""
+
+    loss_weight: float = 1.0
+    targets: Literal["soft", "hard"] = "soft"
+    synced: bool = False
+
+
+@dataclass(frozen=True)
 class ModelOptions:
     """How a role's model is built. `head`: `log_probs` (policy, reference) or `value` (critic, reward model).
 
@@ -62,6 +73,7 @@ class ModelOptions:
     `collision`: passes without gradients answer the collision probability of each token's distribution, too.
     `experts`: how experts are kept in balance in training. `int4_experts`: so many columns of their weights share
     a scale of INT4, to which forward passes round them; 0: they do not.
+    `prediction`: how the layer for multi-token prediction is trained; None: the model is built without it.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
 
@@ -88,8 +100,14 @@ class ModelOptions:
     replays_routes: bool = False
     records_routes: bool = False
     experts: ExpertBalance = ExpertBalance()
+    prediction: PredictionOptions | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
+
+    @property
+    def syncs_prediction(self) -> bool:
+        """Whether the weights of the layer for multi-token prediction go to engines."""
+        return self.prediction is not None and self.prediction.synced
 
     def __post_init__(self) -> None:
         self.layout.check_layer_spec(self.layer_spec)

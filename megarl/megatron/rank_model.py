@@ -5,6 +5,7 @@ Plain Python: a Ray actor or a test world drives it. `megarl.platform.install()`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -27,6 +28,7 @@ from megarl.megatron.moving_average import MovingAverage
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions
+from megarl.megatron.prediction import MTP_LOSS
 from megarl.megatron.rng_state import initial_seed, reseed, restore_rng_state, sharded_rng_state
 from megarl.megatron.router_watch import RouterWatch
 from megarl.megatron.routers import Routers
@@ -35,10 +37,11 @@ from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
-from megarl.megatron.weights import Quantiser, export_weights, global_tensors, load_weights
+from megarl.megatron.weights import Quantiser, export_weights, global_tensors, load_weights, role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.positions import with_positions
 from megarl.models.registry import architecture_for
+from megarl.models.weight_map import PREDICTION
 from megarl.observe.expert_load import EXPERTS
 from megarl.platform.deterministic import make_deterministic
 
@@ -52,7 +55,7 @@ class RankModel:
             make_deterministic()
         folder = HFFolder(options.path)
         architecture = architecture_for(folder.config)
-        self.weight_map = architecture.weight_map(folder.config)
+        self.weight_map = role_map(options, folder)
         self.vision = architecture.vision(folder.config)
         self.chunks = build_model(options, folder)
         load_weights(self.chunks, options, folder, self.weight_map)
@@ -113,7 +116,8 @@ class RankModel:
         metrics: dict[str, Any] = totals if self.reports else {}
         self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        refused = refusal(metrics, grad_norm, loss_is_finite=watched.is_finite, rules=self.skip_rules)
+        is_finite = watched.is_finite and math.isfinite(metrics.get(MTP_LOSS, 0.0))
+        refused = refusal(metrics, grad_norm, loss_is_finite=is_finite, rules=self.skip_rules)
         routed = self.watch.take() if self.watch is not None else {}
         if not refused["skipped"]:
             self.scheduler.step(1)
@@ -150,9 +154,11 @@ class RankModel:
     def copy_weights_from(self, other: RankModel, share: float = 1.0) -> None:
         """Weights ← share·(those of a role with the same layout and head) + (1 − share)·(own); with 1 they are taken over.
 
-        The optimizer, if any, is not touched.
+        The optimizer, if any, is not touched, and the other's layer for multi-token prediction is left out if this has none.
         """
         mine, theirs = global_tensors(self.chunks), global_tensors(other.chunks)
+        if self.options.prediction is None:
+            theirs = ((name, tensor) for name, tensor in theirs if not name.startswith(PREDICTION))
         if share != 1:
             self.average.follow(mine, theirs, share)
             return
@@ -160,9 +166,11 @@ class RankModel:
             for (_, target), (_, source) in zip(mine, theirs, strict=True):
                 target.copy_(source)
 
-    def export(self, quantiser: Quantiser | None = None, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+    def export(
+        self, quantiser: Quantiser | None = None, replicas: Collection[int] = (0,), *, prediction: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
-        return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas)
+        return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas, prediction=prediction)
 
     def shards(self) -> Shards:
         """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from torch import Tensor
 
 from megarl.data.answers import Answers
+from megarl.data.prediction import shifted
 from megarl.data.stream import (
     SCORED_IDS,
     MicroBatch,
@@ -38,6 +39,7 @@ from megarl.megatron.context_parallel import gather_scored
 from megarl.megatron.heads import HeadRequest
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
+from megarl.megatron.prediction import PredictionInputs, prediction_of, share_embedding
 from megarl.megatron.recurrence import Recurrence, recurrence_of
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
@@ -172,7 +174,13 @@ def _run(
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
     width = config.linear_conv_kernel_dim if config.experimental_attention_variant else None
-    inputs = [_pack(units, options, position, device, loss, routers, width) for units, loss in filled]
+    layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
+    predicts = layer is not None
+    inputs = [_pack(units, options, position, device, loss, routers, width, predicts=predicts) for units, loss in filled]
+    if options.prediction is not None and not forward_only:
+        share_embedding(chunks)
+    if layer is not None:
+        layer.begin([prepared.prediction.shifted for prepared in inputs if prepared.prediction is not None])
     if routers.replay is not None:
         routers.replay.begin_pass([(prepared.stream, prepared.share) for prepared in inputs], training=not forward_only)
     if routers.watch is not None:
@@ -209,7 +217,7 @@ class _Prepared(NamedTuple):
 
     `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know. `seen` are the
     pictures that this rank's tokens show, `routes` the experts that its routers take, `routed` the tokens whose experts are
-    counted. `recurrence` is for layers with linear attention.
+    counted. `recurrence` is for layers with linear attention, `prediction` for the one for multi-token prediction.
     """
 
     stream: PackedStream
@@ -221,6 +229,7 @@ class _Prepared(NamedTuple):
     routes: Tensor | None
     routed: TokenSequences | None
     loss_function: LossFunction
+    prediction: PredictionInputs | None = None
 
 
 def _pack(
@@ -231,22 +240,18 @@ def _pack(
     loss_function: LossFunction,
     routers: Routers,
     width: int | None,
+    *,
+    predicts: bool,
 ) -> _Prepared:
     """All that a micro-batch needs, before the pass: in it nothing waits for main memory.
 
-    `width` is that of the convolutions before linear attention; None: there are none.
+    `width` is that of the convolutions before linear attention; None: there are none. `predicts`: this rank has the layer for
+    multi-token prediction, and trains it.
     """
-    layout = options.layout
-    of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
-    of_segment = 1 if layout.cp == 1 else 2 * layout.cp
-    stream = pack(
-        units if options.layer_spec == "reference" else split_shared_prompts(units),
-        pad_to_multiple=math.lcm(layout.cp * of_rank, of_segment),
-        segment_multiple=of_segment,
-        position=position,
-    )
-    share = context_parallel_shard(stream, layout.cp, parallel_state.get_context_parallel_rank())
-    on_device = stream.to(device)
+    units = units if options.layer_spec == "reference" else split_shared_prompts(units)
+    stream = pack(units, position=position, **_multiples(options))
+    share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
+    on_device, held = stream.to(device), share.to(device)
     order = recurrence_of(stream, width).to(device) if width is not None else None
     sequences = packed_lengths(on_device, order) if options.layer_spec == "transformer_engine" else None
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
@@ -255,7 +260,28 @@ def _pack(
     routes = routers.replay.of_rank(stream, share) if routers.replay is not None else None
     routes = routes.to(device) if routes is not None else None
     routed = routers.watch.tokens_of(stream, share).to(device) if routers.watch is not None else None
-    return _Prepared(on_device, share.to(device), sequences, positions, seen, order, routes, routed, loss_function)
+    prediction = _prediction_inputs(units, stream, held, options, device) if predicts else None
+    return _Prepared(on_device, held, sequences, positions, seen, order, routes, routed, loss_function, prediction)
+
+
+def _multiples(options: ModelOptions) -> dict[str, int]:
+    """What `pack` pads a stream and its segments to."""
+    layout = options.layout
+    of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
+    of_segment = 1 if layout.cp == 1 else 2 * layout.cp
+    return {"pad_to_multiple": math.lcm(layout.cp * of_rank, of_segment), "segment_multiple": of_segment}
+
+
+def _prediction_inputs(
+    units: MicroBatch, stream: PackedStream, of_decoder: StreamShard, options: ModelOptions, device: torch.device
+) -> PredictionInputs:
+    """The layer for multi-token prediction is given its stream as the decoder is given `stream`, which is in main memory."""
+    found = shifted(units, stream, **_multiples(options))
+    share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank).to(device)
+    positions, on_device = int(found.stream.position_ids.max()) + 1, found.to(device)
+    sequences = packed_lengths(on_device.stream) if options.layer_spec == "transformer_engine" else None
+    mask, packed = _attention_inputs(on_device.stream, share, sequences, None, options, (None,))
+    return PredictionInputs(on_device, share, of_decoder, mask, packed, positions)
 
 
 def _forward_step(
@@ -267,7 +293,7 @@ def _forward_step(
     top_k: TopK | None,
     routers: Routers,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-    stream, share, sequences, positions, seen, recurrence, routes, routed, loss_function = next(inputs)
+    stream, share, sequences, positions, seen, recurrence, routes, routed, loss_function, prediction = next(inputs)
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -280,6 +306,8 @@ def _forward_step(
         core.seen = seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
+        if prediction is not None:
+            core.mtp.request = prediction
     mask, packed = _attention_inputs(stream, share, sequences, recurrence, options, windows_of(core.config))
     with routers.micro_batch(routes, routed):
         output = model(
@@ -292,6 +320,9 @@ def _forward_step(
     def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         whole = gather_scored(output[0], share.scored, len(stream.rows), parallel_state.get_context_parallel_group())
         value, metrics = loss_function(whole, stream)
+        if prediction is not None and core.post_process:
+            of_layer, figures = core.mtp.take()
+            value, metrics = value + of_layer, metrics | figures
         # kept until the pass is over, but not what they were computed from
         kept = {name: metric.detach() if isinstance(metric, Tensor) else metric for name, metric in metrics.items()}
         return value, torch.ones((), dtype=torch.int), kept

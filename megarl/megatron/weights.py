@@ -10,6 +10,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,18 +20,21 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megarl.errors import ModelError
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.shards import plain
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
-from megarl.models.weight_map import BoundRule, WeightMap
+from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import hf_from_shards, kept_dtype, shard_from_hf
 
 SCORE = "score.weight"
 """What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
 EXPERT_BIAS = "mlp.router.expert_bias"
 """The only buffer that is part of a checkpoint."""
+
+_PREDICTION_LAYER = f"{PREDICTION}layers.0.transformer_layer."
 
 # An expert's place among those of its rank: in a sequential and in a grouped module.
 _LOCAL_EXPERT = re.compile(
@@ -48,14 +52,38 @@ def global_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Ten
             yield _global_name(core, name), tensor
 
 
+def role_map(options: ModelOptions, folder: HFFolder) -> WeightMap:
+    """The weight map of a role, with the layer for multi-token prediction if the role has it.
+
+    Raises:
+        ModelError: the role has the layer, and its folder or its family has not.
+    """
+    weight_map = architecture_for(folder.config).weight_map(folder.config)
+    if options.prediction is None:
+        return weight_map
+    if weight_map.prediction is None:
+        why = "megarl trains one layer for multi-token prediction, of families that only read, and this model has none or more"
+    elif not weight_map.has_prediction(folder.names):
+        why = f"'{folder.path}' has no tensors of a layer for multi-token prediction"
+    else:
+        return weight_map.with_prediction()
+    raise ModelError(f"policy.mtp.train is true, but {why}; it must be false")
+
+
 def _global_name(core: Any, name: str) -> str:
     prefix = "decoder.layers."
+    if name.startswith(_PREDICTION_LAYER):
+        rest = name.removeprefix(_PREDICTION_LAYER)
+        return _PREDICTION_LAYER + _with_global_expert(core.mtp.layers[0].transformer_layer, rest)
     if not name.startswith(prefix):
         return name
     place, rest = name.removeprefix(prefix).split(".", 1)
     layer = core.decoder.layers[int(place)]
-    rest = _LOCAL_EXPERT.sub(lambda match: str(layer.mlp.local_expert_indices[int(match[0])]), rest)
-    return f"{prefix}{layer.layer_number - 1}.{rest}"
+    return f"{prefix}{layer.layer_number - 1}.{_with_global_expert(layer, rest)}"
+
+
+def _with_global_expert(layer: Any, name: str) -> str:
+    return _LOCAL_EXPERT.sub(lambda match: str(layer.mlp.local_expert_indices[int(match[0])]), name)
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folder: HFFolder, weight_map: WeightMap) -> None:
@@ -69,13 +97,14 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
         ModelError: a tensor is missing or has the wrong shape.
     """
     left_out = [name for name in folder.names if weight_map.leaves_out(name)]
-    if left_out and torch.distributed.get_rank() == 0:
+    if options.prediction is None and left_out and torch.distributed.get_rank() == 0:
         logging.getLogger(__name__).warning(
-            "%s: %d tensors of layers for multi-token prediction (%s, ...) are neither trained nor exported",
+            "%s: %d tensors of layers for multi-token prediction (%s, ...) are not trained: an export has them as they are",
             folder.path,
             len(left_out),
             left_out[0],
         )
+    copies = [(copy, original) for copy, original in weight_map.copies if copy in folder.names]
     with torch.no_grad():
         for name, tensor in global_tensors(chunks):
             if is_value_head(name, options):
@@ -84,6 +113,12 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
                 continue
             rule = weight_map.rule_for(name)
             shard = shard_from_hf(rule, folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
+            for copy in (copy for copy, original in copies if original in rule.hf_names):
+                again = replace(rule, hf_names=(copy,))
+                if not torch.equal(
+                    shard, shard_from_hf(again, folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
+                ):
+                    raise ModelError(f"tensor '{copy}' in '{folder.path}' differs from that which it must copy")
             tensor.copy_(shard)
             _keep_full_precision(tensor, shard, trainable=options.trainable)
             whole_expert = rule.expert is not None and options.layout.etp == 1
@@ -183,13 +218,16 @@ def export_weights(
     weight_map: WeightMap,
     quantiser: Quantiser | None = None,
     replicas: Collection[int] = (0,),
+    *,
+    prediction: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
     Collective over the pipeline stage: every rank must exhaust the iterator. The tensor ranks of the leading replica and one
     replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
     With a `quantiser` the shards are quantised where they lie. Of a model without experts each data-parallel replica in
-    `replicas` exports everything, on a leading rank of its own and independently of the others.
+    `replicas` exports everything, on a leading rank of its own and independently of the others. Without `prediction` the layer
+    for multi-token prediction is left out.
     """
     assert weight_map.num_experts == 0 or tuple(replicas) == (0,), "the replicas of a stage share its experts"
     tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
@@ -200,6 +238,8 @@ def export_weights(
     lead = options.layout.rank(pp=at.pp, dp=0 if weight_map.num_experts else at.dp)
     leads = of_replica and torch.distributed.get_rank() == lead
     for name, tensor in global_tensors(chunks):
+        if name.startswith(PREDICTION) and not prediction:
+            continue
         local = plain(tensor).contiguous()
         if is_value_head(name, options):
             if leads:

@@ -26,11 +26,14 @@ def check_models(config: AnyConfig) -> None:
     Raises:
         ModelError: a folder, or its config.json, is missing or unreadable.
         ConfigError: a layout does not divide heads, layers, feed-forward width or experts, or leaves widths unfit for FP8, or
-            a role freezes or groups what its model does not have, freezes all of it, or balances experts that it does not have.
+            a role freezes or groups what its model does not have, freezes all of it, balances experts that it does not have, or
+            is to train a layer for multi-token prediction that it cannot have.
     """
     use_architecture(config.model.architecture)
     for role in config.roles:
         model, layout = read_shape(role.folder_field, role.folder), role.layout or config.policy.layout
+        if role.trained is not None and role.trained.predicts:
+            model = _with_prediction(model, value_head=role.value_head)
         _check_layout(f"{role.name}.layout", layout, model, config.model.layer_spec)
         _check_length(role.folder_field, config.longest_sequence, model)
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
@@ -96,6 +99,18 @@ def _check_format(format: WeightFormat, field: str, of_layout: str, layout: Layo
         raise ConfigError(f"{of_layout} does not go with {field}: {error}") from None
     except ModelError as error:
         raise ModelError(f"{field}: {error}") from None
+
+
+def _with_prediction(model: ModelShape, *, value_head: bool) -> ModelShape:
+    """The policy's model with the layer for multi-token prediction that it is to train."""
+    reason = None
+    if value_head:
+        reason = "trains a layer that predicts tokens, and this policy gives scores"
+    elif model.weight_map.prediction is None:
+        reason = "is for a model that only reads and has one layer for multi-token prediction by its config.json"
+    if reason is not None:
+        raise ConfigError.of("policy.mtp.train", True, reason, allowed="false")
+    return model.with_prediction
 
 
 def _check_experts(field: str, experts: ExpertsConfig, model: ModelShape) -> None:

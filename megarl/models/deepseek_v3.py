@@ -1,6 +1,6 @@
 """DeepSeek-V3, Kimi-K2, Moonlight: latent attention, sigmoid routing with a correction bias, shared experts, dense layers.
 
-The layers for multi-token prediction (`num_nextn_predict_layers`) are not trained: they are neither loaded nor exported.
+`num_nextn_predict_layers` says whether there is a layer for multi-token prediction (`prediction.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError
-from megarl.models import dense, moe
+from megarl.models import dense, moe, prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse, refuse_biases, size
 from megarl.models.packings import FP8_BLOCK, Copy
@@ -87,9 +87,11 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     """Latent attention, the dense first layers, and experts with their bias and the shared ones."""
     sizes, experts = _sizes(hf_config), _experts(hf_config)
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)]
-    attention, left_out = _attention_rules(sizes, LatentSizes.from_hf(hf_config)), dense.prediction_layers(hf_config, sizes)
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, left_out=left_out)
+    of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
+    attention = _attention_rules(sizes, LatentSizes.from_hf(hf_config))
+    more = prediction.behind_the_decoder(hf_config, sizes, [*attention, *of_experts])
+    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
 def _attention_rules(sizes: dense.DenseSizes, latent: LatentSizes) -> list[Rule]:

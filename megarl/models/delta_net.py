@@ -17,8 +17,6 @@ from megarl.models.hf_fields import refuse, refuse_biases, size, with_defaults
 from megarl.models.packings import Copy, HeadSection, Sections
 from megarl.models.weight_map import Rule
 
-PREDICTION_LAYERS = "mtp."
-"""What tensors of the layers for multi-token prediction begin with."""
 LINEAR, FULL = "linear_attention", "full_attention"
 DEFAULTS = {
     "head_dim": 256,
@@ -153,9 +151,13 @@ def separate_projections(hidden_size: int, delta: DeltaSizes) -> tuple[tuple[str
 
 def attention_rules(sizes: dense.DenseSizes, delta: DeltaSizes, projection: tuple[Sequence[str], Sections]) -> list[Rule]:
     """Linear attention and, in the other layers, gated attention; `projection` is one of the two above."""
-    full = frozenset(range(sizes.num_layers)) - delta.layers
-    gated = dense.attention_rules(sizes, head_norms=True, gated=True, layers=full)
+    gated = gated_attention_rules(sizes, frozenset(range(sizes.num_layers)) - delta.layers)
     return [*_linear_rules(sizes.hidden_size, delta, projection), *gated]
+
+
+def gated_attention_rules(sizes: dense.DenseSizes, layers: frozenset[int] | None = None) -> list[Rule]:
+    """Gated attention in `layers`, None for all."""
+    return dense.attention_rules(sizes, head_norms=True, gated=True, layers=layers)
 
 
 def _linear_rules(hidden_size: int, delta: DeltaSizes, projection: tuple[Sequence[str], Sections]) -> list[Rule]:

@@ -186,13 +186,6 @@ def attention_rules(
     return rules
 
 
-def prediction_layers(hf_config: dict[str, Any], sizes: DenseSizes, default: int = 0) -> tuple[str, ...]:
-    """What tensors of the layers for multi-token prediction begin with, behind the decoder's; `default`: how many there are
-    where the config does not say. They are neither trained nor exported."""
-    extra = size(hf_config, "num_nextn_predict_layers", default=default, least=0)
-    return tuple(f"model.layers.{sizes.num_layers + number}." for number in range(extra))
-
-
 def input_norm_rule(hidden_size: int, te_name: str | None, layers: frozenset[int] | None = None) -> Rule:
     """The norm before attention; Transformer Engine fuses it into the linear layer `te_name`, if any."""
     hf_names = (HF_LAYER + "input_layernorm.weight",)

@@ -6,7 +6,7 @@ Of any model that `shape.py` describes: dense, with experts, with latent or line
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -32,6 +32,7 @@ class FlopsModel:
     `per_token`: all layers' matrices, per token. `per_logit_row`: the output head, computed for response tokens only.
     `per_pair`: attention scores and values of the layers without a window, per pair of a token and one it attends to;
     `per_window_pair`: of those whose tokens attend to the last `window`. `vision` is the tower of a model that sees.
+    `prediction` is the layer for multi-token prediction, which updates alone compute.
     """
 
     per_token: int
@@ -40,6 +41,7 @@ class FlopsModel:
     vision: Vision | None = field(default=None, hash=False)
     per_window_pair: int = 0
     window: int = 0
+    prediction: FlopsModel | None = None
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
@@ -53,7 +55,16 @@ class FlopsModel:
             vision=shape.vision,
             per_window_pair=2 * len(shape.window_layers) * per_pair,
             window=shape.window,
+            prediction=cls._of_prediction(shape) if shape.predicts else None,
         )
+
+    @classmethod
+    def _of_prediction(cls, shape: ModelShape) -> FlopsModel:
+        """Of one layer with full attention, its projection, and an output row of each predicted token. The row's backward pass
+        is as long as its forward pass, and with soft targets a row of the policy's is computed again."""
+        experts = frozenset({0} if shape.experts else ())
+        layer = cls.of(replace(shape, layers=1, expert_layers=experts, window_layers=frozenset(), linear=None, predicts=False))
+        return replace(layer, per_token=layer.per_token + 2 * 2 * shape.hidden**2)
 
     def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid] = ()) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
@@ -137,7 +148,19 @@ def update_flops(
         rows += int(share.mask.sum())
         of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in share.pictures())
     of_decoder = flops.per_token * tokens + attention + flops.per_logit_row * rows * logits
+    if flops.prediction is not None:  # its sequences begin at their second tokens, and end where the decoder's do
+        of_decoder += sum(_of_predicting(flops.prediction, share, shared_prompts=shared_prompts) for share in shares)
     return UpdateFlops(PASSES * of_decoder, tower_passes * of_towers)
+
+
+def _of_predicting(flops: FlopsModel, share: Share, *, shared_prompts: bool) -> int:
+    """Operations of a forward pass of the layer for multi-token prediction over the tokens of a share."""
+    fed = np.maximum(share.lengths - 1, 0)
+    behind_first = np.maximum(share.prompt_lengths - 1, 0)
+    prompt_of = np.repeat(behind_first, share.units)
+    prompts = behind_first if shared_prompts else prompt_of
+    pairs = flops.attention(np.zeros_like(prompts), prompts).sum() + flops.attention(prompt_of, fed).sum()
+    return flops.per_token * int(prompts.sum() + fed.sum()) + int(pairs) + flops.per_logit_row * int(share.mask.sum())
 
 
 def _attention_products(shape: ModelShape) -> tuple[int, int]:

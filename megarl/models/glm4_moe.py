@@ -1,13 +1,13 @@
 """GLM-4.5 and GLM-4.6: grouped attention of which half of a head rotates, and DeepSeek-V3's experts behind dense first layers.
 
-The layers for multi-token prediction (`num_nextn_predict_layers`) are not trained: they are neither loaded nor exported.
+`num_nextn_predict_layers` says whether there is a layer for multi-token prediction (`prediction.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import dense, moe
+from megarl.models import dense, moe, prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size, with_defaults
 from megarl.models.rope import rope_refusal
@@ -51,9 +51,10 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     sizes, experts = dense.DenseSizes.from_hf(hf_config), _experts(hf_config)
     attention = dense.attention_rules(sizes, bias=_has_bias(hf_config), head_norms=_has_head_norms(hf_config))
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)]
-    left_out = dense.prediction_layers(hf_config, sizes, PREDICTION_LAYERS)
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, left_out=left_out)
+    of_experts = moe.mlp_rules(experts, sizes.hidden_size, expert_bias=True)
+    more = prediction.behind_the_decoder(hf_config, sizes, [*attention, *of_experts], PREDICTION_LAYERS)
+    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
 def _experts(hf_config: HFConfig) -> moe.MoeSizes:

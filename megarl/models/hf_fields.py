@@ -36,7 +36,7 @@ def refuse(hf_config: dict[str, Any], field: str, supported: Any, why: str) -> N
 
 
 def without_prediction_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a folder that has no layers for multi-token prediction: they are neither trained nor exported.
+    """The config of a folder that has no layers for multi-token prediction.
 
     A model that sees has the field among those of its decoder.
     """

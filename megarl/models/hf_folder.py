@@ -187,6 +187,12 @@ class HFFolder:
             ModelError: the first tensor that is missing, left over or of another shape.
         """
         expected = weight_map.hf_shapes()
+        for copy, original in weight_map.copies:
+            if copy in self.names and not torch.equal(self.get_slice(copy)[:], self.get_slice(original)[:]):
+                raise ModelError(
+                    f"tensor '{copy}' in '{self.path}' differs from '{original}', but the layer for multi-token prediction "
+                    "shares it with the decoder"
+                )
         for name, shape in expected.items():
             if name not in instead and self.shape(name) != shape:
                 raise ModelError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import delta_net, dense, qwen3_next
+from megarl.models import delta_net, dense, prediction, qwen3_next
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse
 from megarl.models.weight_map import WeightMap
@@ -37,12 +37,13 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """Qwen3-Next's rules, with separate input projections."""
-    sizes, delta, experts = qwen3_next.sizes_of(text_config(hf_config))
+    hf_config = text_config(hf_config)
+    sizes, delta, experts = qwen3_next.sizes_of(hf_config)
     projection = delta_net.separate_projections(sizes.hidden_size, delta)
     attention = delta_net.attention_rules(sizes, delta, projection)
     mlp = qwen3_next.expert_rules(experts, sizes.hidden_size)
-    left_out = (delta_net.PREDICTION_LAYERS,)
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, left_out=left_out)
+    more = prediction.beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
 ARCHITECTURE = Architecture(

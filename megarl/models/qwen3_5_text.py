@@ -1,14 +1,14 @@
 """Qwen3.5's text models, dense: gated delta nets, gated attention in every fourth layer.
 
-Text has the same position on the three axes of its rotary embedding, which is then a plain one. The layers for multi-token
-prediction (tensors that begin with `mtp.`) are not trained: they are neither loaded nor exported.
+Text has the same position on the three axes of its rotary embedding, which is then a plain one. A folder may have a layer
+for multi-token prediction, with full attention (`prediction.py`).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import delta_net, dense
+from megarl.models import delta_net, dense, prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.delta_net import text_config
 from megarl.models.weight_map import WeightMap
@@ -36,8 +36,9 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     hf_config = text_config(hf_config)
     sizes, delta = dense.DenseSizes.from_hf(hf_config), delta_net.DeltaSizes.from_hf(hf_config)
     projection = delta_net.separate_projections(sizes.hidden_size, delta)
-    attention = delta_net.attention_rules(sizes, delta, projection)
-    return dense.weight_map(sizes, attention, dense.mlp_rules(sizes), left_out=(delta_net.PREDICTION_LAYERS,))
+    attention, mlp = delta_net.attention_rules(sizes, delta, projection), dense.mlp_rules(sizes)
+    more = prediction.beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *mlp])
+    return dense.weight_map(sizes, attention, mlp, **more)
 
 
 ARCHITECTURE = Architecture(

@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts with a shared one that a sigmoid gates.
 
-Its layers for multi-token prediction (tensors that begin with `mtp.`) are not trained: they are neither loaded nor exported.
+A folder may have a layer for multi-token prediction, with full attention and experts (`prediction.py`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megarl.models import delta_net, dense, moe, qwen3_moe
+from megarl.models import delta_net, dense, moe, prediction, qwen3_moe
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import size
 from megarl.models.rope import rope_refusal
@@ -48,9 +48,10 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     sizes, delta, experts = sizes_of(hf_config)
     dense_layers = frozenset(range(sizes.num_layers)) - experts.layers
     attention = delta_net.attention_rules(sizes, delta, delta_net.interleaved_projection(sizes.hidden_size, delta))
-    mlp = [*dense.mlp_rules(sizes, dense_layers), *expert_rules(experts, sizes.hidden_size)]
-    left_out = (delta_net.PREDICTION_LAYERS,)
-    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, left_out=left_out)
+    of_experts = expert_rules(experts, sizes.hidden_size)
+    more = prediction.beside_the_decoder(hf_config, sizes, [*delta_net.gated_attention_rules(sizes), *of_experts])
+    mlp = [*dense.mlp_rules(sizes, dense_layers), *of_experts]
+    return dense.weight_map(sizes, attention, mlp, num_experts=experts.num_experts, **more)
 
 
 def expert_rules(experts: moe.MoeSizes, hidden_size: int) -> list[Rule]:

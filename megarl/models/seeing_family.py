@@ -56,6 +56,7 @@ def seeing(
             of_text,
             rules=(*tower, *(_renamed(rule, prefixes[1]) for rule in of_text.rules)),
             left_out=_under(prefixes[1], of_text.left_out),
+            prediction=None,
         )
 
     return Architecture(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class ModelShape:
     sequence beyond which its rotary frequencies depend on its length, and the field that says so. `biases`: all projections
     have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
-    attention. `sinks`: a score of its own for each head is among those that a token attends by.
+    attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
+    multi-token prediction behind its `layers`.
     """
 
     config: dict[str, Any]
@@ -64,6 +65,12 @@ class ModelShape:
     linear: DeltaSizes | None = None
     gated: bool = False
     sinks: bool = False
+    predicts: bool = False
+
+    @cached_property
+    def with_prediction(self) -> ModelShape:
+        """The same model with the layer for multi-token prediction, which must be one that a folder of it may have."""
+        return replace(self, weight_map=self.weight_map.with_prediction(), predicts=True)
 
     @property
     def attention_layers(self) -> int:
@@ -118,13 +125,15 @@ class ModelShape:
         return self.latent.key_value + self.latent.rope if self.latent else 2 * self.key_value
 
     @classmethod
-    def read(cls, folder: str | Path) -> ModelShape:
-        """The model of a Hugging Face folder; `config.json` is all that is read.
+    def read(cls, folder: str | Path, *, predicts: bool = False) -> ModelShape:
+        """The model of a Hugging Face folder; `config.json` is all that is read. `predicts`: with the layer for multi-token
+        prediction.
 
         Raises:
             ModelError: the config is missing, of an unknown architecture, or contradicts itself.
         """
-        return _read(str(Path(folder).absolute()))
+        shape = _read(str(Path(folder).absolute()))
+        return shape.with_prediction if predicts else shape
 
 
 @cache

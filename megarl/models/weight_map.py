@@ -8,7 +8,7 @@ carries a rule out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -18,6 +18,9 @@ from megarl.models.packings import Packing
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8}
 """Bytes of an element, by the dtype's name."""
+
+PREDICTION = "mtp."
+"""What parameters of the layer for multi-token prediction begin with."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
@@ -118,17 +121,31 @@ class BoundRule:
 
 
 @dataclass(frozen=True)
+class PredictionLayer:
+    """The layer for multi-token prediction that a folder may have (`prediction.py`).
+
+    `copies`: (name, whose copy it is) of tensors that a folder stores a second time with it.
+    """
+
+    rules: tuple[Rule, ...]
+    copies: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
 class WeightMap:
     """All rules of one model. Layer and expert indices are global and zero-based, as the modules' own objects say them:
     `layer.layer_number - 1`, `moe_layer.local_expert_indices`.
 
-    `left_out` are prefixes of Hugging Face tensors that are neither loaded nor exported.
+    `left_out` are prefixes of Hugging Face tensors that are not loaded. `prediction` is the layer for multi-token prediction
+    that a folder of the model may have, `copies` what it then stores twice; `with_prediction` adds its rules to the map's.
     """
 
     rules: tuple[Rule, ...]
     num_layers: int
     num_experts: int = 0
     left_out: tuple[str, ...] = ()
+    prediction: PredictionLayer | None = None
+    copies: tuple[tuple[str, str], ...] = ()
 
     def rule_for(self, megatron_name: str) -> BoundRule:
         """The rule of a parameter named with its layer's and expert's global, zero-based indices, in any spelling.
@@ -162,8 +179,21 @@ class WeightMap:
                             yield rule.bound(layer, expert)
 
     def leaves_out(self, hf_name: str) -> bool:
-        """Whether a Hugging Face tensor is one that is neither loaded nor exported."""
+        """Whether a Hugging Face tensor is one that is not loaded."""
         return hf_name.startswith(self.left_out)
+
+    def with_prediction(self) -> WeightMap:
+        """The same map with the rules of the layer for multi-token prediction, if there is one."""
+        if self.prediction is None:
+            return self
+        layer = self.prediction
+        copies = tuple(copy for copy, _ in layer.copies)
+        return replace(self, rules=(*self.rules, *layer.rules), left_out=copies, prediction=None, copies=layer.copies)
+
+    def has_prediction(self, hf_names: Collection[str]) -> bool:
+        """Whether any of a folder's tensors is one of the layer for multi-token prediction."""
+        own = self.prediction.rules if self.prediction is not None else ()
+        return bool({name.format(expert=0) for rule in own for name in rule.hf_names} & {*hf_names})
 
     def hf_names(self) -> list[str]:
         """Every Hugging Face tensor of the whole model, each once."""

@@ -18,6 +18,7 @@ from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.parameters import ParameterCounts
 from megarl.planning.pictures import prompts_at_once
+from megarl.planning.predicting import before_predicting, copied_embedding
 from megarl.planning.schedules import first_chunk_in_flight, in_flight
 from megarl.planning.towers import tower_activations
 from megarl.planning.turns import (
@@ -138,6 +139,7 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
         parts["logits"] = _logits(role, precision, work)
+        parts["parameters"] += copied_embedding(role, stage) * precision.itemsize
     parts["communication"] = _communication(role, stage, precision, work)
     unpacked = float(held.products * precision.itemsize if precision.fp8_param else 0)
     return RoleMemory(role.name, parts, weights, unpacked, host)
@@ -196,7 +198,11 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
         )
         for experts, is_linear in set(kind_of)
     }
-    return [kinds[kind] for kind in kind_of]
+    found = [kinds[kind] for kind in kind_of]
+    if shape.predicts and stage == layout.pp - 1:
+        experts = bool(shape.experts)
+        found.append(layer_activations(shape, layout, precision, has_experts=experts, mean_length=work.mean_length))
+    return found
 
 
 def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:
@@ -208,7 +214,11 @@ def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: W
         kept += tokens * 8
     if recompute == "full" and shape.latent is None:
         kept += tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
-    return kept + (0 if recompute == "full" else sum(role.rounded_experts(stage, precision)))
+    if recompute != "full":
+        kept += sum(role.rounded_experts(stage, precision))
+    if shape.predicts and stage == role.layout.pp - 1:
+        kept += tokens * before_predicting(role, precision)
+    return kept
 
 
 def _at_the_end(role: PlannedRole, stage: int, precision: Precision, work: Workload) -> float:

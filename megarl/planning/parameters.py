@@ -89,23 +89,25 @@ def stage_parameters(
 
 def _copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int) -> int:
     """How many parameters of this rule a rank of a stage holds."""
-    if rule.stage == "layer":
-        return sum(map(rule.has_layer, layers)) * (experts // layout.ep if rule.is_expert else 1)
     is_first, is_last = stage == 0, stage == layout.pp - 1
-    return int(is_first if rule.stage == "first" else is_last and not (rule.tied_copy and is_first))
+    if rule.stage == "layer":
+        times = sum(map(rule.has_layer, layers))
+    else:
+        times = int(is_first if rule.stage == "first" else is_last and not (rule.tied_copy and is_first))
+    return times * (experts // layout.ep if rule.is_expert else 1)
 
 
 def _frozen_copies(rule: Rule, layers: list[int], stage: int, layout: Layout, experts: int, freeze: tuple[str, ...]) -> int:
     """How many of them are not trained; of ranks with different experts, on the one where fewest are."""
     patterns = ParameterPatterns(freeze)
-    if rule.stage != "layer":
-        return _copies(rule, layers, stage, layout, experts) * patterns.choose(rule.bound(None, None))
+    if not _copies(rule, layers, stage, layout, experts):
+        return 0
     of_ranks = (
         [range(start, start + experts // layout.ep) for start in range(0, experts, experts // layout.ep)]
         if rule.is_expert
         else [[None]]
     )
-    held = [layer for layer in layers if rule.has_layer(layer)]
+    held = [layer for layer in layers if rule.has_layer(layer)] if rule.stage == "layer" else [None]
     return min(sum(patterns.choose(rule.bound(layer, expert)) for layer in held for expert in of_rank) for of_rank in of_ranks)
 
 

@@ -128,7 +128,7 @@ class Engines:
 def _reshard_plan(
     shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, format: WeightFormat | None
 ) -> ReshardPlan:
-    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format)
+    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format, predicts=shape.predicts)
 
 
 @cache
@@ -196,7 +196,7 @@ def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
     return PlannedRole(
         role.name,
         group,
-        ModelShape.read(role.folder),
+        ModelShape.read(role.folder, predicts=role.trained is not None and role.trained.predicts),
         role.layout or config.policy.layout,
         role.value_head,
         role.trained,
@@ -213,7 +213,7 @@ def _engines(config: AnyConfig) -> Engines:
     return Engines(
         target=target_of_run(config.sampling),
         trainer=config.policy.layout,
-        shape=ModelShape.read(config.model.path),
+        shape=ModelShape.read(config.model.path, predicts=config.syncs_prediction),
         itemsize=ITEMSIZE[config.model.dtype],
         format=engine_format(load_hf_config(str(served))) if served is not None else None,
         max_total_tokens=arguments.get("max_total_tokens"),

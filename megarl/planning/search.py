@@ -161,7 +161,8 @@ def _least_bytes(config: AnyConfig, layout: Layout) -> float:
     """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
     itemsize = ITEMSIZE[config.model.dtype]
     gradient = state_bytes(config.policy.megatron, itemsize).gradient
-    stages = stage_parameters(ModelShape.read(config.model.path), layout, freeze=config.policy.freeze)
+    shape = ModelShape.read(config.model.path, predicts=config.policy.predicts)
+    stages = stage_parameters(shape, layout, freeze=config.policy.freeze)
     return max((stage.dense + stage.expert) * itemsize + stage.trained * gradient for stage in stages)
 
 

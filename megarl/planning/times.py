@@ -123,8 +123,10 @@ def _pass(
     *,
     decoder: float = 1.0,
     tower: float = 1.0,
+    prediction: float = 0.0,
 ) -> dict[str, float]:
-    """Seconds of a forward pass over `sequences`, with `decoder` and `tower` times the operations of these.
+    """Seconds of a forward pass over `sequences`, with `decoder`, `tower` and `prediction` times the operations of these and of
+    the layer for multi-token prediction, which is on the last stage.
 
     `tower` among them is what a tower adds to the pipeline's longest stage.
     """
@@ -139,6 +141,10 @@ def _pass(
     peak = gpu.peak_flops(fp8=precision.fp8) / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
     of_a_layer = operations / layout.world_size / (peak * calibration.train_efficiency) * layout.pp / shape.layers
     compute = of_a_layer * max(of_stages)
+    if flops.prediction is not None and prediction:
+        of_prediction = prediction * sequences * flops.prediction.cost(max(0, prompt - 1), [response])
+        of_last = of_prediction / layout.world_size / (peak * calibration.train_efficiency) * layout.pp
+        compute = max(compute, of_a_layer * of_stages[-1] + of_last)
     tokens = sequences * (prompt + response) / layout.dp  # of a replica
     micro_batches = max(1.0, tokens / role.max_tokens)
     links = _links(role, gpu, precision.itemsize, tokens, max(of_stages), calibration.link_efficiency)
@@ -202,7 +208,7 @@ def _update(
     tower = 1.0 if "vision" in role.freeze else 3.0 + (precision.recompute == "full")
     if role.trained is not None and role.trained.experts.balance_coef:  # a pass that counts loads comes before
         decoder, tower = decoder + 1.0, tower + 1.0
-    one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower)
+    one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower, prediction=decoder)
     held = max(role.parameters, key=lambda stage: stage.trained)
     replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.expert_shards
     state = role.state_bytes(precision.itemsize, precision.recipe)

@@ -272,10 +272,12 @@ def plan_reshard(
     itemsize: int = 2,
     bucket_bytes: int = BUCKET_BYTES,
     format: WeightFormat | None = None,
+    predicts: bool = False,
 ) -> ReshardPlan:
     """Plan the way from training ranks in `layout` to engines; the config is all that is read of the model.
 
     `itemsize` are the bytes of an element as it is sent (2: bfloat16). With a `format` weights are sent as it stores them.
+    `predicts`: the layer for multi-token prediction is sent, too.
 
     Raises:
         LayoutError: the training layout or the engines cannot hold the model, or `bucket_bytes` is less than a row of a tensor.
@@ -285,6 +287,7 @@ def plan_reshard(
     check_target(hf_config, target)
     vocab = int(architecture.gpt_kwargs(hf_config)["vocab_size"])
     weight_map = architecture.weight_map(hf_config)
+    weight_map = weight_map.with_prediction() if predicts else weight_map
     weight_map = format.quantised_map(weight_map) if format is not None else weight_map
     return plan_of_map(weight_map, layout, target, padded_vocab(vocab, layout.tp), itemsize, bucket_bytes)
 

@@ -47,6 +47,7 @@ def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
         itemsize=ITEMSIZE[config.model.dtype],
         bucket_bytes=bucket_of_load(LOAD_BYTES[platform], to),
         format=format,
+        predicts=config.syncs_prediction,
     )
 
 

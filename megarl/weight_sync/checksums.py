@@ -66,8 +66,7 @@ class EngineLayout:
 
     @cached_property
     def _weight_map(self) -> WeightMap:
-        config = dict(self.model.config)
-        weight_map = architecture_for(config).weight_map(config)
+        weight_map = self.model.weight_map
         return weight_map if self.model.format is None else self.model.format.quantised_map(weight_map)
 
     @cached_property

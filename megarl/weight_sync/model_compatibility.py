@@ -16,15 +16,26 @@ EMBEDDING = "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What decides whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...)."""
+    """What decides whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...).
+
+    `predicts`: the weights of the layer for multi-token prediction are among those that are sent.
+    """
 
     config: Mapping[str, Any]
     dtype: str
+    predicts: bool = False
+
+    @property
+    def weight_map(self) -> WeightMap:
+        """Of the weights that are sent; raises ModelError for an unknown architecture."""
+        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        weight_map = architecture_for(config).weight_map(config)
+        return weight_map.with_prediction() if self.predicts else weight_map
 
     @property
     def has_experts(self) -> bool:
         """Whether it is a mixture of experts."""
-        return self._weight_map.num_experts > 0
+        return self.weight_map.num_experts > 0
 
     @property
     def format(self) -> WeightFormat | None:
@@ -35,19 +46,14 @@ class ServedModel:
     def quantised(self) -> frozenset[str]:
         """The Hugging Face names of the weights that are stored in few bits."""
         format = self.format
-        rules = self._weight_map.bound_rules() if format is not None else ()
+        rules = self.weight_map.bound_rules() if format is not None else ()
         return frozenset(
             name for rule in rules if format is not None and format.applies_to(rule.megatron_name) for name in rule.hf_names
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the weights by Hugging Face name; raises ModelError for an unknown architecture."""
-        return self._weight_map.hf_shapes()
-
-    @property
-    def _weight_map(self) -> WeightMap:
-        config = {name: value for name, value in self.config.items() if name != "quantization_config"}
-        return architecture_for(config).weight_map(config)
+        return self.weight_map.hf_shapes()
 
 
 def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:

@@ -135,7 +135,7 @@ class Rank(RankCalls):
         machines: Machines | None = None,
     ) -> None:
         policy = self.roles["policy"].options
-        trainer = ServedModel(load_hf_config(policy.path), policy.dtype)
+        trainer = ServedModel(load_hf_config(policy.path), policy.dtype, predicts=policy.syncs_prediction)
         self.sends_in_place = transport == "process_group"
         if self.plan is None:
             relayed = machines if transport == "shared_memory" else None  # the others reach any machine
@@ -195,7 +195,7 @@ class Rank(RankCalls):
         if not mine and not policy.weight_map.num_experts:
             return {}
         replicas = (0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,)
-        tensors = policy.export(self.quantiser, replicas)
+        tensors = policy.export(self.quantiser, replicas, prediction=policy.options.syncs_prediction)
         if self.pusher is not None:
             return self.pusher.push(tensors, mine, version, verify=verify)
         for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one

@@ -116,7 +116,13 @@ def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: 
     itemsize = target.layout.dtype.itemsize
     bucket_bytes = bucket_of_load(load_bytes, to)
     return plan_reshard(
-        dict(trainer.config), layout, to, itemsize=itemsize, bucket_bytes=bucket_bytes, format=target.layout.model.format
+        dict(trainer.config),
+        layout,
+        to,
+        itemsize=itemsize,
+        bucket_bytes=bucket_bytes,
+        format=target.layout.model.format,
+        predicts=trainer.predicts,
     )
 
 

@@ -157,3 +157,10 @@ def test_the_fields_read_from_source_are_those_of_the_imported_classes(world: Wo
         defaults = [of_classes[kind][name] for kind in fields[name].kinds]
         if fields[name].annotation is not None and defaults[0] not in (None, "no plain value"):
             parse_config({**BASE, "policy": {"megatron": {name: defaults[0]}}})
+
+
+@pytest.mark.parametrize(("name", "value"), [("mtp_num_layers", 1), ("mtp_loss_scaling_factor", 0.3)])
+def test_multi_token_prediction_is_megarls_own(name: str, value: float) -> None:
+    """megatron-core's has its loss in the decoder's forward pass, whose gradients it would reach."""
+    with pytest.raises(ConfigError, match=rf"policy\.megatron\.{name} is .*megarl sets from policy\.mtp"):
+        parse_config({**BASE, "policy": {"megatron": {name: value}}})

@@ -22,14 +22,15 @@ def role_in(
     dtype: str = "float32",
     offload_fraction: float = 0.0,
     megatron: Mapping[str, Any] = NO_FIELDS,
+    **more: Any,
 ) -> Any:
-    """A role on this rank, its optimizer with a schedule and weight decay."""
+    """A role on this rank, its optimizer with a schedule and weight decay; `more` are further options of the model."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
 
     initialize_layout(layout, seed=11)
-    options = ModelOptions(str(folder), layout, dtype=dtype, logit_chunk_tokens=5, megatron=megatron)
+    options = ModelOptions(str(folder), layout, dtype=dtype, logit_chunk_tokens=5, megatron=megatron, **more)
     adam = OptimizerOptions(
         lr=1e-2,
         eps=1e-3,

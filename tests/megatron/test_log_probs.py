@@ -64,7 +64,7 @@ class OutputLayer:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_a_head_that_is_asked_answers_collision_probabilities_too(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without gradients Σ p² of every row, padding left out; with gradients what any head answers."""
-    monkeypatch.setattr(heads, "_enter_tensor_parallel_region", lambda hidden, config, group: hidden)
+    monkeypatch.setattr(heads, "enter_tensor_parallel_region", lambda hidden, config, group: hidden)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(10, 1, 16, generator=generator), torch.randn(40, 16, generator=generator)
     rows, targets = torch.tensor([0, 2, 3, 7, 9]), torch.randint(0, 37, (5,), generator=generator)
@@ -87,8 +87,8 @@ def test_a_gpu_computes_sixteen_times_the_rows_at_once() -> None:
 def test_a_small_vocabulary_slice_has_larger_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is told a number of tokens, the head takes as many as its budget of bytes holds."""
     seen = []
-    monkeypatch.setattr(heads, "_chunks", lambda total, size: seen.append(size) or [slice(0, total)])
-    monkeypatch.setattr(heads, "_enter_tensor_parallel_region", lambda hidden, config, group: hidden)
+    monkeypatch.setattr(heads, "row_chunks", lambda total, size: seen.append(size) or [slice(0, total)])
+    monkeypatch.setattr(heads, "enter_tensor_parallel_region", lambda hidden, config, group: hidden)
     for slice_size, told, expected in ((131072, None, 128), (49152, None, 341), (10**9, None, 1), (131072, 5, 5)):
         weight = torch.empty(slice_size, 0)
         output_layer = types.SimpleNamespace(weight=torch.nn.Parameter(weight), config=None, tp_group=OneRank())
@@ -110,7 +110,7 @@ def test_two_buffers_of_logits_exist_at_once_and_no_more(backward: bool, collisi
 
     def run() -> object:
         if collision:
-            vocabulary = heads._Slice(weight, 0, vocab, 1.0, OneRank())  # type: ignore[arg-type]
+            vocabulary = heads.VocabularySlice(weight, 0, vocab, 1.0, OneRank())  # type: ignore[arg-type]
             return heads._forward(hidden, vocabulary, targets, chunk_tokens, heads.Asked(collision=True))
         outputs = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, 1.0, chunk_tokens, OneRank())
         if backward:

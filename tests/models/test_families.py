@@ -15,6 +15,7 @@ from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.registry import architecture_for
 from tests.families import ODD, VARIANTS, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.models.megatron_models import TEMPERATURE, embedded, facts, load_and_write, megatron_names, units
+from tests.predicting import build_predicting
 from tests.world import World
 
 FAMILIES = VARIANTS | {name: ODD[name] for name in ("mistral-odd", "gemma3-odd", "gpt_oss-odd")}
@@ -160,21 +161,33 @@ def test_embeddings_are_multiplied_by_a_number_of_the_models_dtype(world: World,
     assert not torch.equal(found, torch.nn.functional.embedding(ids, model.model.embed_tokens.weight) * 32**0.5)
 
 
-def test_layers_for_multi_token_prediction_are_said_to_be_left_out_and_the_export_has_none(
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layer_for_multi_token_prediction_that_is_not_trained_is_exported_as_it_was(
+    world: World, tmp_path: Path, dtype: str
+) -> None:
+    build_predicting("glm4_moe", tmp_path / "with")
+    [messages] = world.call(load_and_write, str(tmp_path / "with"), str(tmp_path / "again"), dtype, size=1)
+    [message] = messages
+    assert "tensors of layers for multi-token prediction (model.layers.4." in message
+    source, written = HFFolder(tmp_path / "with"), HFFolder(tmp_path / "again")
+    assert written.config == source.config | {"dtype": dtype}
+    assert {*written.names} == {*source.names}
+    for name in source.names:
+        tensor = source.get_slice(name)[...]
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(written.get_slice(name)[...], tensor if kept else tensor.to(getattr(torch, dtype))), name
+    read = hub_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=getattr(torch, dtype)))
+    assert all(torch.equal(tensor, written.get_slice(name)[...]) for name, tensor in read.items())
+
+
+def test_a_folder_that_lacks_the_layer_of_its_config_is_exported_with_a_config_that_has_none(
     world: World, by_transformers: Any, folders: Any, tmp_path: Path
 ) -> None:
     tensors = by_transformers["deepseek_v3"]["tensors"]
-    extra = {"model.layers.4.eh_proj.weight": torch.zeros(32, 64), "model.layers.4.enorm.weight": torch.ones(32)}
     config = HFFolder(folders["deepseek_v3"]).config | {"num_nextn_predict_layers": 1}
-    write_hf_folder(tmp_path / "with", (tensors | extra).items(), config)
-    [messages] = world.call(load_and_write, str(tmp_path / "with"), str(tmp_path / "without"), size=1)
-    [message] = messages
-    assert "2 tensors of layers for multi-token prediction (model.layers.4." in message
-    written = HFFolder(tmp_path / "without")
-    assert written.config["num_nextn_predict_layers"] == 0
-    assert set(written.names) == set(tensors)
-    read = hub_tensors(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "without", dtype=torch.float32))
-    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    write_hf_folder(tmp_path / "bare", tensors.items(), config)
+    assert world.call(load_and_write, str(tmp_path / "bare"), str(tmp_path / "again"), size=1) == [[]]
+    assert HFFolder(tmp_path / "again").config["num_nextn_predict_layers"] == 0
 
 
 def _weight_map(folder: Path) -> Any:

@@ -8,6 +8,7 @@ import transformers
 
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import shape_of
+from tests.models.test_flops import ours, responses
 
 CONFIGS = {
     "llama": transformers.LlamaConfig,
@@ -66,3 +67,24 @@ def test_flops_count_the_layers_that_have_experts() -> None:
     one_less = 2 * (6 * 8 + 3 * 6 * 2 * 10 - 3 * 6 * 100)
     for change, layers in (({}, 4), ({"decoder_sparse_step": 2}, 2), ({"mlp_only_layers": [0, 3]}, 2)):
         assert flops_of("qwen3_moe", **sizes, **experts, **change).per_token == dense + layers * one_less
+
+
+def test_flops_of_a_layer_for_multi_token_prediction_are_those_of_its_matrices_over_a_token_less() -> None:
+    hidden, heads, kv_rank, nope, rope, value, vocab = 6, 4, 3, 7, 2, 8, 11
+    sizes = {"hidden_size": hidden, "num_hidden_layers": 3, "num_attention_heads": heads, "intermediate_size": 9}
+    sizes |= {"num_key_value_heads": heads, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 4, "vocab_size": vocab}
+    sizes |= {"n_routed_experts": 5, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+    latent = {"kv_lora_rank": kv_rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}
+    config = transformers.DeepseekV3Config(**sizes, **latent, q_lora_rank=None).to_dict() | {"num_nextn_predict_layers": 1}
+    plain, flops = FlopsModel.of(shape_of(config)), FlopsModel.of(shape_of(config).with_prediction)
+    assert plain.prediction is None
+    assert flops.prediction is not None
+    matrices = [(hidden, heads * (nope + rope)), (hidden, kv_rank + rope), (kv_rank, heads * (nope + value))]
+    matrices += [(heads * value, hidden), (hidden, 5), *[(hidden, 4)] * 3 * (2 + 1), (2 * hidden, hidden)]
+    per_token, per_pair = sum(2 * rows * columns for rows, columns in matrices), heads * 2 * (nope + rope + value)
+    assert (flops.prediction.per_token, flops.prediction.per_pair) == (per_token, per_pair)
+    prompt, response, scored = 5, 4, 3
+    tokens = prompt - 1 + response - 1
+    wanted = per_token * tokens + per_pair * tokens * (tokens + 1) // 2 + 2 * hidden * vocab * scored
+    share = responses(1, prompt, response, scored)
+    assert ours(flops, share) - ours(plain, share) == 3 * wanted

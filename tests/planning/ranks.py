@@ -90,8 +90,9 @@ def held(
     """
     from megarl.megatron.optimizer import build_optimizer
     from megarl.megatron.options import OptimizerOptions
+    from megarl.megatron.prediction import prediction_of
     from megarl.megatron.step import forward_backward
-    from megarl.models.registry import architecture_for
+    from megarl.megatron.weights import role_map
 
     chunks, model_options = _model(layout, config, **options)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -99,9 +100,9 @@ def held(
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / 50)
-    optimizer, _ = build_optimizer(
-        chunks, OptimizerOptions(lr=1e-3), model_options, architecture_for(config).weight_map(config)
-    )
+    optimizer, _ = build_optimizer(chunks, OptimizerOptions(lr=1e-3), model_options, role_map(model_options, _folder(config)))
+    layer = prediction_of(chunks)
+    copied_embedding = [layer.embedding] if layer is not None and layer.embedding is not None else []
     watch = _Saved(parameters)
     batches = [_micro_batch(generator, tokens, scored) for _ in range(micro_batches)]
     if grid is not None:
@@ -114,7 +115,7 @@ def held(
     optimizer.step()
     return asdict(
         Held(
-            parameters=sum(t.numel() * t.element_size() for t in [*parameters, *_expert_biases(chunks)]),
+            parameters=sum(t.numel() * t.element_size() for t in [*parameters, *_expert_biases(chunks), *copied_embedding]),
             gradients=_bytes(_gradients(chunks)),
             optimizer=_bytes(_state(optimizer, parameters)),
             activations=watch.peak,
@@ -129,7 +130,14 @@ def _model(layout: Layout, config: dict[str, Any], **options: Any) -> tuple[list
 
     initialize_layout(layout, seed=1)
     model_options = ModelOptions("model", layout, **options)
-    return build_model(model_options, SimpleNamespace(config=config)), model_options  # type: ignore[arg-type]
+    return build_model(model_options, _folder(config)), model_options
+
+
+def _folder(config: dict[str, Any]) -> Any:
+    """A model folder of which only the config and the names of tensors are read."""
+    from megarl.models.registry import architecture_for
+
+    return SimpleNamespace(config=config, names=architecture_for(config).weight_map(config).with_prediction().hf_names())
 
 
 def _micro_batch(generator: torch.Generator, tokens: int, scored: int) -> MicroBatch:

@@ -10,6 +10,7 @@ import torch
 
 from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
+from megarl.megatron.options import PredictionOptions
 from megarl.models.shape import shape_of
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, role_memory
@@ -62,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+MODELS["deepseek_v3-mtp"] = MODELS["deepseek_v3"] | {"num_nextn_predict_layers": 1}
 MODELS["olmo2"] = {"architectures": ["Olmo2ForCausalLM"]}
 MODELS["glm4"] = {"architectures": ["Glm4ForCausalLM"], "head_dim": 32, "attention_bias": True}
 MODELS["gemma3"] = {
@@ -97,7 +99,7 @@ class Case:
         sizes = {size: getattr(self.layout, size) or 1 for size in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
         said = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         said += ["sp"] if self.layout.sequence_parallel else []
-        chosen = {name: value for name, value in self.options.items() if name not in ("megatron", "fp8_recipe")}
+        chosen = {name: value for name, value in self.options.items() if name not in ("megatron", "fp8_recipe", "prediction")}
         fields = [f"{name}={value}".replace("torch.", "") for name, value in self.options.get("megatron", {}).items()]
         return " ".join([self.model, *(said or ["one rank"]), *map(str, chosen.values()), *fields])
 
@@ -107,13 +109,16 @@ class Case:
         trained = PolicyConfig(
             megatron={name: {"True": True, "False": False}.get(value, value) for name, value in megatron.items()}
         )
-        role = PlannedRole("policy", "policy", shape_of(COMMON | MODELS[self.model]), self.layout, False, trained, TOKENS, None)
+        shape = shape_of(COMMON | MODELS[self.model])
+        shape = shape.with_prediction if "prediction" in self.options else shape
+        role = PlannedRole("policy", "policy", shape, self.layout, False, trained, TOKENS, None)
         itemsize = 2 if self.options.get("dtype") == "bfloat16" else 4
         precision = Precision("reference", itemsize, self.options.get("recompute", "none"))
         return dict(role_memory(role, stage, precision, Workload(TOKENS, SCORED, self.micro_batches, TOKENS / 2)).parts)
 
 
 SP = {"tp": 2, "sequence_parallel": True}
+MTP = {"prediction": PredictionOptions()}
 LOW = {"dtype": "bfloat16", "megatron": {"grad_reduce_in_fp32": False}}
 CASES = [
     Case("llama", Layout()),
@@ -140,6 +145,8 @@ CASES = [
     Case("deepseek_v3", Layout(dp=2, ep=2, pp=2), {"dtype": "bfloat16"}),
     Case("llama", Layout(dp=2), LOW),
     Case("deepseek_v3", Layout(dp=2, ep=2), LOW),
+    Case("deepseek_v3-mtp", Layout(), MTP),
+    Case("deepseek_v3-mtp", Layout(**SP, pp=2), MTP | {"dtype": "bfloat16"}),
 ]
 PRECISE = {"use_precision_aware_optimizer": True}
 BF16_MOMENTS = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}

@@ -74,15 +74,15 @@ class Collecting:
         """Nothing is held."""
 
 
-def engine_layout(folder: str, tp: int, ep: int = 1) -> Any:
+def engine_layout(folder: str, tp: int, ep: int = 1, *, predicts: bool = False) -> Any:
     """How an engine of `tp` ranks holds the model of `folder`."""
     from megarl.weight_sync.checksums import EngineLayout
     from megarl.weight_sync.model_compatibility import ServedModel
 
-    return EngineLayout(ServedModel(load_hf_config(folder), "float32"), EngineTarget(tp=tp, ep=ep))
+    return EngineLayout(ServedModel(load_hf_config(folder), "float32", predicts), EngineTarget(tp=tp, ep=ep))
 
 
-def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32") -> Any:
+def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32", **more: Any) -> Any:
     """This process as a rank of a run, with the model loaded."""
     from megarl.megatron.build import initialize_layout
     from megarl.megatron.options import ModelOptions
@@ -91,7 +91,7 @@ def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32") -> A
 
     initialize_layout(layout, seed=1)
     mine = start_rank("policy", rank, layout, threads=1)
-    mine.roles["policy"] = RankModel(ModelOptions(folder, layout, dtype=dtype))
+    mine.roles["policy"] = RankModel(ModelOptions(folder, layout, dtype=dtype, **more))
     mine.load_bytes = 2**13  # so that the model is many loads
     return mine
 

@@ -125,8 +125,8 @@ class ModelNames:
         return found
 
 
-def model_names(hf_config: HFConfig) -> ModelNames:
-    """What the parameters of a model are called.
+def model_names(hf_config: HFConfig, *, prediction: bool = False) -> ModelNames:
+    """What the parameters of a model are called; `prediction`: with those of the layer for multi-token prediction.
 
     Raises:
         ModelError: the architecture is unknown, or the config contradicts itself.
@@ -134,8 +134,9 @@ def model_names(hf_config: HFConfig) -> ModelNames:
     architecture = architecture_for(hf_config)
     kwargs = architecture.transformer_config_kwargs(hf_config)
     frequencies = (kwargs.get("moe_layer_freq", 1), kwargs.get("linear_attention_freq", 1))
+    weight_map = architecture.weight_map(hf_config)
     return ModelNames(
-        weight_map=architecture.weight_map(hf_config),
+        weight_map=weight_map.with_prediction() if prediction else weight_map,
         vocab_size=architecture.gpt_kwargs(hf_config)["vocab_size"],
         stacks_layers=all(isinstance(frequency, int) and frequency <= 1 for frequency in frequencies),
     )

@@ -29,7 +29,15 @@ from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.routes import ReplayCounts, Routes, joined
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition, TopK
-from megarl.megatron.options import ExpertBalance, ModelOptions, OptimizerOptions, ParameterGroup, SamplingLimits, untested_pair
+from megarl.megatron.options import (
+    ExpertBalance,
+    ModelOptions,
+    OptimizerOptions,
+    ParameterGroup,
+    PredictionOptions,
+    SamplingLimits,
+    untested_pair,
+)
 from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
@@ -108,7 +116,8 @@ class Roles:
     def load(self, role: str) -> None:
         """Build `role` on its ranks and load its weights."""
         self.before_use()
-        config, group, spec = self.config, self.group_of(role), self.specs[role]
+        config, group, spec, mtp = self.config, self.group_of(role), self.specs[role], self.config.policy.mtp
+        prediction = PredictionOptions(mtp.loss_weight, mtp.targets, synced=config.syncs_prediction)
         options = ModelOptions(
             spec.path,
             group.layout,
@@ -132,6 +141,7 @@ class Roles:
             collision=role == POLICY and config.needs_collision,
             replays_routes=role == POLICY and config.routing_replay != "none",
             records_routes=role == POLICY and config.routing_replay == "old_policy",
+            prediction=prediction if role == POLICY and mtp.train else None,
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",

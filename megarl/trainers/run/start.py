@@ -94,7 +94,7 @@ def open_roles(config: AnyConfig, groups: Mapping[str, RankGroup]) -> Roles:
         role_specs(config),
         groups,
         choose_layer_spec(config.model.layer_spec, groups[POLICY].platform, config.model.fp8, config.model.dtype),
-        FlopsModel.of(ModelShape.read(config.model.path)),
+        FlopsModel.of(ModelShape.read(config.model.path, predicts=config.policy.predicts)),
         sampling=config.sampling,
         updates=config.run.steps * config.optimizer_steps_per_step,
     )

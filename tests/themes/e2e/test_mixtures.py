@@ -14,7 +14,8 @@ import transformers
 from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.models.deepseek_v3 import READ_BY_SGLANG
-from megarl.models.hf_folder import HFFolder
+from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.registry import architecture_for
 from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
 
@@ -59,6 +60,22 @@ def model_folder(kind: str, tokenizer_from: Path, folder: Path, **more: Any) -> 
     return folder
 
 
+def with_prediction_layer(folder: Path, target: Path) -> Path:
+    """The model with a random layer for multi-token prediction."""
+    source = HFFolder(folder)
+    config = source.config | {"num_nextn_predict_layers": 1}
+    weight_map = architecture_for(config).weight_map(config).with_prediction()
+    generator = torch.Generator().manual_seed(1)
+    tensors = {name: source.get_slice(name)[:] for name in source.names}
+    for name, shape in weight_map.hf_shapes().items():
+        if name not in tensors:
+            centre = 1.0 if "norm" in name else 0.0
+            tensors[name] = centre + 0.2 * torch.randn(shape, generator=generator)
+    tensors |= {copy: tensors[original].clone() for copy, original in weight_map.copies}
+    write_hf_folder(target, tensors.items(), config, extra_files_from=folder)
+    return target
+
+
 @pytest.mark.parametrize(
     ("kind", "layout", "own"),
     [
@@ -73,7 +90,7 @@ def model_folder(kind: str, tokenizer_from: Path, folder: Path, **more: Any) -> 
         pytest.param(
             "deepseek_v3",
             {"pp": 2},
-            {"policy.experts": {"balance_coef": 1e-3, "bias_update_rate": 1e-3}},
+            {"policy.experts": {"balance_coef": 1e-3, "bias_update_rate": 1e-3}, "policy.mtp": {"train": True}},
             id="deepseek_v3-pp2",
         ),
     ],
@@ -87,6 +104,8 @@ def test_after_each_sync_the_engine_samples_from_the_experts_that_were_trained(
     own: dict[str, Any],
 ) -> None:
     folder = model_folder(kind, tiny_model, tmp_path / kind)
+    if "policy.mtp" in own:
+        folder = with_prediction_layer(folder, tmp_path / "predicting")
     config = tiny_config(
         **{"model.path": str(folder), "policy.layout": layout, "data.eval": None, "run.steps": 3, "run.export": True}, **own
     )
@@ -102,9 +121,19 @@ def test_after_each_sync_the_engine_samples_from_the_experts_that_were_trained(
     for name in before.names:
         moved = float((exported.get_slice(name)[:] - before.get_slice(name)[:]).abs().max())
         assert moved < 1e-2
-        assert moved > 0 or ".experts." not in name, name
+        is_own = name.startswith("model.layers.2.")
+        assert moved > 0 or ".experts." not in name or is_own, name
         assert moved == 0 or ".gate." not in name or "policy.freeze" not in own, name
-        assert moved > 0 or "e_score" not in name, name
+        assert moved > 0 or "e_score" not in name or is_own, name
+        # of the layer for multi-token prediction no other layer is behind: an expert may see no token that is predicted
+        assert moved > 0 or not is_own or ".experts." in name or "e_score" in name, name
+    assert all(("policy/mtp_loss" in row, "policy/mtp_accuracy" in row) == ("policy.mtp" in own,) * 2 for row in rows)
+    if "policy.mtp" in own:
+        losses = [row["policy/mtp_loss"] for row in rows]
+        assert losses[2] < losses[0]
+        assert torch.equal(
+            exported.get_slice("model.layers.2.embed_tokens.weight")[:], exported.get_slice("model.embed_tokens.weight")[:]
+        )
     maps = read_metrics(Path(config.run_folder) / "experts.jsonl")
     assert [row["step"] for row in maps] == [1, 2, 3]
     for row, of_step in zip(rows, maps, strict=True):
