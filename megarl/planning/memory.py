@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megarl.megatron.options import default_chunk_tokens
 from megarl.models.packings import padded_vocab
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
+from megarl.planning.engine_memory import engine_working_bytes, staged_bytes
 from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.parameters import ParameterCounts
@@ -32,8 +33,6 @@ from megarl.planning.turns import (
     static_bytes,
     takes_turns,
 )
-from megarl.reshard.cost import STAGED_LOADS
-from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.run_plan import ITEMSIZE
 
 if TYPE_CHECKING:
@@ -44,10 +43,6 @@ REMAINDER_BYTES = 2
 STATIC = ("parameters", "gradients", "optimizer")
 MOMENTARY = ("activations", "tower activations", "logits", "communication", "optimizer step")
 """Of a forward and backward pass, and of the optimizer's step that follows it."""
-PREFILL_TOKENS, DECODED_AT_ONCE = 8192, 256
-"""What SGLang works on at once, at most: prompt tokens of a prefill, sequences whose logits exist."""
-RELAYED_LOADS = 3
-"""On a training rank that hands weights of others on: one that it sends, one that it receives and the last that it received."""
 HOST_BYTES_OF_A_PARAMETER = 16
 """In main memory of what is offloaded: both moments, the float32 weight, and its gradient."""
 
@@ -424,7 +419,7 @@ def _gpu(
     staging = 0.0
     if run.engines is not None and has_policy:
         of_policy = sum(memory.unpacked for memory in memories if memory.role == "policy")
-        staging = _staged_bytes(run, run.engines, _platform(gpu)) if run.engines.stages_weights else of_policy
+        staging = staged_bytes(run, run.engines, _platform(gpu)) if run.engines.stages_weights else of_policy
     trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
     if has_engine:
         assert run.engines is not None
@@ -477,28 +472,3 @@ def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, respo
     if _is_sized(run, gpu):
         room = min(static_bytes(run.config, gpu) - engines.weight_bytes, room)
     return min(wanted, max(longest, int(room / of_token))), wanted
-
-
-def engine_working_bytes(engines: Engines, lengths: Lengths) -> float:
-    """Activations and buffers of an engine, an estimate: prefill goes through `PREFILL_TOKENS` at a time.
-
-    Their pictures are shared among the ranks, but a prompt's largest may all be one rank's.
-    """
-    shape, ranks = engines.shape, engines.target.ranks
-    width = 6 * shape.hidden + 3 * max(shape.ffn, shape.expert_ffn * shape.top_k) / ranks
-    logits = padded_vocab(shape.vocab, ranks) * 4 * DECODED_AT_ONCE
-    of_pictures = 0.0
-    if shape.vision is not None and lengths.pictures.most:
-        patches = max(lengths.pictures.most_patches, PREFILL_TOKENS * shape.vision.merge**2 / ranks)
-        of_pictures = patches * tower_activations(shape.vision, engines.itemsize).layer
-    return PREFILL_TOKENS * engines.itemsize * width + logits + of_pictures
-
-
-def _staged_bytes(run: RunShape, engines: Engines, platform: str) -> float:
-    """On a training rank that hands weights over in buffers: one that is filled while another is read, and the relay's.
-
-    Relays are needed where an engine takes weights from ranks on other nodes and cannot read there. That is counted of every
-    run on several.
-    """
-    loads = STAGED_LOADS + (RELAYED_LOADS if engines.relays_weights and run.gpus > GPUS_PER_NODE else 0)
-    return float(loads * min(LOAD_BYTES[platform], engines.weight_bytes))
