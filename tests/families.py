@@ -316,7 +316,7 @@ ODD: dict[str, Family] = {
         "DeepseekV3",
         KIMI
         | {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 6}
-        | {"moe_intermediate_size": 9, "rope_parameters": KIMI["rope_parameters"] | {"original_max_position_embeddings": 18}},
+        | {"moe_intermediate_size": 6, "rope_parameters": KIMI["rope_parameters"] | {"original_max_position_embeddings": 18}},
         6,
     ),
     "mistral-odd": Family("Mistral", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 10, "sliding_window": 3}),
