@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from megarl.data.drafts import DraftCounts
 from megarl.data.media import Media
 from megarl.data.routes import Routes, from_json, to_json
 
@@ -54,6 +55,7 @@ class Sample:
     `media` are the pictures of the prompt, and behind them those that were told between turns; a place counts the ids of prompt
     and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
     `routes` are the experts that the engine chose for each token of prompt and response (`data/routes.py`); None: not known.
+    `drafts`: what speculative decoding did for it, in all turns.
     """
 
     sample_id: str
@@ -75,6 +77,7 @@ class Sample:
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
     routes: Routes | None = field(default=None, compare=False, repr=False)
+    drafts: DraftCounts = DraftCounts()
 
     def __post_init__(self) -> None:
         if self.routes is not None and len(self.routes) != self.total_length:
@@ -133,9 +136,12 @@ class Sample:
         return self.finish_reason == "length"
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Routes are in it only if they are known."""
+        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Routes and counts of drafts are in it only if there
+        are any."""
         plain = asdict(replace(self, routes=None))
         del plain["routes"]
+        if self.drafts == DraftCounts():
+            del plain["drafts"]
         return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
 
 
@@ -146,4 +152,6 @@ def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> Prompt
     """A Prompt or Sample from its JSON form, also one that an earlier version wrote (`media`: paths)."""
     values = {name: value for name, value in record.items() if name not in FORMER_FIELDS}
     values["media"] = [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]
+    if "drafts" in record:
+        values["drafts"] = DraftCounts(**record["drafts"])
     return kind(**values | ({"routes": from_json(record["routes"])} if record.get("routes") is not None else {}))

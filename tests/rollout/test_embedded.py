@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megarl.errors import EngineError
-from megarl.rollout.engines.embedded import EmbeddedEngine, _sample
+from megarl.rollout.engines.drawing import sample
+from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.protocol import SamplingParams
 from tests.rollout.tiny import PROMPTS
 
@@ -41,7 +42,7 @@ def test_tokens_are_drawn_with_their_probabilities(limits: dict[str, Any]) -> No
     draws = 40_000
     params = SamplingParams(max_new_tokens=1, temperature=0.8, **limits)
     generators = [torch.Generator().manual_seed(0)] * draws
-    tokens, log_probs = _sample(logits.expand(draws, -1), params, generators)
+    tokens, log_probs = sample(logits.expand(draws, -1), params, generators)
     probs = (logits[0].double() / 0.8).softmax(0)
     kept = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)  # 0.68 + 0.20 + 0.11: the first three reach 0.9
     expected = probs * kept / (probs * kept).sum()

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +19,23 @@ import torch
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EMBEDDED
+from megarl.config.rollout import SpeculativeConfig
 from megarl.data.media import Media
 from megarl.data.picture_rules import sees
-from megarl.data.routes import Routes
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.hf_folder import HFFolder
 from megarl.models.quantised_tensors import Dequantiser
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
 from megarl.rollout.engines.embedded_routes import RouteRecorder
-from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
-from megarl.rollout.engines.protocol import Engine, EnginePlace, FinishReason, Generation, SamplingParams, check_request
+from megarl.rollout.engines.embedded_seeing import Sight
+from megarl.rollout.engines.embedded_speculative import Speculation, SpeculativeBatch
+from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 from megarl.weight_sync.staging import NamedTensors
 from megarl.weight_sync.weight_state import WeightState
-
-
-@dataclass
-class _OpenResponse:
-    """One response under way."""
-
-    prompt: list[int]
-    generator: torch.Generator
-    seen: SeenPrompt | None = None
-    response: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    routes: list[Routes] = field(default_factory=list)
-    """Of its tokens so far, under the weights that it is sampled by now."""
-    finish_reason: FinishReason | None = None
 
 
 class EmbeddedEngine(Engine):
@@ -68,8 +54,13 @@ class EmbeddedEngine(Engine):
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:
         # one seed for all: a response is the same whichever engine samples it
         media_folder = config.data.kept_in(config.run_folder)
-        served = config.rollout.servers.model_path
-        return {"dtype": config.model.dtype, "seed": config.run.seed, "media_folder": media_folder, "served_path": served}
+        return {
+            "dtype": config.model.dtype,
+            "seed": config.run.seed,
+            "media_folder": media_folder,
+            "served_path": config.rollout.servers.model_path,
+            "speculative": config.rollout.speculative,
+        }
 
     def __init__(
         self,
@@ -82,21 +73,16 @@ class EmbeddedEngine(Engine):
         initial_version: int | None = None,
         media_folder: Path | None = None,
         served_path: str | Path | None = None,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
-        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-        kind = AutoModelForImageTextToText if sees(model_path) else AutoModelForCausalLM
-        try:
-            # a folder's own code is never run
-            config = config_in_transformers(model_path)
-            model = kind.from_pretrained(model_path, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
-            self._model = model.to(device).eval()
-        except (OSError, ValueError) as error:
-            raise EngineError(f"{model_path} cannot be loaded as a Hugging Face model: {error}") from error
-        self._model.requires_grad_(False)
+        self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
-        self._recorder = RouteRecorder(self._model)
+        self._speculation: Speculation | None = None
         self._held = hub_tensors(self._model)
+        if speculative is not None:
+            self._speculation = Speculation.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
+            self._held |= self._speculation.held if self._speculation is not None else {}
+        self._recorder = RouteRecorder(self._model)
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype)
         self._dequantiser: Dequantiser | None = None
         if served_path is not None:
@@ -158,7 +144,7 @@ class EmbeddedEngine(Engine):
         self._calls += 1
         keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
         rows = [
-            _OpenResponse(
+            OpenResponse(
                 list(prompt),
                 torch.Generator().manual_seed(_seed(self._seed, key, index)),
                 self._sight.prompt(prompt, of_prompt) if self._sight is not None else None,
@@ -181,7 +167,7 @@ class EmbeddedEngine(Engine):
 
     def _run(
         self,
-        rows: list[_OpenResponse],
+        rows: list[OpenResponse],
         params: SamplingParams,
         deadline: float,
         cancelled: threading.Event,
@@ -190,7 +176,7 @@ class EmbeddedEngine(Engine):
         begun = time.monotonic()
         for start in range(0, len(rows), self._max_batch_samples):
             part = rows[start : start + self._max_batch_samples]
-            batch = _DecodeBatch(self._model, part, params, self._sight, self._recorder)
+            batch = self._open_batch(part, params)
             epoch = -1
             while batch.rows:
                 with self._turn:
@@ -207,7 +193,12 @@ class EmbeddedEngine(Engine):
                         epoch = self._weights_epoch
                         batch.prefill()
                     assert self.weight_version is not None  # _wait_for_weights saw to it
-                    batch.next_token(self.weight_version)
+                    batch.next_tokens(self.weight_version)
+
+    def _open_batch(self, rows: list[OpenResponse], params: SamplingParams) -> DecodeBatch:
+        if self._speculation is not None:
+            return SpeculativeBatch(self._model, rows, params, self._recorder, self._speculation)
+        return DecodeBatch(self._model, rows, params, self._sight, self._recorder)
 
     def _wait_for_weights(self, deadline: float, cancelled: threading.Event) -> None:
         """Wait while there are no weights, and let whoever wants to change something have its turn; `_turn` is held."""
@@ -283,128 +274,23 @@ class EmbeddedEngine(Engine):
             self._stopped = True
 
 
-class _DecodeBatch:
-    """Rows computed together. `prefill` before the first `next_token` and whenever the weights have changed."""
-
-    def __init__(
-        self, model: Any, rows: list[_OpenResponse], params: SamplingParams, sight: Sight | None, recorder: RouteRecorder
-    ) -> None:
-        self.rows, self._sight, self._recorder = list(rows), sight, recorder
-        self._model, self._params = model, params
-        ends = model.generation_config.eos_token_id
-        ends = {*params.stop_token_ids, *([] if ends is None else [ends] if isinstance(ends, int) else ends)}
-        self._ends = set() if params.ignore_eos else ends
-        self._cache: Any = None
-        self._mask = torch.empty(0)
-        self._logits = torch.empty(0)
-
-    @torch.inference_mode()
-    def prefill(self) -> None:
-        """Compute the caches of all rows from their tokens; equal token sequences are computed once."""
-        device = self._model.device
-        sequences: dict[tuple[Any, ...], int] = {}
-        media = [row.seen.media if row.seen is not None else () for row in self.rows]
-        keys = [(of_row, *row.prompt, *row.response) for row, of_row in zip(self.rows, media, strict=True)]
-        where = [sequences.setdefault(key, len(sequences)) for key in keys]
-        ids_of = [list(key[1:]) for key in sequences]
-        longest = max(map(len, ids_of))
-        ids = torch.tensor([[0] * (longest - len(s)) + s for s in ids_of], device=device)
-        mask = torch.tensor([[0] * (longest - len(s)) + [1] * len(s) for s in ids_of], device=device)
-        more = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        if self._sight is not None:
-            first = [self.rows[where.index(number)] for number in range(len(sequences))]
-            prompts = [row.seen for row in first if row.seen is not None]
-            given = self._sight.inputs(prompts, [len(row.response) for row in first])
-            more = {name: value.to(device) for name, value in given.items()}
-        output = self._computed(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **more)
-        if (routes := self._recorder.take(len(ids_of))) is not None:
-            for row, sequence in zip(self.rows, where, strict=True):
-                row.routes = [routes[sequence, longest - len(ids_of[sequence]) :]]
-        rows = torch.tensor(where, device=device)
-        self._cache = output.past_key_values
-        self._cache.reorder_cache(rows)  # batch_select_indices does the same, but not for layers with linear attention
-        self._mask, self._logits = mask[rows], output.logits[rows, -1]
-
-    @torch.inference_mode()
-    def next_token(self, version: int) -> None:
-        """Sample one token for every row, and compute what comes after it."""
-        tokens, log_probs = _sample(self._logits.float(), self._params, [row.generator for row in self.rows])
-        for row, token, log_prob in zip(self.rows, tokens.tolist(), log_probs.tolist(), strict=True):
-            row.response.append(token)
-            row.log_probs.append(log_prob)
-            row.versions.append(version)
-            if token in self._ends:
-                row.finish_reason = "stop"
-            elif token in self._params.cut_token_ids or len(row.response) == self._params.max_new_tokens:
-                row.finish_reason = "length"
-        going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
-        if going_on and len(going_on) < len(self.rows):
-            kept = torch.tensor(going_on, device=tokens.device)
-            self._cache.reorder_cache(kept)
-            self._mask, tokens = self._mask[kept], tokens[kept]
-        self.rows = [self.rows[i] for i in going_on]
-        if self.rows:
-            self._mask = torch.cat([self._mask, self._mask.new_ones(len(self.rows), 1)], dim=1)
-            output = self._computed(
-                input_ids=tokens[:, None],
-                attention_mask=self._mask,
-                position_ids=self._next_positions(),
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-            self._logits = output.logits[:, -1]
-            if (routes := self._recorder.take(len(self.rows))) is not None:
-                for row, own in zip(self.rows, routes, strict=True):
-                    row.routes.append(own)
-
-    def _computed(self, **inputs: Any) -> Any:
-        """What the model answers, its choices of experts taken down if they are asked for."""
-        self._recorder.is_on = self._params.routes
-        try:
-            return self._model(**inputs)
-        finally:
-            self._recorder.is_on = False
-
-    def _next_positions(self) -> torch.Tensor:
-        """Those of the tokens that were sampled last: int64 `[B, 1]`, or `[3, B, 1]` of a model that sees."""
-        if self._sight is None:
-            return self._mask.sum(1, keepdim=True) - 1
-        last = [row.seen.positions_with(len(row.response))[:, -1:] for row in self.rows if row.seen is not None]
-        return torch.stack(last, dim=1).to(self._mask.device)
-
-
-def _sample(
-    logits: torch.Tensor, params: SamplingParams, generators: Sequence[torch.Generator]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample from float32 `logits` [B, V] with one generator per row; returns tokens [B] and their log-probs [B].
-
-    Log-probs are those of the full distribution under the temperature; top-k, top-p and min-p only limit what is drawn.
-    """
-    if params.greedy:
-        tokens = logits.argmax(-1)
-        return tokens, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    full = (logits / params.temperature).log_softmax(-1)
-    probs = full.double().exp()
-    if params.top_k > 0 or params.top_p < 1:
-        ordered, order = probs.sort(dim=-1, descending=True)
-        if params.top_k > 0:
-            ordered[:, params.top_k :] = 0
-        # a token stays if those likelier than it do not reach top_p yet; so the likeliest always stays
-        ordered[ordered.cumsum(-1) - ordered >= params.top_p] = 0
-        probs = torch.zeros_like(probs).scatter_(1, order, ordered)
-    probs[probs < params.min_p * probs.amax(-1, keepdim=True)] = 0
-    # inverse of the cumulative distribution: one number per row, so a row's draw does not depend on its batch
-    cumulative = probs.cumsum(-1)
-    drawn = torch.stack([torch.rand(1, dtype=torch.float64, generator=generator) for generator in generators])
-    drawn = drawn.to(logits.device) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return tokens, full.gather(1, tokens[:, None])[:, 0]
-
-
-def _finished(row: _OpenResponse) -> Generation:
+def _finished(row: OpenResponse) -> Generation:
     assert row.finish_reason is not None, "a call returns when all of its rows have ended"
     routes = np.concatenate(row.routes) if row.routes else None
-    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, routes)
+    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, routes, row.drafts)
+
+
+def _load(folder: str | Path, dtype: str, device: str) -> Any:
+    """The transformers model of a folder, whose own code is never run; raises EngineError if it cannot be loaded."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForImageTextToText if sees(folder) else AutoModelForCausalLM
+    try:
+        config = config_in_transformers(folder)
+        model = kind.from_pretrained(folder, config=config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        return model.to(device).eval().requires_grad_(False)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{folder} cannot be loaded as a Hugging Face model: {error}") from error
 
 
 def _seed(seed: int, key: str, index: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
+from megarl.data.drafts import DraftCounts
 from megarl.data.media import Media
 from megarl.data.routes import Routes
 from megarl.errors import EngineError
@@ -63,7 +64,8 @@ class Generation:
     """One sampled response: per token its id, its log-prob in nats and the version of the weights that sampled it.
 
     `routes` `[tokens, expert layers, k]` are the experts of the prompt's tokens and of all but the last one of the response
-    (`data/routes.py`), all from passes under the version of the last token; None: they were not asked for.
+    (`data/routes.py`), all from passes under the version of the last token; None: they were not asked for. `drafts`: what
+    speculative decoding did for it.
     """
 
     response_ids: list[int]
@@ -71,6 +73,7 @@ class Generation:
     weight_versions: list[int]
     finish_reason: FinishReason
     routes: Routes | None = None
+    drafts: DraftCounts = DraftCounts()
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.log_probs), len(self.weight_versions)}

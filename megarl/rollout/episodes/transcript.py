@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.data.drafts import DraftCounts
 from megarl.data.media import Media
 from megarl.data.routes import Routes, known, of_one_version, padded
 from megarl.data.sample import Prompt, Sample
@@ -26,6 +27,7 @@ class Transcript:
         self.turns: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.turn_states: list[str] = []
+        self.drafts = DraftCounts()
         self._routes: Routes | None = None
         self._routes_version = -1
 
@@ -49,6 +51,7 @@ class Transcript:
         self.sampled_mask += [1] * len(generation.response_ids)
         self.log_probs += generation.log_probs
         self.versions += generation.weight_versions
+        self.drafts += generation.drafts
         self.turns.append({"role": "assistant", "content": text})
         if generation.response_ids:
             self.turn_rewards.append(0.0)
@@ -120,4 +123,5 @@ class Transcript:
             turn_states=self.turn_states if len(self.turn_states) == len(self.turn_rewards) else [],
             media=self.media,
             routes=self._routes_of_all(),
+            drafts=self.drafts,
         )

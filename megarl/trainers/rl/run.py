@@ -13,6 +13,7 @@ from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
 from megarl.data.mixture import mixture_weights, place_of_row
+from megarl.data.drafts import draft_figures
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
@@ -314,6 +315,7 @@ class RlRun(Run):
             "response/tokens_mean": tokens / len(samples),
             "response/truncated": sum(sample.truncated for sample in samples) / len(samples),
             "rollout/samples": len(samples),
+            **draft_figures(sample.drafts for sample in samples),
             "reward/failures": sum(self.inputs.rewards.failures.values()),
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,

@@ -1,0 +1,34 @@
+"""What speculative decoding did for responses: counts that travel with them, and a step's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """What speculative decoding did for a response: passes that verified drafts, tokens drafted for them, those that stayed.
+
+    A pass yields one token more than stayed of its draft. All zero without speculative decoding.
+    """
+
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.passes + other.passes, self.drafted + other.drafted, self.accepted + other.accepted)
+
+
+def draft_figures(counts: Iterable[DraftCounts]) -> dict[str, float]:
+    """A step's metrics; none where no response was sampled with speculative decoding."""
+    total = sum(counts, DraftCounts())
+    if not total.passes:
+        return {}
+    return {
+        "rollout/acceptance_length": 1 + total.accepted / total.passes,
+        "rollout/acceptance_rate": total.accepted / max(total.drafted, 1),
+        "rollout/drafted_tokens": total.drafted,
+        "rollout/accepted_tokens": total.accepted,
+    }
