@@ -21,9 +21,13 @@ class DraftCounts:
         return DraftCounts(self.passes + other.passes, self.drafted + other.drafted, self.accepted + other.accepted)
 
 
+NO_DRAFTS = DraftCounts()
+"""Without speculative decoding."""
+
+
 def draft_figures(counts: Iterable[DraftCounts]) -> dict[str, float]:
     """A step's metrics; none where no response was sampled with speculative decoding."""
-    total = sum(counts, DraftCounts())
+    total = sum(counts, NO_DRAFTS)
     if not total.passes:
         return {}
     return {

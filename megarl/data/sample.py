@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from megarl.data.drafts import DraftCounts
+from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
 from megarl.data.routes import Routes, from_json, to_json
 
@@ -77,7 +77,7 @@ class Sample:
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
     routes: Routes | None = field(default=None, compare=False, repr=False)
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         if self.routes is not None and len(self.routes) != self.total_length:
@@ -140,7 +140,7 @@ class Sample:
         are any."""
         plain = asdict(replace(self, routes=None))
         del plain["routes"]
-        if self.drafts == DraftCounts():
+        if self.drafts == NO_DRAFTS:
             del plain["drafts"]
         return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
 

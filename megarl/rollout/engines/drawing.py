@@ -76,7 +76,8 @@ def verify(weights: Tensor, proposals: Proposals, numbers: Tensor) -> tuple[Tens
     Args:
         weights: float64 [B, K + 1, V], those of the tokens behind none, one, … K of the proposals.
         proposals: of K tokens.
-        numbers: float64 [B, K + 1] from 0 up to 1.
+        numbers: float64 [B, N] from 0 up to 1, N above K; the last column draws the token behind, so that what a row draws does
+            not depend on how much was proposed to others.
 
     Returns:
         How many proposals of each row stay, int64 [B], and the tokens behind them, int64 [B].
@@ -96,4 +97,4 @@ def verify(weights: Tensor, proposals: Proposals, numbers: Tensor) -> tuple[Tens
     if steps:
         refused = (behind - drafted[rows, accepted.clamp(max=steps - 1)]).clamp(min=0)
         behind = torch.where(was_refused[:, None], refused, behind)
-    return accepted, draw(behind, numbers[:, steps])
+    return accepted, draw(behind, numbers[:, -1])

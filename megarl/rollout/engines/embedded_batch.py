@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.data.drafts import DraftCounts
+from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.routes import Routes
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded_routes import RouteRecorder
@@ -27,7 +27,7 @@ class OpenResponse:
     versions: list[int] = field(default_factory=list)
     routes: list[Routes] = field(default_factory=list)
     """Of its tokens so far, under the weights that it is sampled by now."""
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts = NO_DRAFTS
     finish_reason: FinishReason | None = None
 
 

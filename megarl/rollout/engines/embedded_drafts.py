@@ -104,13 +104,14 @@ class ModelDraft(Draft):
         self._last = self._last[rows]
 
     def propose(self, sequences: Sequence[Sequence[int]], counts: Tensor, numbers: Tensor) -> Proposals:
+        if not (steps := int(counts.max())):
+            return Proposals(counts.new_empty(len(sequences), 0), counts, None)
         rows = torch.arange(len(sequences), device=counts.device)
         self._chunk[rows, self._last] = torch.tensor([sequence[-1] for sequence in sequences], device=counts.device)
         mask = torch.cat([self._mask, self._chunk_mask], dim=1)
         logits, states = self._model(self._chunk, self._states, mask, self._cache, self._last)
         self._mask = mask = cut_back(self._cache, mask, self._chunk.shape[1] - 1 - self._last)
         tokens, probs = [], []
-        steps = int(counts.max())
         for step in range(steps):
             weights, _ = weights_and_log_probs(logits.float(), self._params)
             tokens.append(draw(weights, numbers[:, step]))
@@ -118,7 +119,7 @@ class ModelDraft(Draft):
             if step < steps - 1:
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
                 logits, states = self._model(tokens[-1][:, None], states, mask, self._cache, torch.zeros_like(rows))
-        cut_back(self._cache, mask, torch.full_like(rows, max(steps - 1, 0)))
+        cut_back(self._cache, mask, torch.full_like(rows, steps - 1))
         return Proposals(torch.stack(tokens, 1), counts, torch.stack(probs, 1))
 
 

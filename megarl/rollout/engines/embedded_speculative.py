@@ -62,9 +62,7 @@ class Speculation:
         """What of the draft is updated with the policy, by hub name."""
 
     @classmethod
-    def of(
-        cls, settings: SpeculativeConfig, folder: str | Path, policy: Any, load: Callable[[str], Any]
-    ) -> Speculation | None:
+    def of(cls, settings: SpeculativeConfig, folder: str | Path, policy: Any, load: Callable[[str], Any]) -> Speculation | None:
         """As a config says; None: tokens are sampled one by one. `load` reads the transformers model in a folder.
 
         Raises:
@@ -162,7 +160,7 @@ class SpeculativeBatch(DecodeBatch):
         logits = self._verified(ids)
         weights, log_probs = weights_and_log_probs(logits.float().flatten(0, 1), self._params)
         shape = (*ids.shape, -1)
-        accepted, behind = verify(weights.view(shape), proposals, numbers[:, steps : steps + ids.shape[1]])
+        accepted, behind = verify(weights.view(shape), proposals, numbers[:, steps:])
         self._take(version, accepted.tolist(), proposals.counts.tolist(), proposals.tokens, behind, log_probs.view(shape))
         self._draft.advance(ids, self._take_states(), accepted)
         kept = self._leave_out_ended()

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
-from megarl.data.drafts import DraftCounts
+from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
 from megarl.data.routes import Routes
 from megarl.errors import EngineError
@@ -73,7 +73,7 @@ class Generation:
     weight_versions: list[int]
     finish_reason: FinishReason
     routes: Routes | None = None
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.log_probs), len(self.weight_versions)}

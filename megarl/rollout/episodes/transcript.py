@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.data.drafts import DraftCounts
+from megarl.data.drafts import NO_DRAFTS
 from megarl.data.media import Media
 from megarl.data.routes import Routes, known, of_one_version, padded
 from megarl.data.sample import Prompt, Sample
@@ -27,7 +27,7 @@ class Transcript:
         self.turns: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.turn_states: list[str] = []
-        self.drafts = DraftCounts()
+        self.drafts = NO_DRAFTS
         self._routes: Routes | None = None
         self._routes_version = -1
 

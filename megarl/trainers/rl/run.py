@@ -12,8 +12,8 @@ from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
-from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.drafts import draft_figures
+from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
