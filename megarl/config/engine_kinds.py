@@ -41,12 +41,17 @@ class EngineCapabilities:
     """Says which experts each token went to, if it is asked (`SamplingParams.routes`)."""
     starts_elsewhere: bool = False
     """May serve a folder of its own (`rollout.servers.model_path`), in which weights are stored otherwise."""
+    drafts: tuple[str, ...] = ()
+    """What `rollout.speculative.algorithm` may be beside `none`."""
+    draft_trees: bool = False
+    """Verifies drafts that are trees (`rollout.speculative.topk` above 1)."""
     reads_arguments: bool = False
     """Reads `rollout.engine_args`."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Arguments that `rollout.engine_args` cannot have, and what sets them."""
 
 
+DRAFTS = ("mtp", "ngram", "standalone", "eagle", "eagle3")
 _SGLANG_SET_ELSEWHERE = {
     "dtype": "model.dtype",
     "tp_size": "rollout.tp",
@@ -63,11 +68,21 @@ _SGLANG_SET_ELSEWHERE = {
     "mm_enable_dp_encoder": "megarl, which sends every rank of an engine the whole vision tower",
     "mm_process_config": "data.min_pixels and data.max_pixels",
     "enable_return_routed_experts": "policy.routing.replay",
+    "speculative_algorithm": "rollout.speculative.algorithm",
+    "speculative_num_steps": "rollout.speculative.num_steps",
+    "speculative_eagle_topk": "rollout.speculative.topk",
+    "speculative_ngram_max_bfs_breadth": "rollout.speculative.topk",
+    "speculative_num_draft_tokens": "rollout.speculative.num_draft_tokens",
+    "speculative_draft_model_path": "rollout.speculative.draft_model",
+    "speculative_accept_threshold_single": "megarl, whose responses are distributed as without drafts",
+    "speculative_accept_threshold_acc": "megarl, whose responses are distributed as without drafts",
     "port": "rollout.servers.port",
     "model_path": "rollout.servers.model_path",
 }
 
-EMBEDDED = EngineCapabilities(sees=True, sees_videos=True, routes=True, starts_elsewhere=True)
+EMBEDDED = EngineCapabilities(
+    sees=True, sees_videos=True, routes=True, starts_elsewhere=True, drafts=("mtp", "ngram", "standalone")
+)
 REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True, sees_videos=True)
 SGLANG = EngineCapabilities(
     concurrent=True,
@@ -78,6 +93,8 @@ SGLANG = EngineCapabilities(
     sees=True,
     routes=True,
     starts_elsewhere=True,
+    drafts=DRAFTS,
+    draft_trees=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )
@@ -86,7 +103,14 @@ RUNNING_SGLANG = EngineCapabilities(
 )
 """Of SGLang servers that somebody else started."""
 NOT_YET_KNOWN = EngineCapabilities(
-    weights="slices", in_process=False, sees=True, sees_videos=True, routes=True, reads_arguments=True
+    weights="slices",
+    in_process=False,
+    sees=True,
+    sees_videos=True,
+    routes=True,
+    drafts=DRAFTS,
+    draft_trees=True,
+    reads_arguments=True,
 )
 """Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""
 

@@ -22,6 +22,7 @@ SHOWN = {
     "KL": "kl/reference",
     "length": "response/tokens_mean",
     "staleness": "staleness/mean",
+    "acceptance": "rollout/acceptance_length",
     "tokens/s": "speed/tokens_per_s",
     **TOWER,
     "GiB": "memory/policy_peak_gib",

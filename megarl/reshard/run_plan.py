@@ -24,7 +24,7 @@ ITEMSIZE = {"bfloat16": 2, "float32": 4}
 NOT_PLANNED = {
     "dp_size": 1, "pp_size": 1, "attn_cp_size": 1, "moe_dp_size": 1, "dcp_size": 1, "moe_dense_tp_size": None,
     "moe_a2a_backend": "none", "enable_dp_lm_head": None, "ep_num_redundant_experts": None, "enable_eplb": None,
-    "quantization": None, "speculative_algorithm": "NGRAM",
+    "quantization": None,
 }  # fmt: skip
 """SGLang's arguments that put weights elsewhere than `targets.py` says, or add others, and a value with which they do not."""
 

@@ -83,6 +83,8 @@ EXPERT_FUSED = {
     "w2": ("w2_weight", 0, 1),
 }
 
+POLICY_ALONE = "target"
+"""Which of a server's models an update is for (SGLang's `selector`): a draft for speculative decoding keeps its weights."""
 Whole = list[tuple[str, torch.Tensor]]
 
 

@@ -28,7 +28,7 @@ from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, digest
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
 from megarl.weight_sync.rdma import check_installed
-from megarl.weight_sync.sglang_loader import joining, reading, receiving
+from megarl.weight_sync.sglang_loader import POLICY_ALONE, joining, reading, receiving
 from megarl.weight_sync.staging import (
     BUFFERS,
     SLICED,
@@ -134,6 +134,7 @@ def _update(payloads: list[str]) -> tuple[str, dict[str, Any]]:
         "serialized_named_tensors": payloads,
         "load_format": SLICED,
         "flush_cache": False,  # once, at the end of the update
+        "selector": POLICY_ALONE,
     }
 
 

@@ -16,7 +16,7 @@ from megarl.reshard.targets import EngineTarget
     [
         ({}, EngineTarget(tp=8)),
         ({"dp_size": 1, "pp_size": 1, "dcp_size": 1, "moe_a2a_backend": "none", "enable_eplb": False}, EngineTarget(tp=8)),
-        ({"ep_size": 4, "speculative_algorithm": "NGRAM"}, EngineTarget(tp=8, ep=4)),
+        ({"ep_size": 4, "speculative_algorithm": "EAGLE"}, EngineTarget(tp=8, ep=4)),  # drafts keep their weights
         ({"ep_size": 8, "dp_size": 2, "enable_dp_attention": True}, EngineTarget(tp=4, ep=8, dp=2)),
     ],
 )
@@ -34,7 +34,6 @@ def test_engines_are_what_their_arguments_say(arguments: dict[str, Any], target:
         ("moe_dense_tp_size", 1),  # the dense layers' weights are then whole on every rank
         ("moe_a2a_backend", "deepep"),
         ("dcp_size", 2),
-        ("speculative_algorithm", "EAGLE"),  # DeepSeek-V3's layers for multi-token prediction are not trained
     ],
 )
 def test_what_puts_weights_elsewhere_is_refused(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.config.rollout import SpeculativeConfig
-from megarl.errors import EngineError
+from megarl.errors import ConfigError
 from megarl.rollout.engines import drawing, embedded_speculative
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from megarl.rollout.engines.embedded_drafts import looked_up
@@ -245,16 +245,24 @@ def test_each_token_has_the_version_and_log_prob_of_the_weights_that_verified_it
 @pytest.mark.parametrize(
     ("policy", "algorithm", "message"),
     [
-        ("qwen3_next", "ngram", "has layers with linear attention, whose state after a token cannot be taken back"),
-        ("llama", "mtp", "has no tensor model.layers.2.* it must be a model with a layer for multi-token prediction"),
-        ("llama", "standalone:few", "has a vocabulary of 4 tokens; it must be a model with the policy's vocabulary of 23"),
+        (
+            "qwen3_next",
+            "ngram",
+            "which needs a cache that can be cut back, but the model has layers with linear",
+        ),
+        ("llama", "mtp", "algorithm is 'mtp', which drafts with the layer.*has no model.layers.2.eh_proj.weight; it must be"),
+        ("llama", "standalone:qwen3_next", "cannot draft: the model has layers with linear attention"),
+        (
+            "llama",
+            "standalone:few",
+            "draft_model is '.*which cannot draft: it has 4 tokens; it must be .* policy's 23",
+        ),
     ],
 )
 def test_what_cannot_be_done_exactly_is_refused(
     wider: dict[str, Path], tmp_path: Path, policy: str, algorithm: str, message: str
 ) -> None:
     folders = wider | {"few": write_model(tmp_path / "few", "llama", 4)}
-    if policy not in folders:
-        folders[policy] = write_model(tmp_path / policy, policy, MANY)
-    with pytest.raises(EngineError, match=message):
+    folders["qwen3_next"] = write_model(tmp_path / "qwen3_next", "qwen3_next", MANY)
+    with pytest.raises(ConfigError, match=message):
         opened(folders[policy], algorithm, folders)

@@ -30,7 +30,7 @@ from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
 from megarl.rollout.engines.embedded_routes import RouteRecorder
 from megarl.rollout.engines.embedded_seeing import Sight
-from megarl.rollout.engines.embedded_speculative import Speculation, SpeculativeBatch
+from megarl.rollout.engines.embedded_speculative import Speculation, SpeculativeBatch, check_drafts
 from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
@@ -49,6 +49,10 @@ class EmbeddedEngine(Engine):
     """
 
     capabilities = EMBEDDED
+
+    @classmethod
+    def check(cls, config: Config, platform: str) -> None:
+        check_drafts(config.rollout.speculative, config.model.path)
 
     @classmethod
     def options(cls, config: Config, place: EnginePlace) -> dict[str, Any]:

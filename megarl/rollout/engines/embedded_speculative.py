@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 
 from megarl.config.rollout import SpeculativeConfig
 from megarl.data.drafts import DraftCounts
-from megarl.errors import EngineError
+from megarl.errors import ConfigError
 from megarl.models.hf_folder import HFFolder
-from megarl.models.transformers_names import hub_tensors
+from megarl.models.registry import load_hf_config
+from megarl.models.transformers_names import config_in_transformers, hub_tensors
 from megarl.rollout.engines.drawing import random_numbers, verify, weights_and_log_probs
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
 from megarl.rollout.engines.embedded_drafts import (
@@ -66,60 +67,63 @@ class Speculation:
         """As a config says; None: tokens are sampled one by one. `load` reads the transformers model in a folder.
 
         Raises:
-            EngineError: the policy's cache cannot be cut back, or the draft is none for this policy.
+            ConfigError: as `check_drafts`.
         """
         if settings.algorithm == "none":
             return None
-        if why := refusal(policy.config):
-            raise EngineError(f"rollout.speculative.algorithm is '{settings.algorithm}', but {why}; it must be 'none'")
+        check_drafts(settings, folder)
         if settings.algorithm == "ngram":
             return cls(settings.num_steps, lambda params: NgramDraft())
         if settings.algorithm == "mtp":
             layer = PredictionLayer(policy)
             found = cls(settings.num_steps, lambda params: ModelDraft(layer, params), TrunkStates(policy))
-            found.held = hub_tensors(layer.named)
-            read_weights(found.held, HFFolder(folder))
+            found.held, stored = hub_tensors(layer.named), HFFolder(folder)
+            for name, tensor in found.held.items():
+                tensor.copy_(stored.get_slice(name)[:])
             return found
         assert settings.draft_model is not None, "the config has been checked"
-        small = load(settings.draft_model)
-        sizes = [model.config.vocab_size for model in (small, policy)]
-        if sizes[0] != sizes[1]:
-            raise EngineError(
-                f"rollout.speculative.draft_model is '{settings.draft_model}', which has a vocabulary of {sizes[0]} tokens; it "
-                f"must be a model with the policy's vocabulary of {sizes[1]}"
-            )
-        if why := refusal(small.config):
-            raise EngineError(f"rollout.speculative.draft_model is '{settings.draft_model}', but {why}")
-        return cls(settings.num_steps, lambda params: ModelDraft(LanguageModel(small), params))
+        small = LanguageModel(load(settings.draft_model))
+        return cls(settings.num_steps, lambda params: ModelDraft(small, params))
+
+
+def check_drafts(settings: SpeculativeConfig, folder: str | Path) -> None:
+    """Refuse drafts for the model in `folder` that could not be taken back, or do not fit it; reads no weights.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    field, algorithm = "rollout.speculative.algorithm", settings.algorithm
+    if algorithm == "none":
+        return
+    policy = _config_of(folder)
+    if why := refusal(policy):
+        raise ConfigError.of(field, algorithm, f"needs a cache that can be cut back, but {why}", allowed="'none'")
+    if algorithm == "mtp":
+        missing = f"model.layers.{policy.num_hidden_layers}.eh_proj.weight"
+        if missing not in HFFolder(folder).names:
+            reason = f"drafts with the layer for multi-token prediction behind the decoder, but '{folder}' has no {missing}"
+            raise ConfigError.of(field, "mtp", reason, allowed="'none', 'ngram' or 'standalone'")
+    if settings.draft_model is not None:
+        small, field = _config_of(settings.draft_model), "rollout.speculative.draft_model"
+        why = refusal(small)
+        if small.vocab_size != policy.vocab_size:
+            why = f"it has {small.vocab_size} tokens"
+        if why:
+            allowed = f"a model with the policy's {policy.vocab_size} tokens, attention in every layer and no pictures"
+            raise ConfigError.of(field, settings.draft_model, f"cannot draft: {why}", allowed=allowed)
 
 
 def refusal(config: Any) -> str | None:
     """Why the cache of a transformers model cannot be cut back to the tokens that stayed; None: it can."""
-    text = config.get_text_config()
-    if "linear_attention" in (getattr(text, "layer_types", None) or ()):
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         return "the model has layers with linear attention, whose state after a token cannot be taken back"
-    if text is not config:
-        return "the model takes pictures"
-    return None
+    return "the model takes pictures" if config.get_text_config() is not config else None
 
 
-def read_weights(held: dict[str, Tensor], folder: HFFolder) -> None:
-    """Fill a prediction layer from a model folder.
-
-    Raises:
-        EngineError: the folder has no such layer, or another one.
-    """
-    names = set(folder.names)
-    for name, tensor in held.items():
-        if name not in names:
-            raise EngineError(
-                f"rollout.speculative.algorithm is 'mtp', but '{folder.path}' has no tensor {name}; it must be a model with a "
-                "layer for multi-token prediction behind its decoder"
-            )
-        values = folder.get_slice(name)[:]
-        if values.shape != tensor.shape:
-            raise EngineError(f"{name} in '{folder.path}' is {list(values.shape)}; the model's is {list(tensor.shape)}")
-        tensor.copy_(values)
+def _config_of(folder: str | Path) -> Any:
+    """The config of a folder as transformers reads it."""
+    load_hf_config(folder)  # says what is wrong with it
+    return config_in_transformers(folder) or AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 class SpeculativeBatch(DecodeBatch):

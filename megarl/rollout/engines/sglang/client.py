@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from megarl.data.drafts import DraftCounts
 from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
@@ -24,6 +25,8 @@ MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond ma
 CONTROL_TIMEOUT_S = 300.0
 DYING_S = 2.0
 POLL_S = 0.05
+DRAFT_COUNTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
+"""What a server with speculative decoding says of a response (0.5.23), in the order of the fields of `DraftCounts`."""
 IDLE_S = 10.0  # how long a server has to end what was aborted
 
 
@@ -216,12 +219,13 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
         for start, end, name in _version_spans(info.get("weight_versions")):
             versions[start:end] = [int(name)] * (min(end, len(ids)) - start)
         reason = info["finish_reason"]["type"]
+        drafts = DraftCounts(*(int(info.get(name, 0)) for name in DRAFT_COUNTS))
     except (KeyError, TypeError, ValueError) as error:
         raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"{url}/generate ended a response with the unknown reason {reason!r}")
     is_cut = reason == "stop" and ids[-1:] and ids[-1] in call.cut_token_ids
-    return Generation(ids, log_probs, versions, "length" if is_cut else reason)
+    return Generation(ids, log_probs, versions, "length" if is_cut else reason, drafts=drafts)
 
 
 def _version_spans(spans: Any) -> list[tuple[int, int, str]]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -23,6 +24,7 @@ from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.arguments import check_engine_args
+from megarl.rollout.engines.sglang.drafts import check_drafts, draft_arguments
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
@@ -30,7 +32,7 @@ from megarl.rollout.engines.sglang.server_process import host
 from megarl.rollout.engines.sglang.weight_layout import check_weight_layout
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_loader import checking, read_answer
+from megarl.weight_sync.sglang_loader import POLICY_ALONE, checking, read_answer
 from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
 
@@ -76,6 +78,7 @@ class SglangEngine(ServedEngine):
             if format is not None and format.name != "fp8-block":
                 reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
                 raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
+        check_drafts(config, platform)
         if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
             remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
             raise ConfigError.needs("rollout.weight_transport = 'rdma'", "NIXL, which is not installed", remedy)
@@ -93,6 +96,7 @@ class SglangEngine(ServedEngine):
         tokens = config.data.max_prompt_tokens + rollout.max_new_tokens
         on_cpu = place.platform == "cpu"
         extra: dict[str, Any] = {RETURNS_ROUTES: True} if config.routing_replay == "engine" else {}
+        extra |= draft_arguments(rollout.speculative, served or str(Path(config.model.path).resolve()))
         extra |= rollout.engine_args if served is None else {**rollout.engine_args, "model_path": served}
         return {
             "log_file": place.log_folder / f"engine-{place.number}.log",
@@ -179,7 +183,7 @@ class SglangEngine(ServedEngine):
             await self._client.pause()
             if self._update_open:  # left by an update that failed
                 await self._client.control("end_weight_update", {})
-            await self._client.control("begin_weight_update", {})
+            await self._client.control("begin_weight_update", {"selector": POLICY_ALONE})
             self._update_open = True
 
     async def apply_update(self, bucket: NamedTensors) -> None:
@@ -213,7 +217,7 @@ class SglangEngine(ServedEngine):
         where, layout = self.endpoint.store, self.endpoint.layout
         asked = [[(box, layout.sent_dtype(box.tensor)) for box in boxes] for boxes in ranks]
         payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(asked, keys, strict=True)]
-        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False}
+        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False, "selector": POLICY_ALONE}
         await self._client.control("update_weights_from_tensor", body)
         assert self._store is not None, "a server that answers was started with one"
         for rank, (boxes, key) in enumerate(zip(ranks, keys, strict=True)):

@@ -1,0 +1,75 @@
+"""Speculative decoding of SGLang's servers: its arguments, and what is refused because it would not be exact (0.5.23)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config import Config
+from megarl.config.rollout import SpeculativeConfig
+from megarl.data.picture_rules import sees
+from megarl.errors import ConfigError
+from megarl.models.registry import load_hf_config
+
+NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+"""What SGLang calls each algorithm."""
+
+
+def draft_arguments(settings: SpeculativeConfig, model_path: str) -> dict[str, Any]:
+    """SGLang's server arguments for `rollout.speculative`; `model_path` is what the servers serve."""
+    if settings.algorithm == "none":
+        return {}
+    breadth = "speculative_ngram_max_bfs_breadth" if settings.algorithm == "ngram" else "speculative_eagle_topk"
+    chosen = {
+        "speculative_algorithm": NAMES[settings.algorithm],
+        "speculative_num_steps": settings.num_steps,
+        breadth: settings.topk,
+        "speculative_num_draft_tokens": settings.num_draft_tokens or settings.num_steps + 1,
+    }
+    draft = model_path if settings.algorithm == "mtp" else settings.draft_model
+    return chosen if draft is None else chosen | {"speculative_draft_model_path": draft}
+
+
+def check_drafts(config: Config, platform: str) -> None:
+    """Refuse what SGLang's servers would not do, or not exactly.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    settings, field = config.rollout.speculative, "rollout.speculative.algorithm"
+    if settings.algorithm == "none":
+        return
+    if platform == "cpu":
+        # kernels/ops/kvcache/cache_move.py calls sgl_kernel.copy_all_layer_kv_cache_cpu when the cache is made, and
+        # speculative/eagle_utils.py, _verify_uses_greedy, takes the likeliest token on a CPU whatever the temperature is
+        reason = "SGLang's servers do not do exactly on a CPU: they take the likeliest token whatever the temperature is"
+        raise ConfigError.of(field, settings.algorithm, reason, allowed="'none', or rollout.engine 'embedded'")
+    if sees(config.model.path):
+        raise ConfigError.of(field, settings.algorithm, "is not tested with models that see", allowed="'none'")
+    if config.routing_replay == "engine":
+        # state_capturer/routed_experts.py: "spec decoding's num_verify_tokens is still not accounted for"
+        reason = "asks for the experts of every token, which SGLang's servers do not keep of drafts that they verify"
+        raise ConfigError.of("policy.routing.replay", "engine", reason, allowed="'none' or 'old_policy'")
+    if settings.algorithm == "mtp" and not prediction_layers(load_hf_config(config.model.path)):
+        reason = "needs a model with a layer for multi-token prediction, and model.path has none"
+        raise ConfigError.of(field, "mtp", reason, allowed="'none', 'ngram', 'standalone', 'eagle' or 'eagle3'")
+    for section, limits in _sampling(config):
+        # speculative/eagle_utils.py, eagle_sample: no min-p, and top-p is judged by what top-k has left
+        if limits["min_p"]:
+            reason = "SGLang's servers leave out when they verify drafts"
+            raise ConfigError.of(f"{section}.min_p", limits["min_p"], reason, allowed="0")
+        if limits["top_k"] and limits["top_p"] < 1:
+            reason = "SGLang's servers judge by what top_k has left when they verify drafts"
+            raise ConfigError.of(f"{section}.top_p", limits["top_p"], reason, allowed="1 where top_k is set")
+
+
+def prediction_layers(hf_config: dict[str, Any]) -> int:
+    """How many layers for multi-token prediction a folder's config names."""
+    return int(hf_config.get("num_nextn_predict_layers") or hf_config.get("mtp_num_hidden_layers") or 0)
+
+
+def _sampling(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The fields that limit sampling, by their section."""
+    sections = {"rollout": config.rollout, **{f"evaluations[{place}]": one for place, one in enumerate(config.evaluations)}}
+    for name, section in sections.items():
+        yield name, {limit: getattr(section, limit) for limit in ("top_k", "top_p", "min_p")}
