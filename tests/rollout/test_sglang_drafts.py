@@ -58,6 +58,7 @@ def config_of(folder: Path, speculative: dict[str, Any], **others: Any) -> Confi
                 "speculative_eagle_topk": 1,
                 "speculative_num_draft_tokens": 3,
                 "speculative_draft_model_path": "model",
+                "enable_draft_weights_cpu_backup": True,
             },
         ),
         (
@@ -77,6 +78,7 @@ def config_of(folder: Path, speculative: dict[str, Any], **others: Any) -> Confi
                 "speculative_eagle_topk": 4,
                 "speculative_num_draft_tokens": 16,
                 "speculative_draft_model_path": "d",
+                "enable_draft_weights_cpu_backup": True,
             },
         ),
     ],

@@ -27,7 +27,10 @@ def draft_arguments(settings: SpeculativeConfig, model_path: str) -> dict[str, A
         "speculative_num_draft_tokens": settings.num_draft_tokens or settings.num_steps + 1,
     }
     draft = model_path if settings.algorithm == "mtp" else settings.draft_model
-    return chosen if draft is None else chosen | {"speculative_draft_model_path": draft}
+    if draft is None:
+        return chosen
+    # nobody sends a draft its weights again when the server has given up its memory for a while
+    return chosen | {"speculative_draft_model_path": draft, "enable_draft_weights_cpu_backup": True}
 
 
 def check_drafts(config: Config, platform: str) -> None:
