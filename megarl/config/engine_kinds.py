@@ -43,6 +43,8 @@ class EngineCapabilities:
     """May serve a folder of its own (`rollout.servers.model_path`), in which weights are stored otherwise."""
     drafts: tuple[str, ...] = ()
     """What `rollout.speculative.algorithm` may be beside `none`."""
+    updates_drafts: bool = False
+    """Takes the weights of the policy's layer for multi-token prediction with every update, if it drafts with it."""
     draft_trees: bool = False
     """Verifies drafts that are trees (`rollout.speculative.topk` above 1)."""
     reads_arguments: bool = False
@@ -81,7 +83,12 @@ _SGLANG_SET_ELSEWHERE = {
 }
 
 EMBEDDED = EngineCapabilities(
-    sees=True, sees_videos=True, routes=True, starts_elsewhere=True, drafts=("mtp", "ngram", "standalone")
+    sees=True,
+    sees_videos=True,
+    routes=True,
+    starts_elsewhere=True,
+    drafts=("mtp", "ngram", "standalone"),
+    updates_drafts=True,
 )
 REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True, sees_videos=True)
 SGLANG = EngineCapabilities(

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.batch import batch_arithmetic
+from megarl.config.engine_kinds import declared_capabilities
 from megarl.config.evaluations import EvaluationConfig
 from megarl.config.profile import ProfileConfig
 from megarl.config.questions import ConfiguredRole, Questions
@@ -192,6 +193,12 @@ class Config(Questions):
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
         """`policy.routing.replay`."""
         return self.policy.routing.replay
+
+    @property
+    def syncs_prediction(self) -> bool:
+        """Whether engines draft with the layer for multi-token prediction that the policy trains, and take its weights."""
+        drafts = self.rollout.speculative.algorithm == "mtp" and declared_capabilities(self.rollout).updates_drafts
+        return drafts and self.policy.mtp.train
 
     @property
     def needs_collision(self) -> bool:

@@ -43,6 +43,7 @@ class EmbeddedEngine(Engine):
 
     `max_batch_samples` responses are computed at once; the rest wait. `initial_version` declares which version the weights
     in `model_path` are; None: none, weights must be sent first. `media_folder` has the pictures that prompts show.
+    `updates_draft`: the weights of the layer for multi-token prediction that it drafts with come with every update.
 
     With a `served_path` it begins with the weights of that folder, and takes weights as the folder stores them. If that is in
     few bits, it computes with the values that they stand for, in its own dtype: an engine's numbers, but for its kernels.
@@ -64,6 +65,7 @@ class EmbeddedEngine(Engine):
             "media_folder": media_folder,
             "served_path": config.rollout.servers.model_path,
             "speculative": config.rollout.speculative,
+            "updates_draft": config.syncs_prediction,
         }
 
     def __init__(
@@ -78,6 +80,7 @@ class EmbeddedEngine(Engine):
         media_folder: Path | None = None,
         served_path: str | Path | None = None,
         speculative: SpeculativeConfig | None = None,
+        updates_draft: bool = False,
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
@@ -85,12 +88,13 @@ class EmbeddedEngine(Engine):
         self._held = hub_tensors(self._model)
         if speculative is not None:
             self._speculation = Speculation.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
-            self._held |= self._speculation.held if self._speculation is not None else {}
+            if self._speculation is not None and updates_draft:
+                self._held |= self._speculation.held
         self._recorder = RouteRecorder(self._model)
-        self._serves = ServedModel(load_hf_config(served_path or model_path), dtype)
+        self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft)
         self._dequantiser: Dequantiser | None = None
         if served_path is not None:
-            self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype))
+            self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype, predicts=updates_draft))
         self._seed, self._max_batch_samples = seed, max_batch_samples
         self._weights = WeightState(initial_version)
         self._sent: dict[str, str] = {}
