@@ -101,6 +101,7 @@ SGLANG = EngineCapabilities(
     routes=True,
     starts_elsewhere=True,
     drafts=DRAFTS,
+    updates_drafts=True,
     draft_trees=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,

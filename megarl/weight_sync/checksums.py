@@ -42,17 +42,25 @@ class EngineLayout:
 
     @classmethod
     def of_model(
-        cls, model_path: str | Path, dtype: str, tp: int = 1, device: str = "cpu", target: EngineTarget | None = None
+        cls,
+        model_path: str | Path,
+        dtype: str,
+        tp: int = 1,
+        device: str = "cpu",
+        target: EngineTarget | None = None,
+        *,
+        predicts: bool = False,
     ) -> EngineLayout:
         """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype` on `device`.
 
-        `target` says how they share the model if not by tensor parallelism alone.
+        `target` says how they share the model if not by tensor parallelism alone. `predicts`: its draft has the layer for
+        multi-token prediction, whose weights come with the others.
 
         Raises:
             EngineError: config.json cannot be read, or SGLang would not hold this model's weights as they are sent.
         """
         check_model(model_path, tp, device)
-        return cls(ServedModel(_config(model_path), dtype), target or EngineTarget(tp=tp))
+        return cls(ServedModel(_config(model_path), dtype, predicts), target or EngineTarget(tp=tp))
 
     @property
     def dtype(self) -> torch.dtype:

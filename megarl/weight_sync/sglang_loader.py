@@ -23,6 +23,7 @@ from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.cuda_ipc import opened
+from megarl.weight_sync.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
 from megarl.weight_sync.engine_group import EngineGroup, leave, start_receiving
 from megarl.weight_sync.rdma import ByteRange, Readable, RemoteReader
 
@@ -83,8 +84,9 @@ EXPERT_FUSED = {
     "w2": ("w2_weight", 0, 1),
 }
 
-POLICY_ALONE = "target"
-"""Which of a server's models an update is for (SGLang's `selector`): a draft for speculative decoding keeps its weights."""
+SELECTORS = {False: "target", True: "all"}
+"""Which of a server's models an update is for (SGLang's `selector`), by whether it drafts with a layer that is trained: any
+other draft keeps its weights."""
 Whole = list[tuple[str, torch.Tensor]]
 
 
@@ -96,6 +98,8 @@ class ModelParameters:
     tensors: Mapping[str, torch.Tensor]
     up_first: Collection[str] = ()
     alternating: Collection[str] = ()
+    of_draft: tuple[str, ...] = ()
+    """What names begin with that are not this model's, but its draft's."""
 
     @classmethod
     def of(cls, model: Any) -> ModelParameters:
@@ -124,7 +128,7 @@ class ModelParameters:
                 up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
             if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
                 alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
-        return cls(dict(model.named_parameters()), frozenset(up_first), frozenset(alternating))
+        return cls(dict(model.named_parameters()), frozenset(up_first), frozenset(alternating), of_the_draft(model))
 
 
 _kept: dict[str, torch.Tensor] = {}
@@ -134,6 +138,9 @@ _kept: dict[str, torch.Tensor] = {}
 def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
     """Take one payload: pairs of (name of a buffer, where in it what lies) and the buffer; or `checking(...)`."""
     parameters = ModelParameters.of(model)
+    if is_draft(parameters.tensors):
+        _load_draft(model, parameters)
+        return
     for (name, content), buffer in named_tensors:
         if name == CHECK:
             _answer(parameters, *content)
@@ -154,10 +161,35 @@ def load(model: Any, named_tensors: Sequence[tuple[Any, torch.Tensor]]) -> None:
             whole = _read(parameters, pieces, buffer)
         if whole:
             model.load_weights(whole)
-        if changed := {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor}:
+        changed = {tensor for tensor, *_ in pieces if DERIVED_FROM in tensor and not tensor.startswith(parameters.of_draft)}
+        if changed:
             model.post_load_weights(weight_names=changed)
         if name == OPEN:
             torch.cuda.current_stream().synchronize()  # the sender fills its buffer again as soon as it is answered
+
+
+_waiting = Waiting()
+"""For the call by which SGLang has the draft loaded, which follows."""
+
+
+def _load_draft(model: Any, parameters: ModelParameters) -> None:
+    """Give the draft what came for it in the call before, and answer what was asked of it."""
+    global _waiting
+    waiting, _waiting = _waiting, Waiting()
+    for held, values in waiting.boxes:
+        box(parameters, held._replace(tensor=draft_name(held.tensor))).copy_(values)
+    if waiting.whole:
+        model.load_weights(waiting.whole)
+    if any(DERIVED_FROM in held.tensor for held, _ in waiting.boxes):
+        model.post_load_weights(is_nextn=True)
+    if waiting.answer is None:
+        return
+    digests, uncovered, where, key = waiting.answer
+    boxes = [(tuple(held._replace(tensor=draft_name(held.tensor))), dtype) for _, held, dtype in waiting.asked]
+    found, missing = _digests(parameters, boxes)
+    for (place, _, _), one in zip(waiting.asked, found, strict=True):
+        digests[place] = one
+    _send_answer(digests, uncovered + [name for name in missing if name not in SHARED], where, key)
 
 
 def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffer: torch.Tensor) -> Whole:
@@ -166,7 +198,12 @@ def _read(parameters: ModelParameters, content: Iterable[tuple[Any, ...]], buffe
     for *place, dtype, start, stop in content:
         held = SliceKey(*place)
         values = buffer[start:stop].view(getattr(torch, dtype)).view(held.rows, held.cols)
-        if held.engine_rank == EVERY_RANK:
+        if held.tensor.startswith(parameters.of_draft):
+            if held.engine_rank == EVERY_RANK:
+                _waiting.whole.append((held.tensor, values.clone()))
+            else:
+                _waiting.boxes.append((held, values.clone()))
+        elif held.engine_rank == EVERY_RANK:
             whole.append((held.tensor, values))
         else:
             box(parameters, held).copy_(values)
@@ -286,7 +323,7 @@ def _in_place(parameters: ModelParameters, message: Any) -> torch.Tensor | None:
     """Where a message's only piece belongs, if it can be received there as it comes."""
     *place, dtype, _, _ = message[0]
     held = SliceKey(*place)
-    if len(message) > 1 or held.engine_rank == EVERY_RANK:
+    if len(message) > 1 or held.engine_rank == EVERY_RANK or held.tensor.startswith(parameters.of_draft):
         return None
     to = box(parameters, held)
     return to if to.is_contiguous() and to.dtype == getattr(torch, dtype) else None
@@ -389,6 +426,21 @@ def _as_sent(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _answer(
     parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]], where: tuple[str, int], key: str
 ) -> None:
+    """Answer for the policy; where boxes of the draft are asked for, too, it answers for both."""
+    boxes = list(boxes)
+    of_draft = [place[0].startswith(parameters.of_draft) for place, _ in boxes]
+    own, uncovered = _digests(parameters, [one for one, others in zip(boxes, of_draft, strict=True) if not others])
+    if not any(of_draft):
+        _send_answer(own, uncovered, where, key)
+        return
+    rest = iter(own)
+    _waiting.answer = ["" if others else next(rest) for others in of_draft], uncovered, where, key
+    drafts = enumerate(zip(boxes, of_draft, strict=True))
+    _waiting.asked = [(number, SliceKey(*place), dtype) for number, ((place, dtype), others) in drafts if others]
+
+
+def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]]) -> tuple[list[str], list[str]]:
+    """The digests of boxes, and the parameters that they do not cover."""
     tensors = parameters.tensors
     digests: list[str] = []
     filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
@@ -397,5 +449,8 @@ def _answer(
         values = box(parameters, held)
         digests.append(digest(_as_sent(values, getattr(torch, dtype))))
         filled[engine_name(parameters, held.tensor)[0]].append(values)
-    uncovered = [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
+    return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
+
+
+def _send_answer(digests: list[str], uncovered: list[str], where: tuple[str, int], key: str) -> None:
     torch.distributed.TCPStore(*where, is_master=False).set(key, json.dumps([digests, uncovered[:NAMED]]))

@@ -28,7 +28,7 @@ from megarl.reshard.targets import EVERY_RANK
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, digest
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
 from megarl.weight_sync.rdma import check_installed
-from megarl.weight_sync.sglang_loader import POLICY_ALONE, joining, reading, receiving
+from megarl.weight_sync.sglang_loader import SELECTORS, joining, reading, receiving
 from megarl.weight_sync.staging import (
     BUFFERS,
     SLICED,
@@ -128,13 +128,13 @@ class _ServerSender:
         """Give back what this process holds for the connection."""
 
 
-def _update(payloads: list[str]) -> tuple[str, dict[str, Any]]:
+def _update(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[str, Any]]:
     """The request, path and body, by which an engine's ranks load their payloads."""
     return "update_weights_from_tensor", {
         "serialized_named_tensors": payloads,
         "load_format": SLICED,
         "flush_cache": False,  # once, at the end of the update
-        "selector": POLICY_ALONE,
+        "selector": SELECTORS[endpoint.layout.model.predicts],
     }
 
 
@@ -150,7 +150,7 @@ class TensorSender(_ServerSender):
 
     def deliver(self, staged: StagedSlices) -> None:
         """Tell the engine where the staged weights are; returns when it has read them, or raises EngineError."""
-        call(self.endpoint, *_update(staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
+        call(self.endpoint, *_update(self.endpoint, staged.payloads(self.endpoint.layout.target.ranks)), self.timeout_s)
 
 
 class ReadSender(_ServerSender):
@@ -194,7 +194,7 @@ class ReadSender(_ServerSender):
             keys.append(f"{source.agent}/read/{call}/{rank}")
             parts = parts_to_read(specs, READ_BYTES[staged.buffer.device.type])
             payloads.append(serialize(reading(source, self.endpoint.store, keys[-1], self.timeout_s, parts)))
-        loading = _CallUnderWay(self.endpoint, *_update(payloads), self.timeout_s)
+        loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
         while not loading.ended_within(POLL_S):
             staged.memory.progress()
         loading.raise_if_failed()
@@ -261,7 +261,7 @@ class GroupSender(_ServerSender):
         asked = None
         if self._number == 0:
             payloads = [serialize(joining(group, rank)) for rank in ranks]
-            asked = _CallUnderWay(self.endpoint, *_update(payloads), self.timeout_s)
+            asked = _CallUnderWay(self.endpoint, *_update(self.endpoint, payloads), self.timeout_s)
         try:
             self._wait_for([group.joining(rank) for rank in ranks], asked)
         except EngineError as error:
@@ -303,7 +303,7 @@ class GroupSender(_ServerSender):
                 pieces.setdefault(rank, []).append(piece)
         of_ranks = {rank: list(_messages(some)) for rank, some in pieces.items()}
         announced = [self._announced(rank, of_ranks.get(rank, [])) for rank in range(ranks)]
-        loading = _CallUnderWay(self.endpoint, *_update(announced), self.timeout_s)
+        loading = _CallUnderWay(self.endpoint, *_update(self.endpoint, announced), self.timeout_s)
         keys = [self._wanted.ready(self._number, self._calls, rank) for rank in of_ranks]
         self._wait_for(keys, loading)
         for key in keys:

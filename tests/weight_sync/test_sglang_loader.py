@@ -15,6 +15,7 @@ from torch import Tensor
 from megarl.models.int4 import packed, quantise_rows
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.weight_sync.checksums import digest
+from megarl.weight_sync.draft_weights import draft_name
 from megarl.weight_sync.sglang_loader import checking, load, read_answer
 from megarl.weight_sync.staging import Staging, serialize
 
@@ -29,6 +30,7 @@ class Model:
         self.loaded: list[tuple[str, Tensor]] = []
         self.derived: list[dict[str, Tensor]] = []
         self.experts: dict[str, Any] = {}
+        self.config = SimpleNamespace(num_hidden_layers=2)
 
     def named_modules(self) -> Any:
         """As torch.nn.Module's."""
@@ -42,9 +44,10 @@ class Model:
         """What is not cut comes here."""
         self.loaded += [(name, weight.clone()) for name, weight in weights]
 
-    def post_load_weights(self, weight_names: Iterable[str]) -> None:
-        """As DeepSeek's: takes copies of the named parameters."""
-        self.derived.append({name: self.parameters[name].detach().clone() for name in weight_names})
+    def post_load_weights(self, weight_names: Iterable[str] = (), is_nextn: bool = False) -> None:
+        """As DeepSeek's: takes copies of the named parameters; of a draft, of the one of its only layer."""
+        names = ["model.decoder.self_attn.kv_b_proj.weight"] if is_nextn else weight_names
+        self.derived.append({name: self.parameters[name].detach().clone() for name in names})
 
 
 def send(model: Model, *pieces: WeightSlice, rank: int = 0) -> None:
@@ -292,3 +295,82 @@ def test_what_is_held_in_a_wider_dtype_has_the_digest_of_what_was_sent_unless_it
     with torch.no_grad():
         model.parameters["x.mlp.gate.weight"][3, 5] += 1e-4  # less than bfloat16 tells apart
     assert asked(model, piece.held, dtype="bfloat16")[0] != [digest(router)]
+
+
+POLICY = {"model__layers__1__self_attn__qkv_proj__weight": (8, 6), "model__norm__weight": (4,)}
+DRAFT = {
+    "model__eh_proj__weight": (3, 6),
+    "model__shared_head__norm__weight": (3,),
+    "model__decoder__self_attn__qkv_proj__weight": (8, 6),
+    "model__decoder__self_attn__kv_b_proj__weight": (4, 2),
+    "model__decoder__mlp__experts__w2_weight": (2, 4, 2),
+    "model__embed_tokens__weight": (5, 2),
+    "lm_head__weight": (5, 2),
+}
+
+
+def test_a_layer_behind_the_decoder_goes_to_the_draft_and_is_answered_for_by_it() -> None:
+    """SGLang calls the loader for both models with each payload, for the policy first."""
+    policy, draft = Model(**POLICY), Model(**DRAFT)
+    layer = "model.layers.2."
+    sent = {
+        "model.layers.1.self_attn.q_proj.weight": torch.randn(4, 6),
+        f"{layer}eh_proj.weight": torch.randn(3, 6),
+        f"{layer}shared_head.norm.weight": torch.randn(3),
+        f"{layer}self_attn.k_proj.weight": torch.randn(2, 6),
+        f"{layer}self_attn.kv_b_proj.weight": torch.randn(4, 2),
+        f"{layer}mlp.experts.1.down_proj.weight": torch.randn(4, 2),
+    }
+    pieces = [slice_of(name, tensor) for name, tensor in sent.items()]
+    router = WeightSlice(SliceKey.whole(f"{layer}mlp.gate.weight", torch.ones(2, 3))._replace(engine_rank=-1), torch.ones(2, 3))
+    for model in (policy, draft):
+        send(model, *pieces, router)
+    assert torch.equal(policy.parameters["model.layers.1.self_attn.qkv_proj.weight"][:4], pieces[0].tensor)
+    assert policy.loaded == policy.derived == []
+    values = draft.parameters
+    assert torch.equal(values["model.eh_proj.weight"], sent[f"{layer}eh_proj.weight"])
+    assert torch.equal(values["model.shared_head.norm.weight"], sent[f"{layer}shared_head.norm.weight"])
+    assert torch.equal(values["model.decoder.self_attn.qkv_proj.weight"][4:6], sent[f"{layer}self_attn.k_proj.weight"])
+    assert torch.equal(values["model.decoder.mlp.experts.w2_weight"][1], sent[f"{layer}mlp.experts.1.down_proj.weight"])
+    assert [name for name, _ in draft.loaded] == [f"{layer}mlp.gate.weight"]
+    [derived] = draft.derived
+    assert torch.equal(derived["model.decoder.self_attn.kv_b_proj.weight"], sent[f"{layer}self_attn.kv_b_proj.weight"])
+
+    with torch.no_grad():
+        values["model.eh_proj.weight"][0, 0] += 1
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    question = checking([(piece.held, "float32") for piece in pieces], ("127.0.0.1", store.port), "both")
+    for model in (policy, draft):
+        assert not store.check(["both"])
+        load(model, pickle.loads(base64.b64decode(serialize(question))))
+    digests, uncovered = read_answer(store.get("both"))
+    same = [held == digest(tensor) for held, tensor in zip(digests, sent.values(), strict=True)]
+    assert same == [True, False, True, True, True, True]
+    assert uncovered == [
+        "model.layers.1.self_attn.qkv_proj.weight",
+        "model.norm.weight",
+        "model.decoder.self_attn.qkv_proj.weight",
+        "model.decoder.mlp.experts.w2_weight",
+    ]
+    send(draft, *pieces)  # nothing waits for it
+    assert values["model.eh_proj.weight"][0, 0] == sent[f"{layer}eh_proj.weight"][0, 0] + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "of_draft"),
+    [
+        ("model.layers.46.enorm.weight", "model.enorm.weight"),
+        ("model.layers.46.mlp.gate.e_score_correction_bias", "model.decoder.mlp.gate.e_score_correction_bias"),
+        ("mtp.fc.weight", "fc.weight"),
+        ("mtp.pre_fc_norm_hidden.weight", "pre_fc_norm_hidden.weight"),
+        ("mtp.norm.weight", "model.norm.weight"),
+        ("mtp.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.weight"),
+    ],
+)
+def test_a_draft_has_its_own_names(name: str, of_draft: str) -> None:
+    assert draft_name(name) == of_draft
+
+
+def test_a_tensor_of_the_decoder_that_is_not_there_is_still_an_error() -> None:
+    with pytest.raises(KeyError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
+        send(Model(**POLICY), slice_of("model.layers.1.mlp.down_proj.weight", torch.ones(2, 2)))

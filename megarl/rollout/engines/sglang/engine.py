@@ -32,7 +32,7 @@ from megarl.rollout.engines.sglang.server_process import host
 from megarl.rollout.engines.sglang.weight_layout import check_weight_layout
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
-from megarl.weight_sync.sglang_loader import POLICY_ALONE, checking, read_answer
+from megarl.weight_sync.sglang_loader import SELECTORS, checking, read_answer
 from megarl.weight_sync.sglang_senders import ServerEndpoint, TensorSender
 from megarl.weight_sync.staging import SLICED, NamedTensors, serialize
 
@@ -113,6 +113,7 @@ class SglangEngine(ServedEngine):
             "extra": extra,
             "start_timeout_s": config.resources.deadlines.start_s,
             "media_folder": config.data.kept_in(config.run_folder),
+            "updates_draft": config.syncs_prediction,
         }
 
     @classmethod
@@ -132,7 +133,9 @@ class SglangEngine(ServedEngine):
         """Start a server and return its engine; see `EngineLayout.of_model` and `SglangServer.start` for what is raised."""
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
-        layout = EngineLayout.of_model(model_path, options.dtype, options.tp, options.device, target)
+        layout = EngineLayout.of_model(
+            model_path, options.dtype, options.tp, options.device, target, predicts=options.updates_draft
+        )
         if options.device == "cuda" and (format := layout.model.format) is not None:
             check_weight_layout(format, options.extra, compute_capability(), has_experts=layout.model.has_experts)
         server = SglangServer(replace(options, extra={**layout.server_arguments, **options.extra}), nodes)
@@ -183,7 +186,7 @@ class SglangEngine(ServedEngine):
             await self._client.pause()
             if self._update_open:  # left by an update that failed
                 await self._client.control("end_weight_update", {})
-            await self._client.control("begin_weight_update", {"selector": POLICY_ALONE})
+            await self._client.control("begin_weight_update", {"selector": self._selector})
             self._update_open = True
 
     async def apply_update(self, bucket: NamedTensors) -> None:
@@ -217,7 +220,7 @@ class SglangEngine(ServedEngine):
         where, layout = self.endpoint.store, self.endpoint.layout
         asked = [[(box, layout.sent_dtype(box.tensor)) for box in boxes] for boxes in ranks]
         payloads = [serialize(checking(boxes, where, key)) for boxes, key in zip(asked, keys, strict=True)]
-        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False, "selector": POLICY_ALONE}
+        body = {"serialized_named_tensors": payloads, "load_format": SLICED, "flush_cache": False, "selector": self._selector}
         await self._client.control("update_weights_from_tensor", body)
         assert self._store is not None, "a server that answers was started with one"
         for rank, (boxes, key) in enumerate(zip(ranks, keys, strict=True)):
@@ -226,6 +229,10 @@ class SglangEngine(ServedEngine):
                 raise EngineError(f"weight update failed its check: nothing fills {', '.join(uncovered[:3])} of rank {rank}")
             held |= zip(boxes, digests, strict=True)
         return held
+
+    @property
+    def _selector(self) -> str:
+        return SELECTORS[self.served_model.predicts]
 
     @property
     def _ranks(self) -> range:

@@ -48,8 +48,9 @@ class ServerOptions:
     `other_nodes` are the GPUs on each further node, equally many; `node` is this node's number among them all and `leader` the
     address at which its ranks meet those of the others, which is chosen at the start. `max_total_tokens` is the size of the KV
     cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the server's own work leave, or what SGLang finds free
-    as it starts (0). `memory_saver` lets `sleep` free GPU memory. `extra` are further SGLang arguments
-    by their Python names, which win over those chosen here.
+    as it starts (0). `memory_saver` lets `sleep` free GPU memory. `updates_draft`: the layer for
+    multi-token prediction that it drafts with comes with the policy's weights. `extra` are further SGLang arguments by their
+    Python names, which win over those chosen here.
     """
 
     model_path: str
@@ -69,6 +70,7 @@ class ServerOptions:
     memory_saver: bool = True
     start_timeout_s: float = 300.0
     media_folder: Path | None = None
+    updates_draft: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int, start_id: str) -> list[str]:

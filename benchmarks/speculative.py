@@ -1,0 +1,84 @@
+"""How the acceptance length of speculative decoding moves while the policy is trained, with a draft that learns and without.
+
+    make tiny-model && python benchmarks/speculative.py --out benchmarks/results/speculative.json
+
+The model is the tiny GLM-4.5 of tests/families.py, with a layer for multi-token prediction that is random at first and the
+tokenizer of the tiny example. The embedded engine drafts two tokens a pass, so that the acceptance length is between 1 and 3.
+Counts do not depend on the machine's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+from workload import ROOT, machine, versions
+
+sys.path.insert(0, str(ROOT))
+
+FIGURES = ("rollout/acceptance_length", "rollout/acceptance_rate", "reward/mean", "policy/mtp_loss")
+
+
+def run(folder: Path, seed: int, steps: int, *, train_layer: bool) -> dict[str, Any]:
+    """One run, and its figures by step."""
+    from megarl.config import parse_config
+    from megarl.observe import read_metrics
+    from megarl.trainers.rl.loop import train
+
+    terms = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64, "args": terms}
+    config = parse_config(
+        {
+            "run": {"folder": str(folder), "name": f"{train_layer}-{seed}", "steps": steps, "log_samples": 0, "seed": seed},
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "policy": {"optimizer": {"lr": 1e-2}, "mtp": {"train": train_layer}, "share_prefix": True},
+            "data": {"train": task, "max_prompt_tokens": 96, "chat_template": "never"},
+            "rollout": {
+                "engine": "embedded",
+                "prompts_per_step": 8,
+                "samples_per_prompt": 8,
+                "max_new_tokens": 12,
+                "speculative": {"algorithm": "mtp", "num_steps": 2},
+            },
+            "rewards": [{"name": f"{ROOT}/tests/themes/e2e/digits.py:share_of_digits"}],
+        }
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        train(config)
+    rows = [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if row["step"]]
+    by_step = {name: [round(row[name], 4) for row in rows] for name in FIGURES if name in rows[0]}
+    return {"layer_is_trained": train_layer, "seed": seed, **by_step}
+
+
+def main() -> None:
+    """Run both, and write what they say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, default=1)
+    given = parser.parse_args()
+    from tests.predicting import build_predicting
+
+    runs = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build_predicting("glm4_moe", folder / "model")
+        transformers.AutoTokenizer.from_pretrained(ROOT / "models/tiny-arithmetic").save_pretrained(folder / "model")
+        for seed in range(given.seeds):
+            for train_layer in (True, False):
+                runs.append(run(folder, seed, given.steps, train_layer=train_layer))
+                lengths = runs[-1]["rollout/acceptance_length"]
+                which = "trained" if train_layer else "kept"
+                print(f"seed {seed}, layer {which}: {lengths[0]:.2f} tokens a pass at first, {lengths[-1]:.2f} at the end")
+    given.out.write_text(json.dumps({"machine": machine(), "versions": versions(), "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
