@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import dense
+from megarl.models import dense, prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
 from megarl.models.rope import rope_refusal
@@ -37,7 +37,8 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules, and biases where the config has them everywhere."""
     sizes, biases = dense.DenseSizes.from_hf(hf_config), has_biases(hf_config)
     attention = dense.attention_rules(sizes, bias=biases, output_bias=biases)
-    return dense.weight_map(sizes, attention, dense.mlp_rules(sizes, bias=biases))
+    mlp = dense.mlp_rules(sizes, bias=biases)
+    return dense.weight_map(sizes, attention, mlp, **prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import dense
+from megarl.models import dense, prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.rope import rope_refusal
 from megarl.models.weight_map import WeightMap
@@ -25,7 +25,8 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the biases, packed as the weights are."""
     sizes = dense.DenseSizes.from_hf(hf_config)
-    return dense.weight_map(sizes, dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes))
+    attention, mlp = dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes)
+    return dense.weight_map(sizes, attention, mlp, **prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.models import dense
+from megarl.models import dense, prediction
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases
 from megarl.models.rope import rope_refusal
@@ -33,7 +33,8 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
 def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the norms of q and k, shared by all heads and whole on every rank."""
     sizes = _sizes(hf_config)
-    return dense.weight_map(sizes, dense.attention_rules(sizes, head_norms=True), dense.mlp_rules(sizes))
+    attention, mlp = dense.attention_rules(sizes, head_norms=True), dense.mlp_rules(sizes)
+    return dense.weight_map(sizes, attention, mlp, **prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
 
 
 def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
