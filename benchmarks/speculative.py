@@ -2,8 +2,9 @@
 
     make tiny-model && python benchmarks/speculative.py --out benchmarks/results/speculative.json
 
-The model is the tiny GLM-4.5 of tests/families.py, with a layer for multi-token prediction that is random at first and the
-tokenizer of the tiny example. The embedded engine drafts two tokens a pass, so that the acceptance length is between 1 and 3.
+The models are tiny ones of tests/families.py with the tokenizer of the tiny example: a GLM-4.5, whose layer for multi-token
+prediction is random at first, and a Llama that was given such a layer by `megarl convert add-draft`. The embedded engine drafts
+two tokens a pass, so that the acceptance length is between 1 and 3.
 Counts do not depend on the machine's speed.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import sys
 import tempfile
@@ -26,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 FIGURES = ("rollout/acceptance_length", "rollout/acceptance_rate", "reward/mean", "policy/mtp_loss")
 
 
-def run(folder: Path, seed: int, steps: int, *, train_layer: bool) -> dict[str, Any]:
+def run(model: Path, seed: int, steps: int, *, train_layer: bool) -> dict[str, Any]:
     """One run, and its figures by step."""
     from megarl.config import parse_config
     from megarl.observe import read_metrics
@@ -36,8 +38,14 @@ def run(folder: Path, seed: int, steps: int, *, train_layer: bool) -> dict[str, 
     task = {"source": "reasoning_gym", "name": "chain_sum", "limit": 64, "args": terms}
     config = parse_config(
         {
-            "run": {"folder": str(folder), "name": f"{train_layer}-{seed}", "steps": steps, "log_samples": 0, "seed": seed},
-            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "run": {
+                "folder": str(model.parent),
+                "name": f"{model.name}-{train_layer}-{seed}",
+                "steps": steps,
+                "log_samples": 0,
+                "seed": seed,
+            },
+            "model": {"path": str(model), "dtype": "float32"},
             "policy": {"optimizer": {"lr": 1e-2}, "mtp": {"train": train_layer}, "share_prefix": True},
             "data": {"train": task, "max_prompt_tokens": 96, "chat_template": "never"},
             "rollout": {
@@ -54,7 +62,7 @@ def run(folder: Path, seed: int, steps: int, *, train_layer: bool) -> dict[str, 
         train(config)
     rows = [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if row["step"]]
     by_step = {name: [round(row[name], 4) for row in rows] for name in FIGURES if name in rows[0]}
-    return {"layer_is_trained": train_layer, "seed": seed, **by_step}
+    return {"model": model.name, "layer_is_trained": train_layer, "seed": seed, **by_step}
 
 
 def main() -> None:
@@ -64,19 +72,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=1)
     given = parser.parse_args()
+    from megarl.convert.new_layer import add_layer
+    from tests.families import build_folder
     from tests.predicting import build_predicting
 
     runs = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build_predicting("glm4_moe", folder / "model")
-        transformers.AutoTokenizer.from_pretrained(ROOT / "models/tiny-arithmetic").save_pretrained(folder / "model")
-        for seed in range(given.seeds):
+        build_predicting("glm4_moe", folder / "glm4_moe")
+        build_folder("llama", folder / "plain")
+        add_layer(folder / "plain", folder / "llama")
+        for model, seed in itertools.product((folder / "glm4_moe", folder / "llama"), range(given.seeds)):
+            transformers.AutoTokenizer.from_pretrained(ROOT / "models/tiny-arithmetic").save_pretrained(model)
             for train_layer in (True, False):
-                runs.append(run(folder, seed, given.steps, train_layer=train_layer))
+                runs.append(run(model, seed, given.steps, train_layer=train_layer))
                 lengths = runs[-1]["rollout/acceptance_length"]
-                which = "trained" if train_layer else "kept"
-                print(f"seed {seed}, layer {which}: {lengths[0]:.2f} tokens a pass at first, {lengths[-1]:.2f} at the end")
+                which = f"{model.name}, seed {seed}, layer {'trained' if train_layer else 'kept'}"
+                print(f"{which}: {lengths[0]:.2f} tokens a pass at first, {lengths[-1]:.2f} at the end", flush=True)
     given.out.write_text(json.dumps({"machine": machine(), "versions": versions(), "runs": runs}, indent=1) + "\n")
 
 

@@ -49,6 +49,13 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
         _add_work_options(action)
         action.set_defaults(run=_knowing(run))
 
+    adding = actions.add_parser("add-draft", help="give a model a layer that drafts tokens", description=_add_draft.__doc__)
+    adding.add_argument(
+        "source", metavar="HF", help="Hugging Face folder of a model without a layer for multi-token prediction"
+    )
+    adding.add_argument("target", metavar="OUT", help="folder to write; it appears when it is complete")
+    adding.set_defaults(run=_knowing(_add_draft))
+
     verify = actions.add_parser("verify", help="compare two folders, or one with its own record", description=_verify.__doc__)
     verify.add_argument("left", metavar="A", help="Hugging Face folder or distributed checkpoint")
     verify.add_argument(
@@ -68,7 +75,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
     inspect.add_argument("path", metavar="FOLDER", help="Hugging Face folder or distributed checkpoint")
     inspect.add_argument("--keys", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_knowing(_inspect))
-    for action in (taking_in, giving_out, resharding, verify, inspect):
+    for action in (taking_in, giving_out, resharding, adding, verify, inspect):
         action.add_argument("--architecture", metavar="FILE.py:NAME", help="model family of your own (docs/add_a_model.md)")
 
 
@@ -119,6 +126,15 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
     layout = parse_layout(arguments.layout)
     return _carry_out(plan_dist("reshard", _open_dist(arguments), layout, arguments.dtype), arguments)
+
+
+def _add_draft(arguments: argparse.Namespace) -> int:
+    """Write a Hugging Face folder again with a new layer for multi-token prediction, to be trained by policy.mtp.train."""
+    from megarl.convert.new_layer import add_layer
+
+    add_layer(arguments.source, arguments.target)
+    print(f"{arguments.target}: the model of {arguments.source} with a new layer for multi-token prediction")
+    return 0
 
 
 def _open_dist(arguments: argparse.Namespace) -> Any:

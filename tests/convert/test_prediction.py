@@ -18,7 +18,7 @@ from megarl.errors import CheckpointError, ModelError
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from tests.convert.conftest import assert_same_tensors, exported, imported, resharded, tensors
 from tests.families import VARIANTS
-from tests.predicting import VARIANTS_PREDICTING, build_predicting
+from tests.predicting import DRAFTED, VARIANTS_PREDICTING, build_predicting
 
 DENSE = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2, dp=2)]
 EXPERTS = [Layout(), Layout(tp=4, ep=2, etp=2), Layout(tp=2, pp=2, ep=2), Layout(dp=4, ep=4)]
@@ -36,7 +36,7 @@ def predicting(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return folder
 
 
-@pytest.mark.parametrize("family", VARIANTS_PREDICTING)
+@pytest.mark.parametrize("family", [*VARIANTS_PREDICTING, *DRAFTED])
 def test_every_layout_gives_every_byte_and_the_config_back(
     predicting: Callable[[str], Path], tmp_path: Path, family: str
 ) -> None:

@@ -14,7 +14,7 @@ from megarl.models.check_layouts import check_models
 from megarl.models.hf_folder import write_hf_folder
 from megarl.models.registry import architecture_for
 from tests.families import build_folder, hub_tensors, hugging_face
-from tests.predicting import VARIANTS_PREDICTING, all_tensors, build_predicting, config_of
+from tests.predicting import DRAFTED, VARIANTS_PREDICTING, all_tensors, build_predicting, config_of
 
 RL: dict[str, Any] = {"data": {"train": {"source": "jsonl", "path": "x"}}, "rewards": [{"name": "exact_number"}]}
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.mark.parametrize("family", VARIANTS_PREDICTING)
+@pytest.mark.parametrize("family", [*VARIANTS_PREDICTING, *DRAFTED])
 def test_the_map_with_the_layer_names_every_tensor_of_the_folder(family: str) -> None:
     weight_map = architecture_for(config_of(family)).weight_map(config_of(family))
     tensors, whole = all_tensors(family), weight_map.with_prediction()

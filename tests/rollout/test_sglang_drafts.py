@@ -141,7 +141,11 @@ EXPERTS = {"replay": "engine"}
             r"evaluations\[0\]\.min_p is 0\.2",
         ),
         ({"algorithm": "ngram"}, {"policy": {"routing": EXPERTS}}, r"policy\.routing\.replay is 'engine', which asks for"),
-        ({"algorithm": "mtp"}, {}, r"rollout\.speculative\.algorithm is 'mtp', which needs a model with a layer for multi"),
+        (
+            {"algorithm": "mtp"},
+            {},
+            r"rollout\.speculative\.algorithm is 'mtp', which needs a layer for multi-token prediction as SGLang knows it",
+        ),
     ],
 )
 def test_what_is_not_exact_is_refused(folder: Path, settings: dict[str, Any], others: dict[str, Any], message: str) -> None:

@@ -10,9 +10,11 @@ import pytest
 import transformers
 
 from megarl.config import Config
+from megarl.convert.new_layer import add_layer
 from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
-from tests.predicting import build_predicting
+from tests.families import build_folder
+from tests.predicting import DRAFTED, build_predicting
 
 pytestmark = pytest.mark.usefixtures("local_ray")
 LENGTH = "rollout/acceptance_length"
@@ -25,7 +27,11 @@ def run(tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path) ->
     def go(family: str, **overrides: Any) -> list[dict[str, Any]]:
         folder = tmp_path / family
         if not folder.exists():
-            build_predicting(family, folder)
+            if family in DRAFTED:
+                build_folder(family, tmp_path / "plain")
+                add_layer(tmp_path / "plain", folder)
+            else:
+                build_predicting(family, folder)
             transformers.AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
         sizes = {"rollout.prompts_per_step": 8, "rollout.samples_per_prompt": 8, "rollout.max_new_tokens": 12}
         more = {"model.path": str(folder), "data.eval": None, "policy.share_prefix": True, "policy.optimizer.lr": 1e-2} | sizes
@@ -53,6 +59,14 @@ def test_drafts_are_accepted_more_often_while_their_layer_is_trained(run: Callab
     for row in (*trained, *kept):
         assert row["rollout/acceptance_rate"] == row["rollout/accepted_tokens"] / row["rollout/drafted_tokens"]
     assert trained[-1]["policy/mtp_loss"] < trained[0]["policy/mtp_loss"]
+
+
+@pytest.mark.slow
+def test_a_model_without_such_a_layer_is_given_one_that_learns_to_draft(run: Callable[..., list[dict[str, Any]]]) -> None:
+    drafts = {"algorithm": "mtp", "num_steps": 2}
+    rows = run("llama", **{"run.steps": 14, "rollout.speculative": drafts, "policy.mtp": {"train": True}})
+    lengths = [row[LENGTH] for row in rows]
+    assert sum(lengths[-3:]) / 3 > sum(lengths[:3]) / 3 + 0.2
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor
 from megarl.config.layout import Layout
 from megarl.data.stream import Response, Unit
 from tests.families import VARIANTS, build_folder
-from tests.predicting import PREDICTING, all_tensors, build_predicting
+from tests.predicting import DRAFTED, PREDICTING, all_tensors, build_predicting
 from tests.themes.parallel.comparison import TOLERANCE
 from tests.themes.parallel.predicted import by_transformers, run_predicting
 from tests.themes.parallel.worlds import LAYOUTS, MODES, layout_for, units
@@ -23,7 +23,7 @@ TIED, ONE_RANK = "glm4_moe-grouped", Layout()
 CELLS = [
     (layout, name)
     for layout in LAYOUTS
-    for name in (*PREDICTING, TIED)
+    for name in (*PREDICTING, *DRAFTED, TIED)
     if layout_for(layout, **VARIANTS[name].kind) is not None
 ]
 IN_EVERY_RUN = {
@@ -32,6 +32,7 @@ IN_EVERY_RUN = {
     ("vpp2", "qwen3_5"),
     ("pp2", TIED),
     ("cp2", "deepseek_v3"),
+    ("cp2", "llama"),
     ("ep2·tp2+sp", "qwen3_next"),
     ("ep2·etp2", "glm4_moe"),
     ("tp2·pp2·cp2", "glm4_moe"),
@@ -111,7 +112,7 @@ def deviations(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 
 
 def test_the_reference_moves_every_parameter_and_its_targets_differ(reference: Callable[[str], dict[str, Any]]) -> None:
-    for family in PREDICTING:
+    for family in (*PREDICTING, *DRAFTED):
         soft, hard = (reference(family)[kind]["gradients"] for kind in ("soft", "hard"))
         assert sum(bool(gradient.any()) for gradient in soft.values()) > 0.9 * len(soft)
         assert deviations(soft, hard).keys() == {name for name, gradient in hard.items() if gradient.any()}
@@ -134,7 +135,7 @@ def test_the_layers_gradients_are_those_of_transformers_and_the_decoders_do_not_
     check(expected, parity_world.call(*arguments, size=of_ranks.world_size, timeout_s=600), layout=of_ranks)
 
 
-@pytest.mark.parametrize("family", PREDICTING)
+@pytest.mark.parametrize("family", [*PREDICTING, *DRAFTED])
 def test_one_rank_in_every_mode(parity_world: World, reference: Callable[[str], dict[str, Any]], family: str) -> None:
     expected = reference(family)
     check(expected, parity_world.call(run_predicting, expected["folder"], ONE_RANK, units(), size=1))

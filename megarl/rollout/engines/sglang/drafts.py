@@ -9,11 +9,14 @@ from megarl.config import Config
 from megarl.config.rollout import SpeculativeConfig
 from megarl.data.picture_rules import sees
 from megarl.errors import ConfigError
-from megarl.models.registry import load_hf_config
+from megarl.models.registry import architecture_for, load_hf_config
 from megarl.reshard.block_scales import fp8_scales
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 """What SGLang calls each algorithm."""
+
+DRAFTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families of whose layer for multi-token prediction SGLang makes a draft."""
 
 
 def draft_arguments(settings: SpeculativeConfig, model_path: str) -> dict[str, Any]:
@@ -54,8 +57,11 @@ def check_drafts(config: Config, platform: str) -> None:
         # state_capturer/routed_experts.py: "spec decoding's num_verify_tokens is still not accounted for"
         reason = "asks for the experts of every token, which SGLang's servers do not keep of drafts that they verify"
         raise ConfigError.of("policy.routing.replay", "engine", reason, allowed="'none' or 'old_policy'")
-    if settings.algorithm == "mtp" and not prediction_layers(load_hf_config(config.model.path)):
-        reason = "needs a model with a layer for multi-token prediction, and model.path has none"
+    hf_config = load_hf_config(config.model.path)
+    if settings.algorithm == "mtp" and (not prediction_layers(hf_config) or architecture_for(hf_config).name not in DRAFTING):
+        reason = (
+            f"needs a layer for multi-token prediction as SGLang knows it (of {', '.join(DRAFTING)}), and model.path has none"
+        )
         raise ConfigError.of(field, "mtp", reason, allowed="'none', 'ngram', 'standalone', 'eagle' or 'eagle3'")
     served = config.rollout.servers.model_path
     if config.syncs_prediction and served is not None and fp8_scales(load_hf_config(served)) is not None:
