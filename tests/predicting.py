@@ -21,7 +21,7 @@ from tests.families import SPREAD, VARIANTS, by_hub_name, hub_tensors, hugging_f
 FIELDS = {"num_nextn_predict_layers": 1}
 OWN_FIELDS = {"mtp_num_hidden_layers": 1}
 PREDICTING = ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5")
-DRAFTED = ("llama", "qwen2", "qwen3")
+DRAFTED = ("llama", "qwen2-full", "qwen3")
 """Families without a layer of their own, which may be given one (`megarl convert add-draft`)."""
 VARIANTS_PREDICTING = (*PREDICTING, "glm4_moe-grouped", "deepseek_v3-plain", "qwen3_next-plain", "qwen3_5_moe")
 

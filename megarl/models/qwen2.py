@@ -26,7 +26,8 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the biases, packed as the weights are."""
     sizes = dense.DenseSizes.from_hf(hf_config)
     attention, mlp = dense.attention_rules(sizes, bias=True), dense.mlp_rules(sizes)
-    return dense.weight_map(sizes, attention, mlp, **prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
+    more = {} if qwen_sliding_layers(hf_config) else prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp])
+    return dense.weight_map(sizes, attention, mlp, **more)
 
 
 def _sglang_refusal(hf_config: HFConfig) -> str | None:

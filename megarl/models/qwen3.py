@@ -34,7 +34,8 @@ def weight_map(hf_config: HFConfig) -> WeightMap:
     """The common rules and the norms of q and k, shared by all heads and whole on every rank."""
     sizes = _sizes(hf_config)
     attention, mlp = dense.attention_rules(sizes, head_norms=True), dense.mlp_rules(sizes)
-    return dense.weight_map(sizes, attention, mlp, **prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp]))
+    more = {} if qwen_sliding_layers(hf_config) else prediction.behind_the_decoder(hf_config, sizes, [*attention, *mlp])
+    return dense.weight_map(sizes, attention, mlp, **more)
 
 
 def _sizes(hf_config: HFConfig) -> dense.DenseSizes:
