@@ -14,7 +14,7 @@ from torch import Tensor
 from megarl.data.drafts import DraftCounts
 from megarl.models.hf_folder import HFFolder, write_hf_folder
 from megarl.models.transformers_names import hub_tensors
-from megarl.rollout.engines.embedded_drafts import PredictionLayer
+from megarl.rollout.engines.embedded_drafts import MtpLayer
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 
 END = 0
@@ -58,7 +58,7 @@ def write_model(folder: Path, kind: str, vocab_size: int, seed: int = 1, spread:
     model = getattr(transformers, f"{class_prefix}ForCausalLM")(config).float().eval()
     tensors = dict(hub_tensors(model))
     if settings.get("num_nextn_predict_layers"):
-        tensors |= hub_tensors(PredictionLayer(model).named)
+        tensors |= hub_tensors(MtpLayer(model).named)
     generator = torch.Generator().manual_seed(seed)
     for name, value in tensors.items():
         value.detach().copy_((1.0 if "norm" in name else 0.0) + spread * torch.randn(value.shape, generator=generator))

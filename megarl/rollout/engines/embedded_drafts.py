@@ -172,7 +172,7 @@ class LanguageModel(DraftModel):
         return output.logits[rows, last - (ids.shape[1] - kept)], None
 
 
-class PredictionLayer(DraftModel):
+class MtpLayer(DraftModel):
     """The layer that predicts the token after the next one from the policy's state and the next token (DeepSeek-V3, 2.2).
 
     Behind its last token it goes on with its own states. Embeddings and output layer are the policy's.

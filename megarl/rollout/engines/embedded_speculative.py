@@ -26,8 +26,8 @@ from megarl.rollout.engines.embedded_drafts import (
     Draft,
     LanguageModel,
     ModelDraft,
+    MtpLayer,
     NgramDraft,
-    PredictionLayer,
     cut_back,
     positions_of,
 )
@@ -75,7 +75,7 @@ class Speculation:
         if settings.algorithm == "ngram":
             return cls(settings.num_steps, lambda params: NgramDraft())
         if settings.algorithm == "mtp":
-            layer = PredictionLayer(policy)
+            layer = MtpLayer(policy)
             found = cls(settings.num_steps, lambda params: ModelDraft(layer, params), TrunkStates(policy))
             found.held, stored = hub_tensors(layer.named), HFFolder(folder)
             for name, tensor in found.held.items():
