@@ -38,7 +38,8 @@ def run(tiny_config: Callable[..., Config], tiny_model: Path, tmp_path: Path) ->
         config = tiny_config(**more | overrides)
         gates = train(config)["gates"]
         assert gates["log_prob_max_difference_as_loaded"] < 1e-4
-        assert gates["log_prob_max_difference_after_sync"] < 1e-4
+        if config.rollout.schedule.mode == "sync":  # elsewhere samples may be old
+            assert gates["log_prob_max_difference_after_sync"] < 1e-4
         return [row for row in read_metrics(Path(config.run_folder) / "metrics.jsonl") if row["step"]]
 
     return go
@@ -64,7 +65,8 @@ def test_drafts_are_accepted_more_often_while_their_layer_is_trained(run: Callab
 @pytest.mark.slow
 def test_a_model_without_such_a_layer_is_given_one_that_learns_to_draft(run: Callable[..., list[dict[str, Any]]]) -> None:
     drafts = {"algorithm": "mtp", "num_steps": 2}
-    rows = run("llama", **{"run.steps": 14, "rollout.speculative": drafts, "policy.mtp": {"train": True}})
+    more = {"rollout.ignore_eos": True}  # a response of one token has no draft
+    rows = run("llama", **more, **{"run.steps": 14, "rollout.speculative": drafts, "policy.mtp": {"train": True}})
     lengths = [row[LENGTH] for row in rows]
     assert sum(lengths[-3:]) / 3 > sum(lengths[:3]) / 3 + 0.2
 
