@@ -22,12 +22,41 @@ class ScheduleConfig(Section):
     the next step."""
 
 
+class AgentConfig(Section):
+    """A program that acts by itself: it asks an endpoint of megarl for turns of the policy, as OpenAI's or Anthropic's
+    (docs/agents.md)."""
+
+    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Command line, started for each episode. `{prompt}` and `{row.KEY}` in it stand for fields of the row."""
+    function: str | None = None
+    """In place of `command`: a function `agent(task)` as `package.module:function` or `path/to/file.py:function`. An `async
+    def` serves many episodes at once."""
+    processes: Positive | None = None
+    """Number of processes that run `function`. null: half as many as cores."""
+    at_once: Positive = 64
+    """Maximum number of agents that act at the same time."""
+    timeout_s: Seconds = 600.0
+    """Time limit in seconds for one episode; what was said until then is kept, as truncated."""
+    rewards: Literal["episode", "branch"] = "episode"
+    """What is rewarded: the whole `episode`, by the branch of its last turn, or each `branch` by itself."""
+    models: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further names by which agents may ask for the policy. It is always called `megarl`."""
+    host: str = "127.0.0.1"
+    """Address that the endpoint listens on. Other than loopback: whoever reaches it still needs an episode's key."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of `command`."""
+    pass_environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of environment variables of the run that `command` gets too."""
+
+
 class EpisodeConfig(Section):
-    """How a response is produced: one turn, or several with tools or an environment (docs/episodes.md)."""
+    """How a response is produced: one turn, or several with tools, an environment or an agent (docs/episodes.md)."""
 
     kind: str = "single"
-    """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. Or your own as
-    `package.module:function`."""
+    """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program of its
+    own acts. Or your own as `package.module:function`."""
+    agent: AgentConfig | None = None
+    """The program of `kind: agent`."""
     tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tools as a list of `package.module:function`; for an environment, its class."""
     max_turns: Positive = 8

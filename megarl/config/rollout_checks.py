@@ -214,9 +214,35 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.needs(
             f"rollout.episode.kind = '{episode.kind}'", what, "set rollout.episode.tools to a list of 'package.module:name'"
         )
+    _check_agent(config)
     if episode.kind != "single" and engine.replays:
         why = "rollout.engine = 'replay' cannot do: it gives back whole responses"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
     if episode.kind != "single" and config.algorithm.estimator_needs.greedy:
         why = f"algorithm.advantage = '{config.algorithm.advantage}' cannot use: it compares with one greedy turn"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
+
+
+def _check_agent(config: Config) -> None:
+    episode, agent = config.rollout.episode, config.rollout.episode.agent
+    if episode.kind != "agent":
+        if agent is not None:
+            remedy = "set rollout.episode.kind to 'agent', or remove rollout.episode.agent"
+            raise ConfigError.needs("rollout.episode.agent", "an episode in which it acts", remedy)
+        return
+    if agent is None or bool(agent.command) == (agent.function is not None):
+        remedy = "set one of rollout.episode.agent.command and rollout.episode.agent.function"
+        raise ConfigError.needs("rollout.episode.kind = 'agent'", "one program", remedy)
+    if episode.tools:
+        remedy = "remove rollout.episode.tools: an agent brings its own"
+        raise ConfigError.needs("rollout.episode.tools", "an episode of kind 'tools' or 'environment'", remedy)
+    needed = config.algorithm.estimator_needs
+    for name, is_needed in (
+        ("values", config.uses_critic),
+        ("turn_rewards", needed.turn_rewards),
+        ("pairs", config.algorithm.loss_needs.pairs),
+    ):
+        if is_needed:
+            why = f"needs {name.replace('_', ' ')} along one response, and the episode of an agent may have several branches"
+            allowed = "an estimator of whole responses, such as grpo, rloo or reinforce_plus_plus"
+            raise ConfigError.of("algorithm.advantage", config.algorithm.advantage, why, allowed=allowed)

@@ -201,6 +201,12 @@ class Config(Questions):
         return drafts and self.policy.mtp.train
 
     @property
+    def rewards_by_branch(self) -> bool:
+        """Whether each branch of an agent's episode has a reward of its own."""
+        agent = self.rollout.episode.agent
+        return agent is not None and agent.rewards == "branch"
+
+    @property
     def needs_collision(self) -> bool:
         """`Σ_v π(v)²` before each token, as the advantage estimator needs it."""
         return self.algorithm.estimator_needs.collision

@@ -54,6 +54,7 @@ class Sample:
     such token, in their order: whether the step that the token ends is right, or whether the response is desirable.
     `media` are the pictures of the prompt, and behind them those that were told between turns; a place counts the ids of prompt
     and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
+    `branch_of` is the id of the first branch of its episode, where the sample is a further one (`data/branches.py`).
     `routes` are the experts that the engine chose for each token of prompt and response (`data/routes.py`); None: not known.
     `drafts`: what speculative decoding did for it, in all turns.
     """
@@ -76,6 +77,7 @@ class Sample:
     turn_states: list[str] = field(default_factory=list)
     labels: list[float] = field(default_factory=list)
     media: list[Media] = field(default_factory=list)
+    branch_of: str = ""
     routes: Routes | None = field(default=None, compare=False, repr=False)
     drafts: DraftCounts = NO_DRAFTS
 
@@ -103,6 +105,11 @@ class Sample:
                 f"sample {self.sample_id}: labels must have one entry per token in the mask, got {len(self.labels)} "
                 f"for {sum(self.sampled_mask)}"
             )
+
+    @property
+    def episode_id(self) -> str:
+        """Equal for the branches of one episode."""
+        return self.branch_of or self.sample_id
 
     @property
     def prompt_media(self) -> tuple[Media, ...]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megarl.data.told_pictures import PictureKeeper
     from megarl.rollout.episodes.tools.toolbox import ToolBox
     from megarl.rollout.episodes.turns import ToldMessage, TurnTemplate
+    from megarl.rollout.sessions.agents import Agents
 
 
 class SampleTokens(Protocol):
@@ -59,6 +60,8 @@ class EpisodeContext:
     """Makes the environment of one episode."""
     environment_name: str = ""
     """What the config calls it."""
+    agents: Agents | None = None
+    """The agents that act, and where they ask."""
     pictures: PictureKeeper | None = None
     """Keeps what tools and environments show; None: the model takes no pictures."""
     system_prompt: str | None = None
@@ -84,15 +87,19 @@ class EpisodeContext:
 
     def close(self) -> None:
         """End what the episodes started."""
-        if self.tools is not None:
-            self.tools.close()
+        for started in (self.tools, self.agents):
+            if started is not None:
+                started.close()
 
 
 class Episode(Protocol):
     """The async function that a kind of episode is."""
 
-    async def __call__(self, prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
-        """Sample number `number` of the group that `prompt` names.
+    async def __call__(
+        self, prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext
+    ) -> Sample | list[Sample]:
+        """Sample number `number` of the group that `prompt` names; a list has its branches, in which `branch_of` names the
+        first.
 
         It may be cancelled at any await, and begun anew with the same arguments.
 
@@ -107,6 +114,7 @@ BUILT_IN = {
     "single": "megarl.rollout.episodes.single:single_turn",
     "tools": "megarl.rollout.episodes.chat:chat_with_tools",
     "environment": "megarl.rollout.episodes.environment:in_environment",
+    "agent": "megarl.rollout.episodes.agent:with_agent",
 }
 """Kinds of episode by name, as import paths, so that a run imports what it uses."""
 

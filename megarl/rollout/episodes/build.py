@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megarl.config.rollout import AgentConfig
 from megarl.config.sections import DataConfig
 from megarl.data.picture_reader import PictureSettings
+from megarl.data.sample import Prompt, Sample
 from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError
-from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, load_episode
+from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, SampleTokens, load_episode
 from megarl.rollout.episodes.tools.toolbox import ToolBox
 from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
-from megarl.system.user_code import load_user_function
+from megarl.rollout.sessions.agents import Agents, open_agent
+from megarl.rollout.sessions.server import SessionServer
+from megarl.system.user_code import absolute_name, load_user_function
 
 
 class EpisodeSettings(Protocol):
@@ -29,6 +34,8 @@ class EpisodeSettings(Protocol):
     def tool_timeout_s(self) -> float: ...
     @property
     def tool_max_tokens(self) -> int: ...
+    @property
+    def agent(self) -> AgentConfig | None: ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,11 @@ class Episodes:
 
     function: Episode
     context: EpisodeContext
+
+    async def branches(self, prompt: Prompt, number: int, sample: SampleTokens) -> list[Sample]:
+        """Episode `number` of the group that `prompt` names: its branches, which is one of it but for agents."""
+        made = await self.function(prompt, number, sample, self.context)
+        return made if isinstance(made, list) else [made]
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
@@ -84,7 +96,10 @@ def open_episodes(
         return Episodes(episode, context)
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
-    if kind == "environment":
+    if kind == "agent":
+        assert settings.agent is not None
+        context.agents = _open_agents(settings.agent, data.prompt_key, tokenizer)
+    elif kind == "environment":
         if len(settings.tools) != 1:
             raise EpisodeError(
                 f"rollout.episode.tools has {len(settings.tools)} names, but rollout.episode.kind = 'environment' needs one: "
@@ -101,3 +116,26 @@ def open_episodes(
         observation_role = "tool" if context.tools is not None else "user"
         context.chat = TurnTemplate(tokenizer, context.tool_schemas, observation_role, pictures)
     return Episodes(episode, context)
+
+
+def _open_agents(settings: AgentConfig, prompt_key: str, tokenizer: Any) -> Agents:
+    """The agents of a run and their endpoint.
+
+    Raises:
+        EpisodeError: the agent cannot be started, nothing can listen, or the chat template does not serve.
+    """
+
+    def renderer(tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
+        return TurnTemplate(tokenizer, [dict(tool) for tool in tools], "user")
+
+    def question(prompt: Prompt) -> str:
+        asked = prompt.row.get(prompt_key, prompt.prompt_text)
+        return asked if isinstance(asked, str) else json.dumps(asked)
+
+    renderer(())
+    if settings.function is not None:
+        load_user_function(settings.function, EpisodeError)
+    function = absolute_name(settings.function) if settings.function is not None else None
+    agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)
+    server = SessionServer(("megarl", *settings.models), settings.host)
+    return Agents(agent, server, renderer, question, timeout_s=settings.timeout_s, at_once=settings.at_once)

@@ -7,9 +7,9 @@ import asyncio
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.tools.answers import ToolAnswer
-from megarl.rollout.episodes.tools.calls import ToolCall, parse_tool_calls
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import ToldMessage
+from megarl.rollout.sessions.tool_calls import ToolCall, parse_tool_calls
 
 
 async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:

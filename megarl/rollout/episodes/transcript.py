@@ -57,6 +57,15 @@ class Transcript:
             self.turn_rewards.append(0.0)
             self.turn_states += [] if state is None else [state]
 
+    def append_earlier_turn(self, generation: Generation, text: str) -> None:
+        """Take over a turn of the policy that counts elsewhere: masked, its log-probs 0."""
+        self._take_routes(generation)
+        self.response_ids += generation.response_ids
+        self.sampled_mask += [0] * len(generation.response_ids)
+        self.log_probs += [0.0] * len(generation.response_ids)
+        self.versions += generation.weight_versions
+        self.turns.append({"role": "assistant", "content": text})
+
     def _take_routes(self, generation: Generation) -> None:
         """Those of a turn are of everything before it, too; what was chosen first under the same weights stays."""
         routes, before = generation.routes, self._routes

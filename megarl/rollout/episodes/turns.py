@@ -72,8 +72,10 @@ class TurnTemplate:
                 "rollout.episode.kind needs; use a model whose template writes them"
             )
 
-    def opening(self, messages: Sequence[ToldMessage]) -> tuple[str, ToldTokens]:
+    def opening(self, messages: Sequence[ToldMessage], *, harmless: bool = False) -> tuple[str, ToldTokens]:
         """A conversation up to where the policy's first turn begins: its text, with a placeholder for each picture, and ids.
+
+        `harmless`: special tokens spelled out in `messages` are broken up, as `between` does.
 
         Raises:
             EpisodeError: a text has a token that stands for a picture, or the template leaves out pictures.
@@ -82,7 +84,8 @@ class TurnTemplate:
             for token in self._pictures.tokens.reserved if self._pictures is not None else ():
                 if token in text:
                     raise EpisodeError(f"a message has the text '{token}', which stands for a picture")
-        text = self._render([_rendered(message, str) for message in messages], ask=True)
+        change = self._harmless if harmless else str
+        text = self._render([_rendered(message, change) for message in messages], ask=True)
         return text, self._with_pictures(self._ids(text), messages)
 
     def turn_text(self, generation: Generation) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,11 +37,17 @@ def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: A
 
 
 def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: float) -> GenerateGroups:
-    """`n` episodes for each prompt, all at once; `params` are those of every turn but for its number of tokens."""
+    """`n` episodes for each prompt, all at once, the branches of each behind one another; `params` are those of every turn but
+    for its number of tokens."""
 
     def sampler(engine: EngineState, prompt: Prompt, number: int) -> SampleTokens:
+        asked: Counter[int] = Counter()
+
         async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
-            key = f"{_key(prompt)}/{number}/{len(token_ids)}"  # a seeded engine draws by it
+            length = len(token_ids)
+            again = f"/{asked[length]}" if asked[length] else ""  # branches of an agent may be equally long
+            asked[length] += 1
+            key = f"{_key(prompt)}/{number}/{length}{again}"  # a seeded engine draws by it
             turn = replace(params, max_new_tokens=max_new_tokens)
             shown = [prompt.media if media is None else media]
             answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=shown)
@@ -50,7 +57,7 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
 
     async def generate_groups(engine: EngineState, prompts: Sequence[Prompt]) -> list[list[Sample]]:
         tasks = [
-            asyncio.ensure_future(kind.function(prompt, number, sampler(engine, prompt, number), kind.context))
+            asyncio.ensure_future(kind.branches(prompt, number, sampler(engine, prompt, number)))
             for prompt in prompts
             for number in range(n)
         ]
@@ -59,7 +66,8 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
         finally:
             for task in tasks:
                 task.cancel()  # where one failed, or nobody waits any more
-        return [list(samples[start : start + n]) for start in range(0, len(samples), n)]
+        of_groups = (samples[start : start + n] for start in range(0, len(samples), n))
+        return [[branch for branches in group for branch in branches] for group in of_groups]
 
     return generate_groups
 

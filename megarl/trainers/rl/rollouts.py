@@ -11,6 +11,7 @@ from typing import Any
 from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.evaluations import EvaluationConfig
+from megarl.data.branches import first_branches
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.models.registry import architecture_for, load_hf_config
@@ -207,7 +208,7 @@ class Rollouts:
         per_request = max(1, self.scheduler.groups_per_request * self.config.rollout.samples_per_prompt // n)
         answers = self.scheduler.ask(prompts, self._respond(params, n), per_request)
         self._wait(answers)
-        return [sample for answer in answers for group in answer.result() for sample in group]
+        return first_branches([sample for answer in answers for group in answer.result() for sample in group])
 
     def _wait(self, answers: Sequence[PendingResult] | None = None, version: int | None = None) -> None:
         """Wait for `answers`, or for the batch that is due; engines that come back meanwhile are given the policy."""

@@ -12,6 +12,7 @@ from megarl.algorithms import DistillationTerm, LossSettings, PreferenceSettings
 from megarl.config import Config
 from megarl.config.doubtful import doubtful_choices
 from megarl.data.batch import Batch
+from megarl.data.branches import JoinedEpisodes, first_branches, spread_rewards
 from megarl.data.drafts import draft_figures
 from megarl.data.mixture import mixture_weights, place_of_row
 from megarl.data.sample import Sample
@@ -85,6 +86,7 @@ class RlRun(Run):
         self._scores: list[float] = []
         self._log_probs: dict[int, torch.Tensor] = {}
         self._greedy: list[Sample] = []
+        self._episodes: JoinedEpisodes | None = None
 
     def start(self) -> None:
         """Ray, engines and roles; the engines load while the trainer does."""
@@ -177,7 +179,7 @@ class RlRun(Run):
         with self.phases("reward"):
             rewards = self._score(samples)
         if self.config.data.curriculum.bounds_pass_rates:
-            self.sampler.record(pass_rates(samples))
+            self.sampler.record(pass_rates(first_branches(samples)))
             self.metrics["curriculum/left_out"] = self.sampler.left_out
         return rewards
 
@@ -233,14 +235,17 @@ class RlRun(Run):
         return batch
 
     def estimate_advantages(self, batch: Batch, rewards: Sequence[float]) -> None:
-        """Advantages and returns over the whole batch, on the driver."""
+        """Advantages and returns over the whole batch, on the driver: of episodes, whose branches get theirs."""
         self._scores, self._log_probs = list(rewards), {}
         with self.phases("advantages"):
-            statistics = reward_statistics(torch.tensor(rewards), batch.groups)
+            self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
+            of_episodes = [rewards[rows[0]] for rows in episodes.rows]
+            statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
             if self.config.uses_reward_model and self.config.reward_model.per_step:
                 self.model_rewards.add_steps(batch, rewards)
-            self.metrics |= self.experience.estimate(batch, rewards, self._scored_greedy())
-            self.metrics |= self.experience.steer_entropy(batch)
+            self.metrics |= self.experience.estimate(episodes.batch, of_episodes, self._scored_greedy())
+            self.metrics |= self.experience.steer_entropy(episodes.batch)
+            episodes.split()
             if self.config.algorithm.loss_needs.pairs:
                 self._pairs = choose_pairs(batch)
                 self.metrics |= self._pairs.figures()
@@ -248,7 +253,7 @@ class RlRun(Run):
             "reward/mean": statistics.mean,
             "reward/std": statistics.std,
             "reward/uniform_groups": statistics.uniform_groups,
-            **self.sources.figures(batch.samples, rewards),
+            **self.sources.figures(episodes.batch.samples, of_episodes),
         }
 
     def mini_batches(self, batch: Batch) -> Iterator[list[int]]:
@@ -258,7 +263,9 @@ class RlRun(Run):
         for epoch in range(algorithm.epochs):
             seed = self.config.run.seed + self.step * algorithm.epochs + epoch
             rows = self._pairs.rows if self._pairs is not None else None
-            yield from mini_batch_rows(batch, algorithm.mini_batches, seed, rows)
+            assert self._episodes is not None, "advantages come before updates"
+            for chosen in mini_batch_rows(self._episodes.batch, algorithm.mini_batches, seed, rows):
+                yield [row for episode in chosen for row in self._episodes.rows[episode]]
 
     def update(self, batch: Batch, rows: Sequence[int]) -> None:
         """One optimizer step of the critic, and of the policy once the critic is warmed up, at the same time."""
@@ -268,7 +275,9 @@ class RlRun(Run):
             return
         with self.phases("update"):
             untied = rows if self._pairs is None else [row for row in rows if row in self._pairs.untied]
-            set_loss_weights(batch, untied, config)
+            assert self._episodes is not None, "advantages come before updates"
+            set_loss_weights(self._episodes.batch, self._episodes.of_rows(untied), config)
+            self._episodes.split(["weights"])
             number = self.step * config.optimizer_steps_per_step + len(self._updates)
             set_token_columns(batch, rows, config, rewards=self._scores, update_number=number)
             running = []
@@ -352,6 +361,8 @@ class RlRun(Run):
         return figures | self.inputs.measure_sets(self.rollouts.sample)
 
     def _score(self, samples: list[Sample]) -> list[float]:
+        if not self.config.rewards_by_branch and any(sample.branch_of for sample in samples):
+            return spread_rewards(samples, self._score(first_branches(samples)))
         rewards = self.inputs.rewards.score(samples)
         if self.config.uses_reward_model:
             model_rewards = self.model_rewards.score(self.roles, samples)

@@ -1,0 +1,76 @@
+"""Episodes of an agent that is not ours: a program that asks an endpoint for turns of the policy, as it would ask OpenAI's.
+
+Its histories are a tree (`rollout/sessions/tree.py`). Every branch becomes a sample; a turn that several branches share counts
+in the first of them, and is context in the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import EpisodeError
+from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
+from megarl.rollout.episodes.environment import REWARD
+from megarl.rollout.episodes.transcript import Transcript
+from megarl.rollout.sessions.agents import AgentEnd
+from megarl.rollout.sessions.session import AgentSession, SessionLimits
+from megarl.rollout.sessions.tree import Branch, TurnTree
+
+TRIES = 3
+"""How often an agent may end without having asked for a turn, before the run ends with its last words."""
+
+
+async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> list[Sample]:
+    """The branches of one episode of the agent, that of its last turn first.
+
+    The reward that the agent gave itself is under `environment` in the rewards of the first one. An agent that was ended, or
+    that asked for more than it may, leaves a last turn that is truncated.
+    """
+    agents = context.agents
+    assert agents is not None
+    limits = SessionLimits(context.max_turns, context.max_prompt_tokens + context.max_new_tokens, context.max_new_tokens)
+    end = AgentEnd()
+    async with agents.place():
+        for _ in range(TRIES):
+            session = AgentSession(limits, sample, agents.renderer, context.counts)
+            end = await agents.act(session, prompt)
+            if session.tree.turns:
+                break
+        else:
+            raise EpisodeError(
+                f"{agents.name} ended {TRIES} times on row {prompt.row_id} without asking for a turn of the policy: {end.why}"
+            )
+    context.counts["agent_errors"] += end.failed
+    context.counts["agent_timeouts"] += end.was_ended
+    branches = session.tree.branches()
+    context.counts["branches"] += len(branches) - 1
+    samples = _samples(prompt, number, session.tree, branches, context)
+    if session.is_cut or end.was_ended:
+        samples[0] = replace(samples[0], finish_reason="length")
+    reward = end.reward if end.reward is not None else session.reward
+    if reward is not None:
+        samples[0] = replace(samples[0], rewards={REWARD: reward})
+    return samples
+
+
+def _samples(prompt: Prompt, number: int, tree: TurnTree, branches: Sequence[Branch], context: EpisodeContext) -> list[Sample]:
+    """Each branch as a sample; every token that the policy sampled is in the mask of one of them."""
+    assert context.agents is not None
+    samples: list[Sample] = []
+    for place, branch in enumerate(branches):
+        root, leaf = branch.turns[0], branch.turns[-1]
+        text = context.tokenizer.decode(root.told_ids, skip_special_tokens=False)
+        began = replace(prompt, prompt_ids=root.told_ids, prompt_text=text, media=[])
+        transcript = Transcript(began, context.max_new_tokens)
+        for turn, is_own in zip(branch.turns, branch.is_own, strict=True):
+            if turn is not root:
+                transcript.append_observation(turn.told_ids, [message.for_readers() for message in turn.told])
+            append = transcript.append_turn if is_own else transcript.append_earlier_turn
+            append(turn.generation, context.agents.renderer(()).turn_text(turn.generation))
+        made = transcript.sample(began, number, leaf.generation.finish_reason)
+        if place:
+            made = replace(made, sample_id=f"{made.sample_id}+{place}", branch_of=samples[0].sample_id)
+        samples.append(made)
+    return samples

@@ -1,0 +1,344 @@
+"""Runs agents: a command for each episode, or a function of the user's in processes that serve many.
+
+An agent gets the address of the endpoint and a key of its own, and acts until it ends. What it starts is ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.data.sample import Prompt
+from megarl.errors import EpisodeError
+from megarl.rollout.sessions.server import SessionServer
+from megarl.rollout.sessions.session import AgentSession, ChatRenderer
+from megarl.rollout.sessions.task import AgentTask
+from megarl.system.process_tree import descendants, end_tree
+
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
+"""What a command's environment has of the run's; everything else must be named."""
+LAST_WORDS = 4096
+"""Bytes of what an agent printed that are kept."""
+GRACE_S = 5.0
+"""For a function to end once it is cancelled."""
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How an agent ended. `reward` is what it returned; `why` what it said last, where it `failed`, or who ended it."""
+
+    reward: float | None = None
+    failed: bool = False
+    was_ended: bool = False
+    why: str = "it ended without an error"
+
+
+class Agent(Protocol):
+    """A program that acts."""
+
+    name: str
+
+    async def run(self, task: AgentTask) -> AgentEnd:
+        """Let it act until it ends; cancelling the call ends it and what it started."""
+        ...
+
+    def close(self) -> None:
+        """End what is left of it."""
+        ...
+
+
+class Agents:
+    """What all episodes of agents share."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        server: SessionServer,
+        renderer: Callable[[Sequence[Mapping[str, Any]]], ChatRenderer],
+        question: Callable[[Prompt], str],
+        *,
+        timeout_s: float,
+        at_once: int,
+    ) -> None:
+        """`renderer` makes the chat template for a set of tools, `question` says what a prompt asks."""
+        self._agent, self._server, self._question = agent, server, question
+        self._timeout_s, self._at_once = timeout_s, asyncio.Semaphore(at_once)
+        self._make_renderer = renderer
+        self._renderers: dict[str, ChatRenderer] = {}
+
+    @property
+    def name(self) -> str:
+        """What the config calls the agent."""
+        return self._agent.name
+
+    def renderer(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
+        """The chat template for `tools`.
+
+        Raises:
+            EpisodeError: it does not write them.
+        """
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._renderers:
+            self._renderers[key] = self._make_renderer(tools)
+        return self._renderers[key]
+
+    @contextlib.asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Wait until one more agent may act."""
+        async with self._at_once:
+            yield
+
+    async def act(self, session: AgentSession, prompt: Prompt) -> AgentEnd:
+        """Let an agent act in `session` until it ends, is out of time, or floods.
+
+        Raises:
+            MegarlError: an engine failed meanwhile.
+        """
+        key = self._server.open(session)
+        task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
+        acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))
+        awaited: list[asyncio.Future[Any]] = [acting, session.failure]
+        try:
+            await asyncio.wait(awaited, timeout=self._timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if acting.done():
+                return acting.result()
+            if session.failure.done():
+                session.failure.result()
+                return AgentEnd(was_ended=True, why="it went on asking beyond its limits")
+            return AgentEnd(
+                was_ended=True, why=f"it did not end within {self._timeout_s:g} s (rollout.episode.agent.timeout_s)"
+            )
+        finally:
+            self._server.end(key)
+            acting.cancel()
+            await asyncio.gather(acting, return_exceptions=True)
+
+    def close(self) -> None:
+        """End the agents and the endpoint."""
+        self._agent.close()
+        self._server.close()
+
+
+class CommandAgent:
+    """A command line, started anew for every episode, in a folder of its own that goes with it.
+
+    `{prompt}` and `{row.KEY}` in its arguments stand for the question and for a field of the row; no shell reads them. The
+    task is on its input as JSON, and the endpoint in the variables that clients of OpenAI and Anthropic read.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], passed: Sequence[str]) -> None:
+        """`environment` is added to the command's; `passed` are names of variables of the run that it gets too."""
+        self.name = f"the agent {command[0]}"
+        self._command, self._environment = list(command), dict(environment)
+        self._passed = [*KEPT_VARIABLES, *passed]
+        self._running: set[int] = set()
+
+    async def run(self, task: AgentTask) -> AgentEnd:
+        folder = tempfile.mkdtemp(prefix="megarl-agent-")
+        process = None
+        try:
+            process = await self._start(task, folder)
+            self._running.add(process.pid)
+            said, code = await asyncio.gather(_last_words(process.stdout), process.wait())
+        except OSError as error:
+            return AgentEnd(failed=True, why=f"it cannot be started: {error}")
+        finally:
+            if process is not None:
+                await asyncio.shield(asyncio.to_thread(_end_group, process.pid))
+                self._running.discard(process.pid)
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, True))
+        if code:
+            return AgentEnd(failed=True, why=f"it exited with {code}: {said}")
+        return AgentEnd()
+
+    async def _start(self, task: AgentTask, folder: str) -> asyncio.subprocess.Process:
+        fields = {"prompt": task.prompt, **{f"row.{key}": value for key, value in task.row.items()}}
+        root = task.base_url.removesuffix("/v1")
+        given = {name: os.environ[name] for name in self._passed if name in os.environ}
+        environment = {
+            **given,
+            "HOME": folder,
+            "TMPDIR": folder,
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": task.api_key,
+            "MEGARL_MODEL": task.model,
+            **self._environment,
+        }
+        process = await asyncio.create_subprocess_exec(
+            *(filled(argument, fields) for argument in self._command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            cwd=folder,
+            env=environment,
+            start_new_session=True,  # so that what it starts is ended with it
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read it
+            process.stdin.write(json.dumps(task.to_json()).encode())
+            await process.stdin.drain()
+            process.stdin.close()
+        return process
+
+    def close(self) -> None:
+        for pid in list(self._running):
+            _end_group(pid)
+
+
+def filled(argument: str, fields: Mapping[str, Any]) -> str:
+    """`argument` with `{prompt}` and `{row.KEY}` replaced; braces around anything else stay."""
+    return re.sub(r"\{(prompt|row\.[\w-]+)\}", lambda found: str(fields.get(found[1], found[0])), argument)
+
+
+async def _last_words(stream: asyncio.StreamReader | None) -> str:
+    """Read to the end of the stream, however much comes; its last bytes."""
+    assert stream is not None
+    kept = b""
+    while chunk := await stream.read(1 << 16):
+        kept = (kept + chunk)[-LAST_WORDS:]
+    return kept.decode(errors="replace").strip()
+
+
+def _end_group(pid: int) -> None:
+    """Kill the processes of a session that `pid` began, and those that left it."""
+    left = [process.pid for process in descendants(pid)]
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    for child in left:
+        end_tree(child)
+
+
+class FunctionAgent:
+    """A function of the user's, `agent(task)`, in processes of their own that serve one episode after the other.
+
+    An `async def` serves many at once. It returns None, or the reward of its episode.
+    """
+
+    def __init__(self, path: str, processes: int) -> None:
+        """`path` as `package.module:function` or `path/to/file.py:function`."""
+        self.name = f"the agent {path}"
+        self._processes = [_AgentProcess(path) for _ in range(processes)]
+
+    async def run(self, task: AgentTask) -> AgentEnd:
+        process = min(self._processes, key=lambda one: one.load)
+        return await process.run(task)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+class _AgentProcess:
+    """One process, started when it is needed; it ends by itself when its input closes."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, Any]]]] = {}
+        self._numbers = count()
+
+    @property
+    def load(self) -> int:
+        return len(self._waiting)
+
+    async def run(self, task: AgentTask) -> AgentEnd:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        answered: asyncio.Future[dict[str, Any]] = loop.create_future()
+        self._waiting[number] = (loop, answered)
+        try:
+            self._write({"number": number, "task": task.to_json()})
+            answer = await answered
+        except asyncio.CancelledError:
+            await self._cancel(number, loop)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        return AgentEnd(answer["reward"], answer["failed"], why=answer["why"])
+
+    async def _cancel(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the function cancelled; one that goes on all the same is ended with its process, and with all that it serves."""
+        answered = loop.create_future()
+        self._waiting[number] = (loop, answered)
+        self._write({"cancel": number})
+        _, late = await asyncio.wait([answered], timeout=GRACE_S)
+        if late:
+            self.kill()
+
+    def _start(self) -> None:
+        program = Path(__file__).with_name("agent_process.py")
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-P", str(program)],  # -P: this folder must not become an import path
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._write({"path": sys.path, "function": self._path})
+        threading.Thread(target=self._read, args=(process,), name="agent-process", daemon=True).start()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # its end is noticed where its answers are read
+            self._process.stdin.write(json.dumps(line).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            answer = json.loads(line)
+            self._settle(answer["number"], answer)
+        died = {"reward": None, "failed": True, "why": f"its process ended with {process.wait()}"}
+        if self._process is process:
+            for number in list(self._waiting):
+                self._settle(number, died)
+
+    def _settle(self, number: int, answer: dict[str, Any]) -> None:
+        loop, answered = self._waiting.get(number, (None, None))
+        if loop is None or answered is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(_give, answered, answer)
+
+    def kill(self) -> None:
+        """End the process, and what it started."""
+        if self._process is not None:
+            _end_group(self._process.pid)
+            self._process.wait()
+
+
+def _give(answered: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:
+    if not answered.done():
+        answered.set_result(answer)
+
+
+def open_agent(
+    command: Sequence[str], function: str | None, processes: int | None, environment: Mapping[str, str], passed: Sequence[str]
+) -> Agent:
+    """The agent that a config names.
+
+    Raises:
+        EpisodeError: the command is not there.
+    """
+    if function is not None:
+        return FunctionAgent(function, processes or max(1, len(os.sched_getaffinity(0)) // 2))
+    if shutil.which(command[0]) is None:
+        raise EpisodeError(f"rollout.episode.agent.command begins with '{command[0]}', which is no program that can be found")
+    return CommandAgent(command, environment, passed)

@@ -1,0 +1,147 @@
+"""Chat messages as clients send them, in one form whatever protocol they came by, and when two of them are the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.data.told_pictures import PicturedText
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles that a request may have, and what the chat template is told of them."""
+
+
+class RequestError(Exception):
+    """A request that is answered with an error: `status` is HTTP's, `code` OpenAI's, the text one sentence for the client."""
+
+    def __init__(self, message: str, code: str = "invalid_request_error", status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status
+
+
+@dataclass(frozen=True)
+class SaidCall:
+    """A call of a tool in an assistant's message; `arguments` is JSON text, its keys in order."""
+
+    name: str
+    arguments: str
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class ChatMessage:
+    """One message. `reasoning` is what an assistant thought before `text`, where the protocol keeps them apart."""
+
+    role: str
+    text: str
+    calls: tuple[SaidCall, ...] = ()
+    reasoning: str = ""
+    call_id: str = ""
+    """Of a tool's message: which call it answers."""
+    name: str = ""
+
+    def is_same(self, other: ChatMessage) -> bool:
+        """Whether a client that was told one of them says it again by the other.
+
+        Thoughts are not compared, because most clients drop them, nor are ids of calls, nor white space at the ends of what an
+        assistant said, which many clients take off.
+        """
+        mine, its = (self.text, other.text) if self.role != "assistant" else (self.text.strip(), other.text.strip())
+        return (self.role, mine, *((c.name, c.arguments) for c in self.calls)) == (
+            other.role, its, *((c.name, c.arguments) for c in other.calls)
+        )  # fmt: skip
+
+    def for_template(self) -> dict[str, Any]:
+        """As a chat template takes it; its content is text without pictures, so far."""
+        message: dict[str, Any] = {"role": self.role, "content": PicturedText(self.text)}
+        if self.calls:
+            message["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
+                for call in self.calls
+            ]
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.role == "tool":
+            message |= {"tool_call_id": self.call_id, "name": self.name or "tool"}
+        return message
+
+    def for_readers(self) -> dict[str, Any]:
+        """As `Sample.turns` has it."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.calls:
+            message["tool_calls"] = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in self.calls]
+        return message
+
+
+def canonical_json(arguments: Mapping[str, Any]) -> str:
+    """The JSON text of a call's arguments, equal for equal arguments."""
+    return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a client asks for: the next message after `messages`, with `tools` on offer, in at most `max_tokens` tokens.
+
+    `tools` are OpenAI's `{"type": "function", "function": {…}}`. `ignored` are fields that were given and change nothing.
+    """
+
+    model: str
+    messages: tuple[ChatMessage, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    max_tokens: int | None = None
+    stream: bool = False
+    ignored: tuple[str, ...] = ()
+    with_usage: bool = False
+    """Whether a stream ends with the number of tokens."""
+
+    @property
+    def tools_key(self) -> str:
+        """Equal for equal tools."""
+        return json.dumps(self.tools, sort_keys=True)
+
+
+def text_of(content: Any, where: str) -> str:
+    """The text of a message's content: a string, nothing, or parts of type text.
+
+    Raises:
+        RequestError: there is something else in it.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    raise RequestError(
+        f"{where}.content must be text, or a list of parts of type 'text'; pictures and files are not taken here"
+    )
+
+
+def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
+    """`tools` of a request.
+
+    Raises:
+        RequestError: they are no list of functions with names.
+    """
+    given = [] if tools is None else tools
+    is_list = isinstance(given, list) and all(isinstance(tool, dict) and tool.get("type") == "function" for tool in given)
+    if not is_list or not all(isinstance(tool.get("function"), dict) and tool["function"].get("name") for tool in given):
+        raise RequestError("tools must be a list of {'type': 'function', 'function': {'name': ..., 'parameters': ...}}")
+    return tuple(given)
+
+
+def positive(value: Any, name: str) -> int | None:
+    """A limit on tokens: a whole number from 1, or None.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    return value

@@ -1,0 +1,197 @@
+"""The endpoint at which agents act: OpenAI's chat completions and Anthropic's messages, for whoever has the key of an episode.
+
+`POST /v1/chat/completions`, `POST /v1/messages`, `GET /v1/models`, and `POST /v1/reward` with `{"reward": number}`, by which
+an agent says what its episode is worth. It runs in a thread and an event loop of its own; sessions are asked in theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from megarl.errors import EpisodeError
+from megarl.rollout.sessions import anthropic_form, openai_form
+from megarl.rollout.sessions.messages import ChatRequest, RequestError
+from megarl.rollout.sessions.session import AgentSession
+from megarl.rollout.sessions.tree import Turn
+
+MAX_REQUEST_BYTES = 64 << 20
+START_S = 30.0
+
+T = TypeVar("T")
+
+
+class SessionServer:
+    """Serves every session that is open, each under a key of its own."""
+
+    def __init__(self, models: Sequence[str], host: str = "127.0.0.1") -> None:
+        """`models`: the names by which a client may ask for the policy.
+
+        Raises:
+            EpisodeError: nothing can listen on `host`.
+        """
+        self.models, self._host = tuple(models), host
+        self._sessions: dict[str, AgentSession] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="agent-endpoint", daemon=True)
+        self._thread.start()
+        self._runner: web.AppRunner | None = None
+        try:
+            self.port = self._in_loop(self._start())
+        except OSError as error:
+            self.close()
+            raise EpisodeError(f"rollout.episode.agent.host is {host}, on which nothing can listen: {error}") from None
+
+    @property
+    def url(self) -> str:
+        """Where it listens, without `/v1`."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
+
+    def open(self, session: AgentSession) -> str:
+        """Serve `session`; returns its key."""
+        key = f"megarl-{secrets.token_urlsafe(32)}"
+        self._sessions[key] = session
+        return key
+
+    def end(self, key: str) -> None:
+        """Answer requests with `key` no longer."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            session.close()
+
+    def close(self) -> None:
+        """Stop listening, and end the thread."""
+        if not self._loop.is_running():
+            return
+        if self._runner is not None:
+            self._in_loop(self._runner.cleanup())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=10)
+        if not self._loop.is_running():
+            self._loop.close()
+
+    def _in_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+
+    async def _start(self) -> int:
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/v1/chat/completions", _guarded(self._chat_completion, openai_form.error))
+        app.router.add_post("/v1/messages", _guarded(self._message, anthropic_form.error))
+        app.router.add_post("/v1/reward", _guarded(self._reward, openai_form.error))
+        app.router.add_get("/v1/models", _guarded(self._list_models, openai_form.error))
+        # a client that goes away must be noticed: what was sampled for it waits for its next try
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        return int(self._runner.addresses[0][1])
+
+    # requests -----------------------------------------------------------------------------------------------------
+
+    def _session(self, request: web.Request) -> AgentSession:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key = bearer or request.headers.get("x-api-key", "")
+        session = self._sessions.get(key)  # a random key of 256 bits: its hash is looked up, no prefix is compared
+        if session is None:
+            raise RequestError("this key belongs to no episode that is open", "no_such_key", 401)
+        return session
+
+    def _check_model(self, name: str) -> None:
+        if name not in self.models:
+            raise RequestError(
+                f"model is '{name}', which is not served here; it must be {' or '.join(self.models)} "
+                "(rollout.episode.agent.models)",
+                "model_not_found", 404,
+            )  # fmt: skip
+
+    async def _turn(self, session: AgentSession, asked: ChatRequest) -> Turn:
+        self._check_model(asked.model)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answer(asked), session.loop))
+
+    async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
+        session, asked = self._session(request), openai_form.read_request(await _body(request))
+        turn, created = await self._turn(session, asked), int(time.time())
+        if asked.stream:
+            parts = openai_form.chunks(turn, asked.model, created, with_usage=asked.with_usage)
+            lines = [f"data: {json.dumps(c)}\n\n" for c in parts]
+            return await _deliver(request, turn, _Stream([*lines, "data: [DONE]\n\n"]))
+        return await _deliver(request, turn, web.json_response(openai_form.answer(turn, asked.model, created)))
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        session, asked = self._session(request), anthropic_form.read_request(await _body(request))
+        turn = await self._turn(session, asked)
+        if asked.stream:
+            events = anthropic_form.events(turn, asked.model)
+            return await _deliver(request, turn, _Stream([f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events]))
+        return await _deliver(request, turn, web.json_response(anthropic_form.answer(turn, asked.model)))
+
+    async def _reward(self, request: web.Request) -> web.StreamResponse:
+        session, body = self._session(request), await _body(request)
+        reward = body.get("reward")
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise RequestError(f"reward is {reward!r}; it must be a finite number")
+        session.loop.call_soon_threadsafe(setattr, session, "reward", float(reward))
+        return web.json_response({"reward": reward})
+
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "megarl"} for name in self.models]
+        return web.json_response({"object": "list", "data": listed})
+
+
+class _Stream(web.StreamResponse):
+    """Server-sent events that are all known."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        self.lines = lines
+
+
+async def _deliver(request: web.Request, turn: Turn, response: web.StreamResponse) -> web.StreamResponse:
+    """Send `response`; the turn counts as delivered when all of it went out."""
+    await response.prepare(request)
+    if isinstance(response, _Stream):
+        for line in response.lines:
+            await response.write(line.encode())
+    await response.write_eof()
+    turn.is_delivered = True
+    return response
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        raise RequestError("the body must be a JSON object") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+def _guarded(
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]], error_form: Callable[[str, str], dict[str, Any]]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """`handle`, with what it refuses told in the protocol's own form."""
+
+    async def handled(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handle(request)
+        except RequestError as error:
+            return web.json_response(error_form(str(error), error.code), status=error.status)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client went away
+                raise
+            closed = "the episode of this key has ended"
+            return web.json_response(error_form(closed, "episode_ended"), status=410)
+
+    return handled

@@ -1,0 +1,199 @@
+"""One episode of an agent that is not ours: its requests in, turns of the policy out, all of them kept in a tree.
+
+A later request goes on from the tokens of the turn that its history begins with; only what came since is written by the chat
+template and tokenised. Everything here runs in the event loop of the rollouts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megarl.data.media import Media
+from megarl.errors import EpisodeError, MegarlError
+from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.sessions.messages import ChatMessage, ChatRequest, RequestError, SaidCall, canonical_json
+from megarl.rollout.sessions.tool_calls import parse_turn
+from megarl.rollout.sessions.tree import Turn, TurnTree
+
+REFUSALS = 32
+"""Requests beyond its limits that an agent may make before its episode is ended."""
+
+
+class ToldIds(Protocol):
+    """What a chat template wrote, as ids."""
+
+    @property
+    def ids(self) -> list[int]: ...
+
+
+class ChatRenderer(Protocol):
+    """The model's chat template for one set of tools."""
+
+    def opening(self, messages: Sequence[dict[str, Any]], *, harmless: bool) -> tuple[str, ToldIds]: ...
+
+    def between(self, messages: Sequence[dict[str, Any]], last_sampled: int) -> ToldIds: ...
+
+    def turn_text(self, generation: Generation) -> str: ...
+
+
+class Sampler(Protocol):
+    """Samples at most `max_new_tokens` tokens behind `ids`."""
+
+    async def __call__(self, ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation: ...
+
+
+@dataclass(frozen=True)
+class SessionLimits:
+    """What one episode may ask for: `turns` of the policy, contexts of `context_tokens`, with `response_tokens` of them behind
+    the beginning that the chat template wrote."""
+
+    turns: int
+    context_tokens: int
+    response_tokens: int
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A turn that is being sampled; `waiting` clients want it."""
+
+    question: tuple[Turn | None, tuple[ChatMessage, ...], str]
+    task: asyncio.Task[Turn]
+    waiting: int = 0
+
+
+class AgentSession:
+    """What one agent may ask, and has asked."""
+
+    def __init__(
+        self,
+        limits: SessionLimits,
+        sample: Sampler,
+        renderer: Callable[[Sequence[dict[str, Any]]], ChatRenderer],
+        counts: Counter[str],
+    ) -> None:
+        """`renderer` gives the chat template for the tools of a request; `counts` are the run's, added to."""
+        self.limits, self.tree, self.counts = limits, TurnTree(), counts
+        self.reward: float | None = None
+        """What the agent said that its episode is worth."""
+        self.is_cut = False
+        """Whether the last that it asked for was beyond its limits."""
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what ends the episode: a failed engine, or an agent that floods."""
+        self.loop = asyncio.get_running_loop()
+        self._sample, self._renderer = sample, renderer
+        self._pending: list[_Pending] = []
+        self._refused = 0
+        self._is_closed = False
+
+    async def answer(self, request: ChatRequest) -> Turn:
+        """The turn that follows the request's messages. Cancelling the call leaves the turn to whoever asks the same again.
+
+        Raises:
+            RequestError: the request is beyond what the session allows.
+        """
+        if self._is_closed:
+            raise RequestError("the episode of this key has ended", "episode_ended", 410)
+        parent, known = self.tree.attach(request.messages, request.tools_key)
+        told = request.messages[known:]
+        if not told or told[-1].role == "assistant":
+            raise RequestError("the last message is the assistant's; it must be the user's or a tool's")
+        waited_for = self.tree.undelivered(parent, told, request.tools_key)
+        if waited_for is not None:
+            return waited_for
+        question = (parent, told, request.tools_key)
+        pending = next((one for one in self._pending if one.question == question and not one.waiting), None)
+        if pending is None:
+            pending = self._begin(request, parent, told)
+        pending.waiting += 1
+        try:
+            return await asyncio.shield(pending.task)
+        finally:
+            pending.waiting -= 1
+
+    def close(self) -> None:
+        """Refuse whatever comes from now on, and stop what is being sampled."""
+        self._is_closed = True
+        for pending in self._pending:
+            pending.task.cancel()
+        if not self.failure.done():
+            self.failure.cancel()
+
+    def _begin(self, request: ChatRequest, parent: Turn | None, told: tuple[ChatMessage, ...]) -> _Pending:
+        self.counts["overridden_parameters"] += len(request.ignored)
+        if len(self.tree.turns) + len(self._pending) >= self.limits.turns:
+            raise self._refusal(f"the episode's {self.limits.turns} turns are spent (rollout.episode.max_turns)", "turn_limit")
+        ids, room = self._told_ids(request, parent, told)
+        most = min(room, request.max_tokens or room)
+        task = asyncio.ensure_future(self._take_turn(request, parent, told, ids, most))
+        pending = _Pending((parent, told, request.tools_key), task)
+        self._pending.append(pending)
+        task.add_done_callback(lambda _: self._pending.remove(pending))
+        self.is_cut = False
+        return pending
+
+    def _told_ids(self, request: ChatRequest, parent: Turn | None, told: Sequence[ChatMessage]) -> tuple[list[int], int]:
+        """The tokens of `told` behind `parent`, and how many may follow them."""
+        messages = [message.for_template() for message in told]
+        try:
+            renderer = self._renderer(request.tools)
+            if parent is None:
+                ids = renderer.opening(messages, harmless=True)[1].ids
+                before, room = 0, self.limits.context_tokens - len(ids)
+            else:
+                ids = renderer.between(messages, parent.generation.response_ids[-1]).ids
+                before = len(parent.ids)
+                begun = before - len(parent.path[0].told_ids)
+                room = min(self.limits.context_tokens - before, self.limits.response_tokens - begun) - len(ids)
+        except EpisodeError as error:
+            raise RequestError(str(error)) from error
+        room = min(room, self.limits.response_tokens)
+        if room < 1:
+            raise self._refusal(
+                f"the conversation has {before + len(ids)} tokens, which leaves no room for an answer: data.max_prompt_tokens "
+                f"+ rollout.max_new_tokens is {self.limits.context_tokens}, and at most {self.limits.response_tokens} of these "
+                "may follow its beginning",
+                "context_length_exceeded",
+            )
+        return ids, room
+
+    def _refusal(self, message: str, code: str) -> RequestError:
+        self.is_cut = True
+        self._refused += 1
+        if self._refused == REFUSALS:
+            self.counts["floods"] += 1
+            if not self.failure.done():
+                self.failure.set_result(None)
+        return RequestError(message, code)
+
+    async def _take_turn(
+        self, request: ChatRequest, parent: Turn | None, told: Sequence[ChatMessage], ids: list[int], most: int
+    ) -> Turn:
+        self.counts["turns"] += 1
+        try:
+            generation = await self._sample((parent.ids if parent is not None else []) + ids, most)
+        except MegarlError as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise RequestError("the engine failed; the episode is begun anew", "engine_failed", 503) from error
+        said = self._said(generation, request)
+        return self.tree.add(parent, request.tools_key, told, ids, generation, said)
+
+    def _said(self, generation: Generation, request: ChatRequest) -> ChatMessage:
+        """The turn as the client is told it. A call that cannot be made stays text, so that nobody makes it."""
+        text = self._renderer(request.tools).turn_text(generation)
+        parts = parse_turn(text, request.tools)
+        number = len(self.tree.turns)
+        malformed = sum(bool(call.problem) for call in parts.calls)
+        self.counts["malformed_calls"] += malformed
+        self.counts["tool_calls"] += len(parts.calls) - malformed
+        if malformed:
+            return ChatMessage("assistant", text, reasoning=parts.reasoning)
+        calls = tuple(
+            SaidCall(call.name, canonical_json(call.arguments), f"call_{number}_{place}")
+            for place, call in enumerate(parts.calls)
+        )
+        return ChatMessage("assistant", parts.text, calls, parts.reasoning)

@@ -1,0 +1,116 @@
+"""What one agent was told and what the policy said, as a tree: histories that go on from the same tokens share them.
+
+A turn is one generation. Its parent is the turn that its history goes on from, token for token; a history that begins
+otherwise (a sub-agent, a compacted context, an edited message) begins at a root of its own, or branches off where it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.sessions.messages import ChatMessage
+
+
+@dataclass(eq=False)
+class Turn:
+    """One generation. `told` are the messages between its parent's turn and this one, `told_ids` their tokens: behind the
+    parent's last sampled token, or from the beginning of the context. `said` is the generation as the client was told it."""
+
+    parent: Turn | None
+    tools_key: str
+    told: tuple[ChatMessage, ...]
+    told_ids: list[int]
+    generation: Generation
+    said: ChatMessage
+    number: int
+    """Its place in the order in which turns ended, from 0."""
+    is_delivered: bool = False
+    """Whether the client has got it: one that asks again before that has not."""
+    children: list[Turn] = field(default_factory=list, repr=False)
+
+    @property
+    def path(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        found, turn = [self], self.parent
+        while turn is not None:
+            found.append(turn)
+            turn = turn.parent
+        return found[::-1]
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens up to the end of this turn."""
+        return [token for turn in self.path for token in (*turn.told_ids, *turn.generation.response_ids)]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A path from a root to a leaf. `is_own` says of each of its turns whether it counts here: each turn counts in one
+    branch."""
+
+    turns: list[Turn]
+    is_own: list[bool]
+
+
+class TurnTree:
+    """The turns of one session, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+
+    def add(
+        self,
+        parent: Turn | None,
+        tools_key: str,
+        told: Sequence[ChatMessage],
+        told_ids: list[int],
+        generation: Generation,
+        said: ChatMessage,
+    ) -> Turn:
+        """A turn behind `parent`; None: it begins a context."""
+        turn = Turn(parent, tools_key, tuple(told), told_ids, generation, said, len(self.turns))
+        self.turns.append(turn)
+        if parent is not None:
+            parent.children.append(turn)
+        return turn
+
+    def attach(self, messages: Sequence[ChatMessage], tools_key: str) -> tuple[Turn | None, int]:
+        """The deepest turn with whose path `messages` begin, and how many of them that path has; (None, 0): a new context.
+
+        A turn with another set of tools is no beginning, because they are part of what the policy was told. Of turns that
+        are equally deep and were told and said the same, it is the last one.
+        """
+        best: Turn | None = None
+        length = 0
+        reached: dict[Turn | None, int] = {None: 0}
+        for turn in self.turns:  # parents come before their children
+            start = reached.get(turn.parent)
+            said = (*turn.told, turn.said)
+            if start is None or turn.tools_key != tools_key or start + len(said) > len(messages):
+                continue
+            if all(one.is_same(other) for one, other in zip(said, messages[start : start + len(said)], strict=True)):
+                reached[turn] = start + len(said)
+                if reached[turn] >= length:
+                    best, length = turn, reached[turn]
+        return best, length
+
+    def undelivered(self, parent: Turn | None, told: Sequence[ChatMessage], tools_key: str) -> Turn | None:
+        """A turn that answers the same question and has reached nobody: the client went away and asks again."""
+        for turn in self.turns:
+            asked_same = turn.parent is parent and turn.tools_key == tools_key and turn.told == tuple(told)
+            if asked_same and not turn.is_delivered:
+                return turn
+        return None
+
+    def branches(self) -> list[Branch]:
+        """A branch for every leaf, that of the last turn first; every turn is some branch's own, and of one only."""
+        leaves = [turn for turn in reversed(self.turns) if not turn.children]
+        counted: set[int] = set()
+        found: list[Branch] = []
+        for leaf in leaves:
+            path = leaf.path
+            found.append(Branch(path, [turn.number not in counted for turn in path]))
+            counted |= {turn.number for turn in path}
+        return found
