@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.config.rollout import AgentConfig
 from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureSettings
@@ -30,6 +31,7 @@ class Settings:
     max_turns: int = 8
     tool_timeout_s: float = 5.0
     tool_max_tokens: int = 100
+    agent: AgentConfig | None = None
 
 
 def opened(

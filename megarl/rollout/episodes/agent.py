@@ -6,8 +6,8 @@ in the first of them, and is context in the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError
@@ -15,8 +15,8 @@ from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.environment import REWARD
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.sessions.agents import AgentEnd
-from megarl.rollout.sessions.session import AgentSession, SessionLimits
-from megarl.rollout.sessions.tree import Branch, TurnTree
+from megarl.rollout.sessions.session import AgentSession, ChatRenderer, SessionLimits
+from megarl.rollout.sessions.tree import TurnTree
 
 TRIES = 3
 """How often an agent may end without having asked for a turn, before the run ends with its last words."""
@@ -44,9 +44,9 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
             )
     context.counts["agent_errors"] += end.failed
     context.counts["agent_timeouts"] += end.was_ended
-    branches = session.tree.branches()
-    context.counts["branches"] += len(branches) - 1
-    samples = _samples(prompt, number, session.tree, branches, context)
+    template = agents.renderer(())
+    samples = samples_of(prompt, number, session.tree, context.tokenizer, template, context.max_new_tokens)
+    context.counts["branches"] += len(samples) - 1
     if session.is_cut or end.was_ended:
         samples[0] = replace(samples[0], finish_reason="length")
     reward = end.reward if end.reward is not None else session.reward
@@ -55,20 +55,21 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     return samples
 
 
-def _samples(prompt: Prompt, number: int, tree: TurnTree, branches: Sequence[Branch], context: EpisodeContext) -> list[Sample]:
-    """Each branch as a sample; every token that the policy sampled is in the mask of one of them."""
-    assert context.agents is not None
+def samples_of(
+    prompt: Prompt, number: int, tree: TurnTree, tokenizer: Any, template: ChatRenderer, max_new_tokens: int
+) -> list[Sample]:
+    """Each branch of `tree` as a sample; every token that the policy sampled is in the mask of one of them."""
     samples: list[Sample] = []
-    for place, branch in enumerate(branches):
+    for place, branch in enumerate(tree.branches()):
         root, leaf = branch.turns[0], branch.turns[-1]
-        text = context.tokenizer.decode(root.told_ids, skip_special_tokens=False)
+        text = tokenizer.decode(root.told_ids, skip_special_tokens=False)
         began = replace(prompt, prompt_ids=root.told_ids, prompt_text=text, media=[])
-        transcript = Transcript(began, context.max_new_tokens)
+        transcript = Transcript(began, max_new_tokens)
         for turn, is_own in zip(branch.turns, branch.is_own, strict=True):
             if turn is not root:
                 transcript.append_observation(turn.told_ids, [message.for_readers() for message in turn.told])
             append = transcript.append_turn if is_own else transcript.append_earlier_turn
-            append(turn.generation, context.agents.renderer(()).turn_text(turn.generation))
+            append(turn.generation, template.turn_text(turn.generation))
         made = transcript.sample(began, number, leaf.generation.finish_reason)
         if place:
             made = replace(made, sample_id=f"{made.sample_id}+{place}", branch_of=samples[0].sample_id)

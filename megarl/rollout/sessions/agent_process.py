@@ -1,7 +1,7 @@
 """The program of a process in which a user's agent acts, in several episodes at once if it is an `async def`. Run by path.
 
 In: lines of JSON, first `{"path": sys.path, "function": import path}`, then `{"number", "task"}` or `{"cancel": number}`. Out:
-for each number once `{"number", "reward", "failed", "why"}`.
+`{"number": -1}` when it is ready, and for each number once `{"number", "reward", "failed", "why"}`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ async def main() -> None:
             answer |= {"reward": None, "failed": True, "why": describe(error)}
         print(json.dumps(answer), file=answers, flush=True)
 
+    print(json.dumps({"number": -1}), file=answers, flush=True)
     running: dict[int, asyncio.Task[None]] = {}
     while line := await lines.readline():
         asked = json.loads(line)

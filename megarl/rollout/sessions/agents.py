@@ -22,6 +22,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.rollout.sessions.server import SessionServer
@@ -33,6 +35,8 @@ KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
 """What a command's environment has of the run's; everything else must be named."""
 LAST_WORDS = 4096
 """Bytes of what an agent printed that are kept."""
+START_S = 120.0
+"""For a process of functions to start."""
 GRACE_S = 5.0
 """For a function to end once it is cancelled."""
 
@@ -51,6 +55,10 @@ class Agent(Protocol):
     """A program that acts."""
 
     name: str
+
+    async def get_ready(self) -> None:
+        """Start what all its episodes share, so that no episode's time is spent on it."""
+        ...
 
     async def run(self, task: AgentTask) -> AgentEnd:
         """Let it act until it ends; cancelling the call ends it and what it started."""
@@ -106,8 +114,9 @@ class Agents:
         """Let an agent act in `session` until it ends, is out of time, or floods.
 
         Raises:
-            MegarlError: an engine failed meanwhile.
+            MegarlError: an engine failed meanwhile, or the agent's processes do not start.
         """
+        await self._agent.get_ready()
         key = self._server.open(session)
         task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
         acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))
@@ -145,60 +154,61 @@ class CommandAgent:
         self.name = f"the agent {command[0]}"
         self._command, self._environment = list(command), dict(environment)
         self._passed = [*KEPT_VARIABLES, *passed]
-        self._running: set[int] = set()
+        self._running: dict[int, str] = {}
+
+    async def get_ready(self) -> None:
+        pass
 
     async def run(self, task: AgentTask) -> AgentEnd:
-        folder = tempfile.mkdtemp(prefix="megarl-agent-")
+        folder = Path(tempfile.mkdtemp(prefix="megarl-agent-"))
         process = None
         try:
-            process = await self._start(task, folder)
-            self._running.add(process.pid)
-            said, code = await asyncio.gather(_last_words(process.stdout), process.wait())
+            process = self._start(task, folder)
+            self._running[process.pid] = task.api_key
+            output = _LastWords(process)
+            code = await _exit_code(process)
+            said = await output.until_now()
         except OSError as error:
             return AgentEnd(failed=True, why=f"it cannot be started: {error}")
         finally:
             if process is not None:
-                await asyncio.shield(asyncio.to_thread(_end_group, process.pid))
-                self._running.discard(process.pid)
-            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, True))
+                await asyncio.shield(asyncio.to_thread(_end_agent, process, task.api_key))
+                del self._running[process.pid]
+            await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
         if code:
             return AgentEnd(failed=True, why=f"it exited with {code}: {said}")
         return AgentEnd()
 
-    async def _start(self, task: AgentTask, folder: str) -> asyncio.subprocess.Process:
+    def _start(self, task: AgentTask, folder: Path) -> subprocess.Popen[bytes]:
         fields = {"prompt": task.prompt, **{f"row.{key}": value for key, value in task.row.items()}}
-        root = task.base_url.removesuffix("/v1")
         given = {name: os.environ[name] for name in self._passed if name in os.environ}
         environment = {
             **given,
-            "HOME": folder,
-            "TMPDIR": folder,
+            "HOME": str(folder),
+            "TMPDIR": str(folder),
             "OPENAI_BASE_URL": task.base_url,
             "OPENAI_API_KEY": task.api_key,
-            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": task.api_key,
             "MEGARL_MODEL": task.model,
             **self._environment,
         }
-        process = await asyncio.create_subprocess_exec(
-            *(filled(argument, fields) for argument in self._command),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-            start_new_session=True,  # so that what it starts is ended with it
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read it
-            process.stdin.write(json.dumps(task.to_json()).encode())
-            await process.stdin.drain()
-            process.stdin.close()
-        return process
+        with tempfile.TemporaryFile() as question:  # a pipe would have to be read
+            question.write(json.dumps(task.to_json()).encode())
+            question.seek(0)
+            return subprocess.Popen(
+                [filled(argument, fields) for argument in self._command],
+                stdin=question,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=environment,
+                start_new_session=True,  # so that what it starts is ended with it
+            )
 
     def close(self) -> None:
-        for pid in list(self._running):
-            _end_group(pid)
+        for pid, key in list(self._running.items()):
+            _end_session(pid, key)
 
 
 def filled(argument: str, fields: Mapping[str, Any]) -> str:
@@ -206,22 +216,55 @@ def filled(argument: str, fields: Mapping[str, Any]) -> str:
     return re.sub(r"\{(prompt|row\.[\w-]+)\}", lambda found: str(fields.get(found[1], found[0])), argument)
 
 
-async def _last_words(stream: asyncio.StreamReader | None) -> str:
-    """Read to the end of the stream, however much comes; its last bytes."""
-    assert stream is not None
-    kept = b""
-    while chunk := await stream.read(1 << 16):
-        kept = (kept + chunk)[-LAST_WORDS:]
-    return kept.decode(errors="replace").strip()
+class _LastWords:
+    """Reads what a process prints, however much it is, and keeps the end of it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._kept = b""
+        self._reading = asyncio.ensure_future(self._read(process))
+
+    async def _read(self, process: subprocess.Popen[bytes]) -> None:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stdout)
+        try:
+            while chunk := await reader.read(1 << 16):
+                self._kept = (self._kept + chunk)[-LAST_WORDS:]
+        finally:
+            transport.close()
+
+    async def until_now(self) -> str:
+        """The end of it. A child that stays may hold the output open, and is not waited for."""
+        await asyncio.wait([self._reading], timeout=0.2)
+        self._reading.cancel()
+        return self._kept.decode(errors="replace").strip()
 
 
-def _end_group(pid: int) -> None:
-    """Kill the processes of a session that `pid` began, and those that left it."""
-    left = [process.pid for process in descendants(pid)]
+async def _exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Wait for `process` alone: asyncio's own wait is also for whoever else holds its output."""
+    ended, loop, handle = asyncio.Event(), asyncio.get_running_loop(), os.pidfd_open(process.pid)
+    loop.add_reader(handle, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(handle)
+        os.close(handle)
+    return process.wait()
+
+
+def _end_agent(process: subprocess.Popen[bytes], key: str) -> None:
+    _end_session(process.pid, key)
+    process.wait()
+
+
+def _end_session(pid: int, key: str) -> None:
+    """Kill the processes of the session that `pid` began, and those that left it: they have the key in their environment."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    for child in left:
-        end_tree(child)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("OPENAI_API_KEY") == key:
+                process.kill()
 
 
 class FunctionAgent:
@@ -234,6 +277,9 @@ class FunctionAgent:
         """`path` as `package.module:function` or `path/to/file.py:function`."""
         self.name = f"the agent {path}"
         self._processes = [_AgentProcess(path) for _ in range(processes)]
+
+    async def get_ready(self) -> None:
+        await asyncio.gather(*(process.get_ready() for process in self._processes))
 
     async def run(self, task: AgentTask) -> AgentEnd:
         process = min(self._processes, key=lambda one: one.load)
@@ -252,14 +298,21 @@ class _AgentProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, Any]]]] = {}
         self._numbers = count()
+        self._is_ready = threading.Event()
 
     @property
     def load(self) -> int:
         return len(self._waiting)
 
-    async def run(self, task: AgentTask) -> AgentEnd:
+    async def get_ready(self) -> None:
+        """Start the process, unless it runs, and wait until it has read the user's function."""
         if self._process is None or self._process.poll() is not None:
             self._start()
+        if not await asyncio.to_thread(self._is_ready.wait, START_S):
+            self.kill()
+            raise EpisodeError(f"the process of the agent {self._path} did not start within {START_S:.0f} s")
+
+    async def run(self, task: AgentTask) -> AgentEnd:
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answered: asyncio.Future[dict[str, Any]] = loop.create_future()
         self._waiting[number] = (loop, answered)
@@ -284,6 +337,7 @@ class _AgentProcess:
 
     def _start(self) -> None:
         program = Path(__file__).with_name("agent_process.py")
+        self._is_ready.clear()
         self._process = process = subprocess.Popen(
             [sys.executable, "-P", str(program)],  # -P: this folder must not become an import path
             stdin=subprocess.PIPE,
@@ -304,9 +358,11 @@ class _AgentProcess:
         assert process.stdout is not None
         for line in process.stdout:
             answer = json.loads(line)
+            self._is_ready.set()
             self._settle(answer["number"], answer)
         died = {"reward": None, "failed": True, "why": f"its process ended with {process.wait()}"}
         if self._process is process:
+            self._is_ready.set()
             for number in list(self._waiting):
                 self._settle(number, died)
 
@@ -320,7 +376,11 @@ class _AgentProcess:
     def kill(self) -> None:
         """End the process, and what it started."""
         if self._process is not None:
-            _end_group(self._process.pid)
+            left = descendants(self._process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for process in left:
+                end_tree(process.pid)
             self._process.wait()
 
 

@@ -12,8 +12,8 @@
 | Llama 3, any | a turn that is nothing but the JSON of a call, or of a list of them |
 
 The formats have no mark in common, so the turn itself says which one it is. A call in JSON is an object with `name` and
-`arguments` (also `parameters`, as Llama 3 says), or OpenAI's `{"type": "function", "function": {…}}` around it; `arguments` may be
-an object or, as OpenAI sends it, its JSON text.
+`arguments` (also `parameters`, as Llama 3 says), or OpenAI's `{"type": "function", "function": {…}}` around it; `arguments`
+may be an object or, as OpenAI sends it, its JSON text.
 """
 
 from __future__ import annotations

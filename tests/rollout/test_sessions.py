@@ -1,0 +1,308 @@
+"""Sessions of agents: whatever their histories do, every sampled token is in one sample, behind the tokens it was sampled
+behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from megarl.data.media import Media
+from megarl.data.sample import Prompt, Sample
+from megarl.errors import EngineError
+from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.episodes.agent import samples_of
+from megarl.rollout.episodes.turns import TurnTemplate
+from megarl.rollout.sessions import anthropic_form, openai_form
+from megarl.rollout.sessions.messages import RequestError
+from megarl.rollout.sessions.session import REFUSALS, AgentSession, SessionLimits
+from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
+
+TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
+PROMPT = Prompt("train-7", "train-7@2", [1], "a prompt", {"question": "what?"})
+WIDE = SessionLimits(turns=10_000, context_tokens=1_000_000, response_tokens=1_000_000)
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+
+
+def template(tools: Sequence[Any]) -> TurnTemplate:
+    return TurnTemplate(TOKENIZER, [dict(tool) for tool in tools], "user")
+
+
+class Recorder:
+    """A sampler that says random bytes, or a call of a tool, and remembers what it was asked; token n has log-prob −n/8."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.numbers = random.Random(seed)
+        self.asked: list[tuple[list[int], Generation]] = []
+        self.sampled = 0
+        self.next_text: str | None = None
+
+    async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
+        text = self.next_text
+        said = TOKENIZER(text, add_special_tokens=False)["input_ids"] if text else self._bytes()
+        turn, reason = ([*said, END][:most], "stop") if most > len(said) else (said[:most], "length")
+        places = range(self.sampled, self.sampled + len(turn))
+        self.sampled += len(turn)
+        generation = Generation(turn, [-n / 8 for n in places], [n // 100 for n in places], reason)  # type: ignore[arg-type]
+        self.asked.append((list(ids), generation))
+        return generation
+
+    def _bytes(self) -> list[int]:
+        return [self.numbers.randrange(20, 250) for _ in range(self.numbers.randrange(3, 12))]
+
+
+def session(recorder: Any, limits: SessionLimits = WIDE) -> AgentSession:
+    return AgentSession(limits, recorder, template, Counter())
+
+
+def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return json.loads(json.dumps({"model": "megarl", "messages": messages, **more}))
+
+
+async def ask(of: AgentSession, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The assistant's message, as a client of OpenAI's gets it."""
+    turn = await of.answer(openai_form.read_request(body(messages, **more)))
+    turn.is_delivered = True
+    return json.loads(json.dumps(openai_form.answer(turn, "megarl", 0)))["choices"][0]["message"]
+
+
+def told_and_sampled(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
+    """Each run of sampled tokens: what was before it, the run, its log-probs."""
+    ids, start = sample.prompt_ids + sample.response_ids, len(sample.prompt_ids)
+    runs, begin = [], None
+    for place, is_sampled in enumerate([*sample.sampled_mask, 0]):
+        if is_sampled and begin is None:
+            begin = place
+        if not is_sampled and begin is not None:
+            runs.append((ids[: start + begin], ids[start + begin : start + place], sample.rollout_log_probs[begin:place]))
+            begin = None
+    return runs
+
+
+async def conversation(seed: int) -> tuple[AgentSession, Recorder]:
+    """A client that goes on, asks again, goes back, edits, compacts, calls tools and has helpers, at random."""
+    numbers, recorder = random.Random(seed), Recorder(seed)
+    of = session(recorder)
+    open_histories: list[tuple[list[dict[str, Any]], dict[str, Any], list[int]]] = []
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {seed}"}]
+    more: dict[str, Any] = {}
+    expected: list[int] = []
+    for _ in range(numbers.randrange(1, 9)):
+        recorder.next_text = None
+        if more and numbers.random() < 0.5:
+            recorder.next_text = f'<tool_call>{{"name": "add", "arguments": {{"a": {numbers.randrange(99)}}}}}</tool_call>'
+        message = await ask(of, messages, **more)
+        asked, generation = recorder.asked[-1]
+        assert asked[: len(expected)] == expected, "a history goes on from the tokens that it had"
+        whole = asked + generation.response_ids
+        if message["content"] and numbers.random() < 0.3:
+            message["content"] = f"  {message['content']}\n"  # white space at the ends is nobody's edit
+        answers = [{"role": "tool", "tool_call_id": call["id"], "content": "4"} for call in message.get("tool_calls", [])]
+        said = [*messages, message, *(answers or [{"role": "user", "content": f"more {numbers.random()}"}])]
+        open_histories.append((said, more, whole))
+        kind = numbers.choice(["on", "on", "on", "again", "back", "edit", "compact", "helper"])
+        if kind == "on":
+            messages, expected = said, whole
+        elif kind == "back":
+            messages, more, expected = numbers.choice(open_histories)
+            messages = [*messages[:-1], {**messages[-1], "content": f"otherwise {numbers.random()}"}]
+        elif kind == "edit":
+            place = numbers.randrange(len(said) - 1)
+            messages, expected = [*said[:place], {"role": said[place]["role"], "content": "edited"}, *said[place + 1 :]], []
+            if messages[place]["role"] == "tool":
+                messages[place]["tool_call_id"] = said[place]["tool_call_id"]
+        elif kind == "compact":
+            messages, expected = [{"role": "user", "content": f"so far: {len(said)} {numbers.random()}"}], []
+        elif kind == "helper":
+            more = {"tools": TOOLS} if not more else {}
+            messages, expected = [{"role": "system", "content": "help"}, {"role": "user", "content": f"{numbers.random()}"}], []
+    return of, recorder
+
+
+def test_a_thousand_conversations_are_reassembled_token_for_token() -> None:
+    several = 0
+    for seed in range(1000):
+        of, recorder = asyncio.run(conversation(seed))
+        samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000)
+        several += len(samples) > 1
+        runs = [run for sample in samples for run in told_and_sampled(sample)]
+        wanted = [(asked, generation.response_ids, generation.log_probs) for asked, generation in recorder.asked]
+        assert sorted(runs) == sorted(wanted), f"seed {seed}"
+        assert len({sample.sample_id for sample in samples}) == len(samples)
+        assert [sample.branch_of for sample in samples] == ["", *["train-7@2/3"] * (len(samples) - 1)]
+        assert all(sample.sampled_mask[-1] for sample in samples)
+    assert several > 500, "most of these conversations have branches"
+
+
+def test_a_history_under_other_tools_begins_anew() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        of = session(recorder)
+        message = await ask(of, [{"role": "user", "content": "hello"}])
+        await ask(of, [{"role": "user", "content": "hello"}, message, {"role": "user", "content": "and?"}], tools=TOOLS)
+        assert [turn.parent for turn in of.tree.turns] == [None, None]
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_went_away_gets_what_was_sampled_for_it() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        of = session(recorder)
+        request = openai_form.read_request(body([{"role": "user", "content": "hello"}]))
+        first = await of.answer(request)  # nobody says that it was delivered
+        assert await of.answer(request) is first
+        first.is_delivered = True
+        assert await of.answer(request) is not first
+        assert len(recorder.asked) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_client_went_away_while_it_was_sampled_is_joined_and_others_are_not() -> None:
+    async def scenario() -> None:
+        released, asked = asyncio.Event(), []
+
+        async def slow(ids: list[int], most: int, media: Any = None, /) -> Generation:
+            asked.append(ids)
+            await released.wait()
+            return Generation([60 + len(asked), END], [-1.0, -1.0], [0, 0], "stop")
+
+        of = session(slow)
+        request = openai_form.read_request(body([{"role": "user", "content": "hello"}]))
+        gone = asyncio.ensure_future(of.answer(request))
+        stays = asyncio.ensure_future(of.answer(request))  # the same question at the same time is another answer
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        again = asyncio.ensure_future(of.answer(request))
+        await asyncio.sleep(0)
+        released.set()
+        turns = await asyncio.gather(stays, again)
+        assert len(asked) == 2
+        assert turns[0] is not turns[1]
+
+    asyncio.run(scenario())
+
+
+def test_what_is_beyond_the_limits_is_refused_in_a_sentence_and_a_flood_ends_the_episode() -> None:
+    async def scenario() -> None:
+        of = session(Recorder(), SessionLimits(turns=2, context_tokens=1000, response_tokens=1000))
+        messages = [{"role": "user", "content": "hello"}]
+        for _ in range(2):
+            await ask(of, messages)
+        for _ in range(REFUSALS):
+            with pytest.raises(RequestError, match=r"the episode's 2 turns are spent \(rollout.episode.max_turns\)"):
+                await ask(of, messages)
+        assert of.failure.done()
+        assert of.is_cut
+        assert of.counts["floods"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_context_that_is_full_is_refused_as_openai_does_and_a_shorter_one_is_answered() -> None:
+    async def scenario() -> None:
+        of = session(Recorder(), SessionLimits(turns=9, context_tokens=120, response_tokens=60))
+        with pytest.raises(RequestError, match="leaves no room for an answer") as refused:
+            await ask(of, [{"role": "user", "content": "x" * 200}])
+        assert refused.value.code == "context_length_exceeded"
+        assert of.is_cut
+        await ask(of, [{"role": "user", "content": "short"}])
+        assert not of.is_cut
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_fails_ends_the_episode_with_its_error() -> None:
+    async def scenario() -> None:
+        async def fails(ids: list[int], most: int, media: Any = None, /) -> Generation:
+            raise EngineError("the engine died")
+
+        of = session(fails)
+        with pytest.raises(RequestError, match="the engine failed"):
+            await ask(of, [{"role": "user", "content": "hello"}])
+        with pytest.raises(EngineError, match="the engine died"):
+            of.failure.result()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"messages": []}, "messages must be a list with at least one message"),
+        ({"n": 2}, "n is 2; it must be left out, or 1"),
+        ({"stop": ["\n"]}, "stop is"),
+        ({"response_format": {"type": "json_object"}}, "response_format must be left out"),
+        ({"tool_choice": "required"}, "tool_choice is"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'; it must be one of system"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "pictures and files are not taken here"),
+        ({"tools": [{"name": "add"}]}, "tools must be a list of"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "tool_calls must",
+        ),
+    ],
+)
+def test_what_is_not_done_is_refused_in_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        openai_form.read_request(body([{"role": "user", "content": "hello"}]) | given)
+    assert sentence in str(refused.value)
+
+
+def test_both_protocols_say_the_same() -> None:
+    """A conversation in Anthropic's form, and the same in OpenAI's, are one request."""
+    ours = openai_form.read_request(
+        body(
+            [
+                {"role": "system", "content": "be short"},
+                {"role": "user", "content": [{"type": "text", "text": "add"}, {"type": "text", "text": " 3"}]},
+                {
+                    "role": "assistant",
+                    "content": "well",
+                    "reasoning_content": "hm",
+                    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}],
+                },
+                {"role": "tool", "tool_call_id": "c1", "content": "4"},
+                {"role": "user", "content": "and?"},
+            ],
+            tools=[{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}],
+            max_tokens=9,
+            temperature=0.1,
+        )
+    )
+    theirs = anthropic_form.read_request(
+        {
+            "model": "megarl",
+            "max_tokens": 9,
+            "temperature": 0.1,
+            "system": [{"type": "text", "text": "be short", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": "add 3"},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": ""},
+                        {"type": "text", "text": "well"},
+                        {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 3}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "4"}]},
+                        {"type": "text", "text": "and?"},
+                    ],
+                },
+            ],
+            "tools": [{"name": "add", "description": "adds", "input_schema": {"type": "object"}}],
+        }
+    )
+    assert ours == theirs
