@@ -1,4 +1,5 @@
-"""An agent that knows nothing of megarl: a plain program with the public `openai` package, which calls a calculator if asked to.
+"""An agent that knows nothing of megarl: a plain program with the public `openai` package, which calls a calculator if asked
+to.
 
 The same code would work against any server of chat completions. `examples/agents/calculator.yaml` trains the policy behind it.
 """
@@ -6,9 +7,14 @@ The same code would work against any server of chat completions. `examples/agent
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import openai
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+
 from calculator import calculator
 
 TOOLS: list[Any] = [
