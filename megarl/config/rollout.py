@@ -55,7 +55,7 @@ class EpisodeConfig(Section):
     kind: str = "single"
     """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program of its
     own acts. Or your own as `package.module:function`."""
-    agent: AgentConfig | None = None
+    agent: AgentConfig = AgentConfig()
     """The program of `kind: agent`."""
     tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Tools as a list of `package.module:function`; for an environment, its class."""

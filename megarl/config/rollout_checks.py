@@ -226,11 +226,11 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
 def _check_agent(config: Config) -> None:
     episode, agent = config.rollout.episode, config.rollout.episode.agent
     if episode.kind != "agent":
-        if agent is not None:
+        if agent != type(agent)():
             remedy = "set rollout.episode.kind to 'agent', or remove rollout.episode.agent"
             raise ConfigError.needs("rollout.episode.agent", "an episode in which it acts", remedy)
         return
-    if agent is None or bool(agent.command) == (agent.function is not None):
+    if bool(agent.command) == (agent.function is not None):
         remedy = "set one of rollout.episode.agent.command and rollout.episode.agent.function"
         raise ConfigError.needs("rollout.episode.kind = 'agent'", "one program", remedy)
     if episode.tools:

@@ -203,8 +203,8 @@ class Config(Questions):
     @property
     def rewards_by_branch(self) -> bool:
         """Whether each branch of an agent's episode has a reward of its own."""
-        agent = self.rollout.episode.agent
-        return agent is not None and agent.rewards == "branch"
+        episode = self.rollout.episode
+        return episode.kind == "agent" and episode.agent.rewards == "branch"
 
     @property
     def needs_collision(self) -> bool:

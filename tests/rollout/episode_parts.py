@@ -31,7 +31,7 @@ class Settings:
     max_turns: int = 8
     tool_timeout_s: float = 5.0
     tool_max_tokens: int = 100
-    agent: AgentConfig | None = None
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
 
 def opened(

@@ -35,7 +35,7 @@ class EpisodeSettings(Protocol):
     @property
     def tool_max_tokens(self) -> int: ...
     @property
-    def agent(self) -> AgentConfig | None: ...
+    def agent(self) -> AgentConfig: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ def open_episodes(
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
     if kind == "agent":
-        assert settings.agent is not None
         context.agents = _open_agents(settings.agent, data.prompt_key, tokenizer)
     elif kind == "environment":
         if len(settings.tools) != 1:

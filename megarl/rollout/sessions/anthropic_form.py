@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.rollout.sessions.messages import (
-    ChatMessage,
     ChatRequest,
     RequestError,
     SaidCall,
+    SessionMessage,
     canonical_json,
     checked_tools,
     positive,
@@ -36,7 +36,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     if not isinstance(given, list) or not given:
         raise RequestError("messages must be a list with at least one message")
     system = text_of(body.get("system"), "system")
-    messages = [ChatMessage("system", system)] if system else []
+    messages = [SessionMessage("system", system)] if system else []
     for place, message in enumerate(given):
         messages += _messages(message, f"messages[{place}]")
     tools = [
@@ -62,13 +62,13 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _messages(given: Any, where: str) -> list[ChatMessage]:
+def _messages(given: Any, where: str) -> list[SessionMessage]:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ("user", "assistant"):
         raise RequestError(f"{where}.role is {role!r}; it must be user or assistant")
     content = given.get("content")
     if isinstance(content, str):
-        return [ChatMessage(role, content)]
+        return [SessionMessage(role, content)]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise RequestError(f"{where}.content must be text or a list of blocks")
     by_type: dict[str, list[dict[str, Any]]] = {}
@@ -80,12 +80,12 @@ def _messages(given: Any, where: str) -> list[ChatMessage]:
     text = text_of(by_type.get("text"), where)
     if role == "assistant":
         reasoning = "".join(str(block.get("thinking", "")) for block in by_type.get("thinking", ()))
-        return [ChatMessage(role, text, tuple(_call(block, where) for block in by_type.get("tool_use", ())), reasoning)]
+        return [SessionMessage(role, text, tuple(_call(block, where) for block in by_type.get("tool_use", ())), reasoning)]
     answers = [
-        ChatMessage("tool", text_of(block.get("content"), where), call_id=str(block.get("tool_use_id", "")))
+        SessionMessage("tool", text_of(block.get("content"), where), call_id=str(block.get("tool_use_id", "")))
         for block in by_type.get("tool_result", ())
     ]
-    return [*answers, ChatMessage(role, text)] if text or not answers else answers
+    return [*answers, SessionMessage(role, text)] if text or not answers else answers
 
 
 def _call(block: Mapping[str, Any], where: str) -> SaidCall:

@@ -31,7 +31,7 @@ class SaidCall:
 
 
 @dataclass(frozen=True)
-class ChatMessage:
+class SessionMessage:
     """One message. `reasoning` is what an assistant thought before `text`, where the protocol keeps them apart."""
 
     role: str
@@ -42,7 +42,7 @@ class ChatMessage:
     """Of a tool's message: which call it answers."""
     name: str = ""
 
-    def is_same(self, other: ChatMessage) -> bool:
+    def is_same(self, other: SessionMessage) -> bool:
         """Whether a client that was told one of them says it again by the other.
 
         Thoughts are not compared, because most clients drop them, nor are ids of calls, nor white space at the ends of what an
@@ -88,7 +88,7 @@ class ChatRequest:
     """
 
     model: str
-    messages: tuple[ChatMessage, ...]
+    messages: tuple[SessionMessage, ...]
     tools: tuple[dict[str, Any], ...] = ()
     max_tokens: int | None = None
     stream: bool = False

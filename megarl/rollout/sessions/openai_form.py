@@ -8,10 +8,10 @@ from typing import Any
 
 from megarl.rollout.sessions.messages import (
     ROLES,
-    ChatMessage,
     ChatRequest,
     RequestError,
     SaidCall,
+    SessionMessage,
     canonical_json,
     checked_tools,
     positive,
@@ -53,12 +53,12 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _message(given: Any, where: str) -> ChatMessage:
+def _message(given: Any, where: str) -> SessionMessage:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ROLES:
         raise RequestError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     reasoning = given.get("reasoning_content")
-    return ChatMessage(
+    return SessionMessage(
         ROLES[role],
         text_of(given.get("content"), where),
         tuple(_call(call, where) for call in given.get("tool_calls") or ()),

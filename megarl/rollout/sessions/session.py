@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from megarl.data.media import Media
 from megarl.errors import EpisodeError, MegarlError
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.sessions.messages import ChatMessage, ChatRequest, RequestError, SaidCall, canonical_json
+from megarl.rollout.sessions.messages import ChatRequest, RequestError, SaidCall, SessionMessage, canonical_json
 from megarl.rollout.sessions.tool_calls import parse_turn
 from megarl.rollout.sessions.tree import Turn, TurnTree
 
@@ -57,10 +57,10 @@ class SessionLimits:
 
 
 @dataclass(eq=False)
-class _Pending:
+class _PendingTurn:
     """A turn that is being sampled; `waiting` clients want it."""
 
-    question: tuple[Turn | None, tuple[ChatMessage, ...], str]
+    question: tuple[Turn | None, tuple[SessionMessage, ...], str]
     task: asyncio.Task[Turn]
     waiting: int = 0
 
@@ -85,7 +85,7 @@ class AgentSession:
         """Raises what ends the episode: a failed engine, or an agent that floods."""
         self.loop = asyncio.get_running_loop()
         self._sample, self._renderer = sample, renderer
-        self._pending: list[_Pending] = []
+        self._pending: list[_PendingTurn] = []
         self._refused = 0
         self._is_closed = False
 
@@ -122,20 +122,20 @@ class AgentSession:
         if not self.failure.done():
             self.failure.cancel()
 
-    def _begin(self, request: ChatRequest, parent: Turn | None, told: tuple[ChatMessage, ...]) -> _Pending:
+    def _begin(self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...]) -> _PendingTurn:
         self.counts["overridden_parameters"] += len(request.ignored)
         if len(self.tree.turns) + len(self._pending) >= self.limits.turns:
             raise self._refusal(f"the episode's {self.limits.turns} turns are spent (rollout.episode.max_turns)", "turn_limit")
         ids, room = self._told_ids(request, parent, told)
         most = min(room, request.max_tokens or room)
         task = asyncio.ensure_future(self._take_turn(request, parent, told, ids, most))
-        pending = _Pending((parent, told, request.tools_key), task)
+        pending = _PendingTurn((parent, told, request.tools_key), task)
         self._pending.append(pending)
         task.add_done_callback(lambda _: self._pending.remove(pending))
         self.is_cut = False
         return pending
 
-    def _told_ids(self, request: ChatRequest, parent: Turn | None, told: Sequence[ChatMessage]) -> tuple[list[int], int]:
+    def _told_ids(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> tuple[list[int], int]:
         """The tokens of `told` behind `parent`, and how many may follow them."""
         messages = [message.for_template() for message in told]
         try:
@@ -149,7 +149,7 @@ class AgentSession:
                 begun = before - len(parent.path[0].told_ids)
                 room = min(self.limits.context_tokens - before, self.limits.response_tokens - begun) - len(ids)
         except EpisodeError as error:
-            raise RequestError(str(error)) from error
+            raise RequestError(f"the chat template does not write these messages: {error}") from error
         room = min(room, self.limits.response_tokens)
         if room < 1:
             raise self._refusal(
@@ -170,7 +170,7 @@ class AgentSession:
         return RequestError(message, code)
 
     async def _take_turn(
-        self, request: ChatRequest, parent: Turn | None, told: Sequence[ChatMessage], ids: list[int], most: int
+        self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage], ids: list[int], most: int
     ) -> Turn:
         self.counts["turns"] += 1
         try:
@@ -182,7 +182,7 @@ class AgentSession:
         said = self._said(generation, request)
         return self.tree.add(parent, request.tools_key, told, ids, generation, said)
 
-    def _said(self, generation: Generation, request: ChatRequest) -> ChatMessage:
+    def _said(self, generation: Generation, request: ChatRequest) -> SessionMessage:
         """The turn as the client is told it. A call that cannot be made stays text, so that nobody makes it."""
         text = self._renderer(request.tools).turn_text(generation)
         parts = parse_turn(text, request.tools)
@@ -191,9 +191,9 @@ class AgentSession:
         self.counts["malformed_calls"] += malformed
         self.counts["tool_calls"] += len(parts.calls) - malformed
         if malformed:
-            return ChatMessage("assistant", text, reasoning=parts.reasoning)
+            return SessionMessage("assistant", text, reasoning=parts.reasoning)
         calls = tuple(
             SaidCall(call.name, canonical_json(call.arguments), f"call_{number}_{place}")
             for place, call in enumerate(parts.calls)
         )
-        return ChatMessage("assistant", parts.text, calls, parts.reasoning)
+        return SessionMessage("assistant", parts.text, calls, parts.reasoning)

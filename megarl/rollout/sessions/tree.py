@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.sessions.messages import ChatMessage
+from megarl.rollout.sessions.messages import SessionMessage
 
 
 @dataclass(eq=False)
@@ -20,10 +20,10 @@ class Turn:
 
     parent: Turn | None
     tools_key: str
-    told: tuple[ChatMessage, ...]
+    told: tuple[SessionMessage, ...]
     told_ids: list[int]
     generation: Generation
-    said: ChatMessage
+    said: SessionMessage
     number: int
     """Its place in the order in which turns ended, from 0."""
     is_delivered: bool = False
@@ -64,10 +64,10 @@ class TurnTree:
         self,
         parent: Turn | None,
         tools_key: str,
-        told: Sequence[ChatMessage],
+        told: Sequence[SessionMessage],
         told_ids: list[int],
         generation: Generation,
-        said: ChatMessage,
+        said: SessionMessage,
     ) -> Turn:
         """A turn behind `parent`; None: it begins a context."""
         turn = Turn(parent, tools_key, tuple(told), told_ids, generation, said, len(self.turns))
@@ -76,7 +76,7 @@ class TurnTree:
             parent.children.append(turn)
         return turn
 
-    def attach(self, messages: Sequence[ChatMessage], tools_key: str) -> tuple[Turn | None, int]:
+    def attach(self, messages: Sequence[SessionMessage], tools_key: str) -> tuple[Turn | None, int]:
         """The deepest turn with whose path `messages` begin, and how many of them that path has; (None, 0): a new context.
 
         A turn with another set of tools is no beginning, because they are part of what the policy was told. Of turns that
@@ -96,7 +96,7 @@ class TurnTree:
                     best, length = turn, reached[turn]
         return best, length
 
-    def undelivered(self, parent: Turn | None, told: Sequence[ChatMessage], tools_key: str) -> Turn | None:
+    def undelivered(self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str) -> Turn | None:
         """A turn that answers the same question and has reached nobody: the client went away and asks again."""
         for turn in self.turns:
             asked_same = turn.parent is parent and turn.tools_key == tools_key and turn.told == tuple(told)
