@@ -71,9 +71,7 @@ class PredictionModule(MegatronModule):
         """`embedded`, `hidden` `[S(/tp), 1, H]` → what the output layer takes."""
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
         if self.config.recompute_granularity == "full":
-            if (
-                not joined.requires_grad
-            ):  # norms and projection are frozen: what is computed anew needs an input with a gradient
+            if not joined.requires_grad:  # both are frozen, but what is recomputed needs an input with a gradient
                 joined.requires_grad_(True)
             found = tensor_parallel.checkpoint(lambda given: self.transformer_layer(given, **attention)[0], False, joined)
         else:
