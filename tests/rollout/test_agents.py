@@ -127,7 +127,7 @@ def test_an_agent_that_dies_leaves_its_turns() -> None:
     episodes = opened(AgentConfig(function=f"{HERE}:dies", processes=1))
     [[sample]] = acted(episodes)
     assert len(sample.turns) == 3
-    assert sample.rewards == {}
+    assert sample.rewards == {"environment": 0.0}
     assert episodes.take_counts()["agent_errors"] == 1
 
 

@@ -120,7 +120,7 @@ def test_the_reward_environment_is_what_the_environment_gave() -> None:
     assert rewards.score(samples) == [5.0, 1.0]
     assert [sample.rewards for sample in samples] == [{"environment": 2.5}, {"environment": 0.5}]
     samples[1].rewards.clear()
-    with pytest.raises(RewardError, match=r"comes from no environment; rollout.episode.kind must be 'environment'"):
+    with pytest.raises(RewardError, match=r"brought no reward along; rollout.episode.kind must be 'environment'"):
         rewards.score(samples)
 
 

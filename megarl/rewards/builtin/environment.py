@@ -1,4 +1,4 @@
-"""`environment`: what the environment of an episode gave, all its steps together; found in the sample, computed nowhere."""
+"""`environment`: what the environment or the agent of an episode gave; found in the sample, computed nowhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.rewards.scorer import Verdict
 
 
 class EnvironmentReward:
-    """The source of reward for `rollout.episode.kind: environment`."""
+    """The source of reward for `rollout.episode.kind: environment` and for agents that judge themselves."""
 
     def __init__(self, answer_key: str) -> None:
         pass
@@ -20,8 +20,8 @@ class EnvironmentReward:
         for sample in samples:
             if "environment" not in sample.rewards:
                 raise RewardError(
-                    f"reward 'environment': sample {sample.sample_id} comes from no environment; rollout.episode.kind must be "
-                    "'environment'"
+                    f"reward 'environment': sample {sample.sample_id} brought no reward along; rollout.episode.kind must be "
+                    "'environment', or 'agent' with an agent that returns a reward or posts one to its endpoint"
                 )
         return [sample.rewards["environment"] for sample in samples]
 

@@ -25,8 +25,8 @@ TRIES = 3
 async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> list[Sample]:
     """The branches of one episode of the agent, that of its last turn first.
 
-    The reward that the agent gave itself is under `environment` in the rewards of the first one. An agent that was ended, or
-    that asked for more than it may, leaves a last turn that is truncated.
+    The reward that the agent gave itself, or 0 if it failed or was ended before, is under `environment` in the rewards of the
+    first one. An agent that was ended, or that asked for more than it may, leaves a last turn that is truncated.
     """
     agents = context.agents
     assert agents is not None
@@ -50,6 +50,8 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     if session.is_cut or end.was_ended:
         samples[0] = replace(samples[0], finish_reason="length")
     reward = end.reward if end.reward is not None else session.reward
+    if reward is None and (end.failed or end.was_ended):
+        reward = 0.0
     if reward is not None:
         samples[0] = replace(samples[0], rewards={REWARD: reward})
     return samples

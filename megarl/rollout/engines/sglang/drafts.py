@@ -10,7 +10,7 @@ from megarl.config.rollout import SpeculativeConfig
 from megarl.data.picture_rules import sees
 from megarl.errors import ConfigError
 from megarl.models.registry import architecture_for, load_hf_config
-from megarl.reshard.block_scales import fp8_scales
+from megarl.models.weight_formats import engine_format
 
 NAMES = {"mtp": "NEXTN", "ngram": "NGRAM", "standalone": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 """What SGLang calls each algorithm."""
@@ -64,9 +64,9 @@ def check_drafts(config: Config, platform: str) -> None:
         )
         raise ConfigError.of(field, "mtp", reason, allowed="'none', 'ngram', 'standalone', 'eagle' or 'eagle3'")
     served = config.rollout.servers.model_path
-    if config.syncs_prediction and served is not None and fp8_scales(load_hf_config(served)) is not None:
-        reason = "would send a layer for multi-token prediction in FP8, which is not written"
-        raise ConfigError.of("policy.mtp.train", True, reason, allowed="false with an FP8 model in rollout.servers.model_path")
+    if config.syncs_prediction and served is not None and engine_format(load_hf_config(served)) is not None:
+        reason = "would send a layer for multi-token prediction to engines in few bits, which is not written"
+        raise ConfigError.of("policy.mtp.train", True, reason, allowed="false with such a folder in rollout.servers.model_path")
     for section, limits in _sampling(config):
         # speculative/eagle_utils.py, eagle_sample: no min-p, and top-p is judged by what top-k has left
         if limits["min_p"]:
