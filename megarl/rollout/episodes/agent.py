@@ -19,7 +19,7 @@ from megarl.rollout.sessions.session import AgentSession, ChatRenderer, SessionL
 from megarl.rollout.sessions.tree import TurnTree
 
 TRIES = 3
-"""How often an agent may end without having asked for a turn, before the run ends with its last words."""
+"""How often an agent is begun that ends without having asked for a turn, or with the process that it shares with others."""
 
 
 async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> list[Sample]:
@@ -36,12 +36,12 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
         for _ in range(TRIES):
             session = AgentSession(limits, sample, agents.renderer, context.counts)
             end = await agents.act(session, prompt)
-            if session.tree.turns:
+            if session.tree.turns and not end.with_process:
                 break
-        else:
-            raise EpisodeError(
-                f"{agents.name} ended {TRIES} times on row {prompt.row_id} without asking for a turn of the policy: {end.why}"
-            )
+    if not session.tree.turns:
+        raise EpisodeError(
+            f"{agents.name} ended {TRIES} times on row {prompt.row_id} without asking for a turn of the policy: {end.why}"
+        )
     context.counts["agent_errors"] += end.failed
     context.counts["agent_timeouts"] += end.was_ended
     template = agents.renderer(())

@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 
@@ -43,10 +43,14 @@ GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How an agent ended. `reward` is what it returned; `why` what it said last, where it `failed`, or who ended it."""
+    """How an agent ended. `reward` is what it returned; `why` what it said last, where it `failed`, or who ended it.
+
+    `with_process`: its process ended, perhaps by another episode's fault.
+    """
 
     reward: float | None = None
     failed: bool = False
+    with_process: bool = False
     was_ended: bool = False
     why: str = "it ended without an error"
 
@@ -290,13 +294,21 @@ class FunctionAgent:
             process.kill()
 
 
+class _Waiting(NamedTuple):
+    """Who waits for the answer of a process."""
+
+    loop: asyncio.AbstractEventLoop
+    answered: asyncio.Future[dict[str, Any]]
+    process: subprocess.Popen[bytes] | None
+
+
 class _AgentProcess:
     """One process, started when it is needed; it ends by itself when its input closes."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._process: subprocess.Popen[bytes] | None = None
-        self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[dict[str, Any]]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._numbers = count()
         self._is_ready = threading.Event()
 
@@ -315,7 +327,7 @@ class _AgentProcess:
     async def run(self, task: AgentTask) -> AgentEnd:
         number, loop = next(self._numbers), asyncio.get_running_loop()
         answered: asyncio.Future[dict[str, Any]] = loop.create_future()
-        self._waiting[number] = (loop, answered)
+        self._waiting[number] = _Waiting(loop, answered, self._process)
         try:
             self._write({"number": number, "task": task.to_json()})
             answer = await answered
@@ -324,12 +336,12 @@ class _AgentProcess:
             raise
         finally:
             self._waiting.pop(number, None)
-        return AgentEnd(answer["reward"], answer["failed"], why=answer["why"])
+        return AgentEnd(answer["reward"], answer["failed"], "with_process" in answer, why=answer["why"])
 
     async def _cancel(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         """Have the function cancelled; one that goes on all the same is ended with its process, and with all that it serves."""
         answered = loop.create_future()
-        self._waiting[number] = (loop, answered)
+        self._waiting[number] = _Waiting(loop, answered, self._process)
         self._write({"cancel": number})
         _, late = await asyncio.wait([answered], timeout=GRACE_S)
         if late:
@@ -360,18 +372,18 @@ class _AgentProcess:
             answer = json.loads(line)
             self._is_ready.set()
             self._settle(answer["number"], answer)
-        died = {"reward": None, "failed": True, "why": f"its process ended with {process.wait()}"}
+        died = {"reward": None, "failed": True, "with_process": True, "why": f"its process ended with {process.wait()}"}
         if self._process is process:
             self._is_ready.set()
-            for number in list(self._waiting):
+        for number, waiting in list(self._waiting.items()):  # a new process may have been started since
+            if waiting.process is process:
                 self._settle(number, died)
 
     def _settle(self, number: int, answer: dict[str, Any]) -> None:
-        loop, answered = self._waiting.get(number, (None, None))
-        if loop is None or answered is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(_give, answered, answer)
+        waiting = self._waiting.get(number)
+        if waiting is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                waiting.loop.call_soon_threadsafe(_give, waiting.answered, answer)
 
     def kill(self) -> None:
         """End the process, and what it started."""
