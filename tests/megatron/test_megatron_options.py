@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,15 +79,20 @@ def test_kernels_that_count_one_position_are_never_used_by_models_that_see(world
 def test_transformer_engine_fuses_and_overlaps_what_it_can(world: World, family: str) -> None:
     hf_config = COMMON | MODELS[family]
     transformer, ddp, _ = world.call(configs, options(recompute="selective"), hf_config, size=1)[0]
-    experts = family in ("qwen3_moe", "deepseek_v3")
-    rotates = family not in ("deepseek_v3", "glm4")  # as the kernels do: not latents, no neighbouring pairs
-    assert {name: transformer[name] for name in FUSIONS} == dict.fromkeys(FUSIONS, True) | {"apply_rope_fusion": rotates}
+    of_latents = family.startswith("deepseek_v3")
+    experts = of_latents or family in ("qwen3_moe", "gpt_oss")
+    # as the kernels do: not latents, no neighbouring pairs, no attention factor; and no biases of experts
+    unlike = {
+        "apply_rope_fusion": not of_latents and family not in ("glm4", "gpt_oss"),
+        "bias_dropout_fusion": family != "gpt_oss",
+    }
+    assert {name: transformer[name] for name in FUSIONS} == dict.fromkeys(FUSIONS, True) | unlike
     assert {name: transformer[name] for name in MOE_FUSIONS} == dict.fromkeys(MOE_FUSIONS, experts)
     assert transformer["gradient_accumulation_fusion"]
     assert ddp["overlap_grad_reduce"]
     assert not transformer["batch_p2p_sync"]
-    modules = {"qwen3_moe": ["mlp", "layernorm", "moe_act"], "deepseek_v3": ["mlp", "layernorm", "moe_act", "mla_up_proj"]}
-    assert transformer["recompute_modules"] == modules.get(family, ["mlp", "layernorm"])
+    modules = ["mlp", "layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if of_latents else [])]
+    assert transformer["recompute_modules"] == modules
 
 
 def test_the_reference_layers_have_none_of_it(world: World) -> None:
@@ -122,6 +128,7 @@ def names_that_megarl_sets(rank: int, world_size: int) -> dict[str, set[str]]:
 
     def remember(**fields: Any) -> Any:
         passed.update(fields)
+        return SimpleNamespace()
 
     classes = ("TransformerConfig", "MLATransformerConfig", "DistributedDataParallelConfig")
     with pytest.MonkeyPatch.context() as patch:

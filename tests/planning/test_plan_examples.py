@@ -26,8 +26,9 @@ PUBLISHED = {
     "models/Qwen2-VL-7B-Instruct": "qwen2-vl-7b",
     "runs/r1-onevision-sft/model": "qwen2.5-vl-7b",
     "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "zai-org/GLM-4.5-Air": "glm-4.5-air",
 }
-"""Published configs for the models of recipes; these are planned on H100."""
+"""Published configs for the models of recipes; these are planned on H100, but for the last, which is planned on H200."""
 MARGIN = 0.95
 MODELS = (("model", "path"), ("reference", "path"), ("reward_model", "path"), ("critic", "init_from"), ("teacher", "path"))
 
@@ -50,7 +51,7 @@ def stand_ins(path: Path, folder: Path) -> list[str]:
     (folder / "model/config.json").write_text(json.dumps(SMALL))
     tree = yaml.safe_load(path.read_text())
     if published := PUBLISHED.get(tree["model"]["path"]):
-        return ["--gpu", "h100", f"model.path=examples/models/{published}"]
+        return ["--gpu", "h200" if published == "glm-4.5-air" else "h100", f"model.path=examples/models/{published}"]
     return [
         f"{section}.{field}={folder}/model"
         for section, field in MODELS
