@@ -238,11 +238,11 @@ class RlRun(Run):
         """Advantages and returns over the whole batch, on the driver: of episodes, whose branches get theirs."""
         self._scores, self._log_probs = list(rewards), {}
         with self.phases("advantages"):
+            if self.config.uses_reward_model and self.config.reward_model.per_step:
+                self.model_rewards.add_steps(batch, rewards)
             self._episodes = episodes = JoinedEpisodes(batch, apart=self.config.rewards_by_branch)
             of_episodes = [rewards[rows[0]] for rows in episodes.rows]
             statistics = reward_statistics(torch.tensor(of_episodes), episodes.batch.groups)
-            if self.config.uses_reward_model and self.config.reward_model.per_step:
-                self.model_rewards.add_steps(batch, rewards)
             self.metrics |= self.experience.estimate(episodes.batch, of_episodes, self._scored_greedy())
             self.metrics |= self.experience.steer_entropy(episodes.batch)
             episodes.split()

@@ -1,4 +1,4 @@
-"""The parity reports that the matrices fill."""
+"""The parity reports that the matrices fill, and the ranks that compute their cells."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.themes.parallel.report import Report
+from tests.world import World
 
 
 @pytest.fixture(scope="session")
@@ -26,3 +27,10 @@ def written(report: Report, request: pytest.FixtureRequest) -> Iterator[Report]:
     document = request.config.getoption("--parity-report")
     if document is not None:
         report.write(document)
+
+
+@pytest.fixture(scope="module")
+def parity_world() -> Iterator[World]:
+    """Eight ranks for all cells of a file."""
+    with World(8) as world:
+        yield world

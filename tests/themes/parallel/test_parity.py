@@ -5,7 +5,7 @@ One call per layout and family fills the matrix; `--parity-report FILE` writes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -47,12 +47,6 @@ def test_every_layout_and_every_family_is_represented() -> None:
     assert {layout for layout, _ in REPRESENTATIVES} == set(LAYOUTS)
     assert {family for _, family in REPRESENTATIVES} == set(FAMILIES)
     assert len(REPRESENTATIVES) <= max(len(LAYOUTS), len(FAMILIES)) + 2
-
-
-@pytest.fixture(scope="module")
-def parity_world() -> Iterator[World]:
-    with World(8) as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,6 @@ IN_EVERY_RUN = {
     ("tp2·pp2·cp2", "glm4_moe"),
 }
 QUICK = ("packed", "packed, full recomputation")
-
-
-@pytest.fixture(scope="module")
-def parity_world() -> Iterator[World]:
-    with World(8) as world:
-        yield world
 
 
 @pytest.fixture(scope="module")

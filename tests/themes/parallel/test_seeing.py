@@ -7,7 +7,7 @@ features are added is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,12 +48,6 @@ CELLS = [
     for layout in LAYOUTS
     if layout_for(layout, experts=family.num_experts is not None) and first_chunk(layout) >= len(vision_of(name).deepstack)
 ]
-
-
-@pytest.fixture(scope="module")
-def parity_world() -> Iterator[World]:
-    with World(8) as world:
-        yield world
 
 
 @pytest.fixture(scope="module")
