@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 
 from megarl.config.guard_rules import GuardConfig
 from megarl.config.layout_section import LayoutConfig
+from megarl.config.lora import LoraConfig, PolicyLoraConfig
+from megarl.config.optimizer import OptimizerConfig
 from megarl.config.presets import Fp8Format, Fp8RecipeName, ModelPart
 from megarl.config.section import ClassPath, Count, Decay, Fraction, NonNegative, Positive, Seconds, Section
 
@@ -84,48 +86,6 @@ class ModelConfig(Section):
     the engines' folder has. 0: off."""
 
 
-class OptimizerGroupConfig(Section):
-    """Parameters that are updated otherwise than the rest; one that several groups choose is in the first of them."""
-
-    match: Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
-    """Patterns of Hugging Face names of tensors, such as `*.embed_tokens.*`, or the word `router`."""
-    lr_factor: NonNegative = 1.0
-    """Their learning rate, as a multiple of the others'."""
-    weight_decay: NonNegative | None = None
-    """Their weight decay; norms and biases have none. null: the others'."""
-
-
-class OptimizerConfig(Section):
-    """AdamW or Muon, with a learning-rate schedule."""
-
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: Muon for the matrices of the decoder's layers, AdamW for the rest (docs/optimizers.md#muon)."""
-    lr: NonNegative = 1e-6
-    """Peak learning rate."""
-    min_lr: NonNegative = 0.0
-    """Learning rate at the end of the cosine or linear schedule."""
-    warmup_steps: Count = 0
-    """Number of steps of linear warm-up from 0 to `lr`."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up."""
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
-    """Adam's decay rates of the first and second moment."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam's epsilon, added to the denominator."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
-    clip_grad: NonNegative = 1.0
-    """Maximum of the global gradient norm; larger gradients are clipped. 0: no clipping."""
-    offload_fraction: Fraction = 0.0
-    """Fraction of the optimizer state that lives in CPU memory; the CPU computes that part of the step."""
-    momentum: Decay = 0.95
-    """Muon's decay rate of the momentum (Nesterov's)."""
-    newton_schulz_steps: Positive = 5
-    """Muon's number of Newton-Schulz steps."""
-    groups: Annotated[tuple[OptimizerGroupConfig, ...], Field(strict=False)] = ()
-    """Parameters with a learning rate or weight decay of their own."""
-
-
 class ExpertsConfig(Section):
     """How experts are kept in balance (docs/experts.md). With all at 0 routing moves only as the loss of the run moves it."""
 
@@ -158,6 +118,8 @@ class TrainedRole(Section):
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """What is not trained: patterns of Hugging Face names (`*.layers.0.*`), `router`, or parts of a model that sees:
     `vision` (the tower), `projector`, `language` (the decoder)."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters, which are trained in place of the weights."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Fields of megatron-core's TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, by their own names
     (docs/performance.md)."""
@@ -193,6 +155,8 @@ class MtpConfig(Section):
 class PolicyConfig(TrainedRole):
     """The model being trained."""
 
+    lora: PolicyLoraConfig = PolicyLoraConfig()
+    """Low-rank adapters, which are trained in place of the weights (docs/lora.md)."""
     share_prefix: bool = False
     """Compute the prompt of a group once per micro-batch instead of once per response."""
     routing: RoutingConfig = RoutingConfig()

@@ -23,7 +23,9 @@ PREDICTION = "mtp."
 """What parameters of the layer for multi-token prediction begin with."""
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+_EXPERT = re.compile(
+    r"(?<=\.experts\.local_experts\.)\d+(?=\.)|(?<=_lora\.local_experts\.)\d+(?=\.)|(?<=\.weight)\d+$|(?<=\.bias)\d+$"
+)
 
 
 @dataclass(frozen=True)
