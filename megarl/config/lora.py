@@ -29,7 +29,7 @@ class LoraConfig(Section):
     exclude: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Linear layers without adapters, although `targets` names them."""
     adapter: str | None = None
-    """PEFT folder whose adapters training starts from; its rank, alpha and targets hold. null: adapters that add nothing yet."""
+    """PEFT folder whose adapters training starts from; its rank, alpha and targets hold. null: new ones, which add nothing."""
 
     @property
     def on(self) -> bool:

@@ -20,6 +20,7 @@ from megarl.errors import ModelError
 from megarl.megatron import layer_specs
 from megarl.megatron.chosen_parameters import freeze
 from megarl.megatron.heads import LogProbHead, ValueHead
+from megarl.megatron.lora import AdapterSwitch, insert_adapters
 from megarl.megatron.model_config import DTYPES, ddp_config, fuses_gradient_accumulation, refused, transformer_config
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.prediction import Prediction
@@ -47,8 +48,10 @@ def initialize_layout(layout: Layout, seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module]:
+def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch | None = None) -> list[torch.nn.Module]:
     """This rank's model chunks (one per virtual stage), uninitialised, wrapped in DDP if trainable.
+
+    `switch` turns off adapters, if the role has any.
 
     Raises:
         ConfigError: a field of `options.megatron` does not go with the model, which some layers only say as they are made.
@@ -87,6 +90,10 @@ def build_model(options: ModelOptions, folder: HFFolder) -> list[torch.nn.Module
     weight_map = role_map(options, folder)
     for chunk in chunks:
         freeze(chunk, options, weight_map)
+        if options.lora is not None:
+            rows = architecture.rows_together(hf_config)
+            switched, head = switch or AdapterSwitch(), options.head == "value"
+            insert_adapters(chunk, options.lora, rows, weight_map, switched, value_head=head)
     wrapped = [
         DistributedDataParallel(
             config,

@@ -10,8 +10,9 @@ from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKe
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from torch import Tensor
 
+from megarl.megatron.global_names import global_tensors
 from megarl.megatron.options import ModelOptions, OptimizerOptions
-from megarl.megatron.weights import global_tensors, is_value_head
+from megarl.megatron.weights import is_value_head
 from megarl.models.parameter_patterns import ParameterPatterns
 from megarl.models.weight_map import WeightMap
 
@@ -27,7 +28,7 @@ def freeze(chunk: Any, options: ModelOptions, weight_map: WeightMap) -> None:
         if not is_own and patterns.choose(weight_map.rule_for(name)):
             tensor.requires_grad_(False)
     embedding = getattr(chunk, "embedding", None)
-    if options.freeze and options.recompute != "none" and embedding is not None:
+    if (options.freeze or options.lora is not None) and options.recompute != "none" and embedding is not None:
         embedding.register_forward_hook(_with_gradient)
 
 

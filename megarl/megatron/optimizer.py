@@ -12,11 +12,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megarl import platform
 from megarl.errors import ConfigError
 from megarl.megatron.chosen_parameters import group_overrides
+from megarl.megatron.global_names import global_tensors
 from megarl.megatron.model_config import DTYPES, fields_for, gathers_through_gradients
 from megarl.megatron.muon import add_muon, is_matrix
 from megarl.megatron.optimizer_state import BY_MUON, parts_of
 from megarl.megatron.options import ModelOptions, OptimizerOptions, has_transformer_engine
-from megarl.megatron.weights import global_tensors, is_value_head
+from megarl.megatron.weights import is_value_head
 from megarl.models.weight_map import WeightMap
 
 

@@ -11,6 +11,7 @@ from megarl.config.guard_rules import GuardRule
 from megarl.config.layout import Layout
 from megarl.config.presets import Fp8Format, Fp8RecipeName
 from megarl.errors import ConfigError
+from megarl.models.lora import Lora
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
 """By type of device, bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of
@@ -73,6 +74,7 @@ class ModelOptions:
     `collision`: passes without gradients answer the collision probability of each token's distribution, too.
     `experts`: how experts are kept in balance in training. `int4_experts`: so many columns of their weights share
     a scale of INT4, to which forward passes round them; 0: they do not.
+    `lora`: the adapters that are trained in place of the weights, from the PEFT folder `adapter` or drawn from `lora_seed`.
     `prediction`: how the layer for multi-token prediction is trained; None: the model is built without it.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
@@ -101,6 +103,9 @@ class ModelOptions:
     records_routes: bool = False
     experts: ExpertBalance = ExpertBalance()
     prediction: PredictionOptions | None = None
+    lora: Lora | None = None
+    adapter: str | None = None
+    lora_seed: int = 0
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 

@@ -24,6 +24,8 @@ from megarl.errors import CheckpointError
 from megarl.megatron import scaling_state
 from megarl.megatron.box_reader import BoxReader, read_weights
 from megarl.megatron.build import build_model
+from megarl.megatron.global_names import global_tensors
+from megarl.megatron.lora import AdapterSwitch, trained_entries
 from megarl.megatron.moving_average import MovingAverage
 from megarl.megatron.optimizer import build_optimizer
 from megarl.megatron.optimizer_state import absent_elements, finish_moments, make_moments, moment_boxes, owned_boxes, step_of
@@ -37,7 +39,7 @@ from megarl.megatron.seeing import SeeingModel
 from megarl.megatron.shards import Shards, objects_of, shards_of
 from megarl.megatron.step import LossFunction, PassProgress, forward, forward_backward
 from megarl.megatron.update_guard import WatchedLoss, refusal
-from megarl.megatron.weights import Quantiser, export_weights, global_tensors, load_weights, role_map
+from megarl.megatron.weights import Quantiser, export_weights, load_weights, role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.positions import with_positions
 from megarl.models.registry import architecture_for
@@ -57,7 +59,8 @@ class RankModel:
         architecture = architecture_for(folder.config)
         self.weight_map = role_map(options, folder)
         self.vision = architecture.vision(folder.config)
-        self.chunks = build_model(options, folder)
+        self.adapters = AdapterSwitch()
+        self.chunks = build_model(options, folder, self.adapters)
         load_weights(self.chunks, options, folder, self.weight_map)
         self.average = MovingAverage()
         self.replay = RoutingReplay(self.chunks, options) if options.replays_routes else None
@@ -172,6 +175,10 @@ class RankModel:
         """Hugging Face tensors of this stage on its leading rank (see `weights.export_weights`)."""
         return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas, prediction=prediction)
 
+    def export_adapters(self, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
+        """As `export`, of the adapters' tensors, such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and of a value head."""
+        return export_weights(self.chunks, self.options, self.weight_map, None, replicas, which="adapters")
+
     def shards(self) -> Shards:
         """This rank's part of a checkpoint of model, optimizer, schedule and random numbers; no collective takes place."""
         state: dict[str, Any] = self._models()
@@ -222,7 +229,8 @@ class RankModel:
             rest = {key: weight for key, weight in weights.items() if key not in read}
             with scaling_state.permitted(state[name], folder):
                 found = unwrap_model(chunk).load_state_dict(rest | state[name], strict=False)
-            if found.unexpected_keys or set(found.missing_keys) != read:
+            absent = read if self.options.lora is None else {*found.missing_keys}  # what is not trained is in no checkpoint
+            if found.unexpected_keys or set(found.missing_keys) != absent:
                 raise CheckpointError(f"'{folder}' does not have the model's weights: {', '.join(map(str, found))}")
         if self.optimizer is not None:
             finish_moments(self.optimizer, saved["moments"]["step"], has_masters=has_masters)
@@ -234,4 +242,8 @@ class RankModel:
 
     def _models(self) -> dict[str, Any]:
         """The sharded state of each of this rank's pipeline chunks."""
-        return {f"model{number}": unwrap_model(chunk).sharded_state_dict() for number, chunk in enumerate(self.chunks)}
+        chunks = [unwrap_model(chunk) for chunk in self.chunks]
+        states = [chunk.sharded_state_dict() for chunk in chunks]
+        if self.options.lora is not None:
+            states = [trained_entries(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
+        return {f"model{number}": state for number, state in enumerate(states)}

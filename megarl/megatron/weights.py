@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from megarl.errors import ModelError
+from megarl.megatron.global_names import global_tensors
+from megarl.megatron.lora import MergedWeights, load_adapters
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.shards import plain
 from megarl.models.hf_folder import HFFolder
+from megarl.models.lora import is_adapter, with_adapters
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
@@ -31,34 +32,20 @@ from megarl.models.weight_tensors import hf_from_shards, kept_dtype, shard_from_
 
 SCORE = "score.weight"
 """What Hugging Face calls the value head, `[1, H]`, of a sequence classifier with one label."""
-EXPERT_BIAS = "mlp.router.expert_bias"
-"""The only buffer that is part of a checkpoint."""
-
-_PREDICTION_LAYER = f"{PREDICTION}layers.0.transformer_layer."
-
-# An expert's place among those of its rank: in a sequential and in a grouped module.
-_LOCAL_EXPERT = re.compile(
-    r"(?<=^mlp\.experts\.local_experts\.)\d+(?=\.)|(?<=^mlp\.experts\.linear_fc[12]\.weight)\d+$"
-    r"|(?<=^mlp\.experts\.linear_fc[12]\.bias)\d+$"
-)
-
-
-def global_tensors(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """(name with global, zero-based layer and expert indices, parameter or checkpointed buffer) of all on this rank."""
-    for chunk in chunks:
-        core: Any = unwrap_model(chunk)
-        buffers = ((name, buffer) for name, buffer in core.named_buffers() if name.endswith(EXPERT_BIAS))
-        for name, tensor in (*core.named_parameters(), *buffers):
-            yield _global_name(core, name), tensor
 
 
 def role_map(options: ModelOptions, folder: HFFolder) -> WeightMap:
-    """The weight map of a role, with the layer for multi-token prediction if the role has it.
+    """The weight map of a role, with its adapters, or with the layer for multi-token prediction if the role has it.
 
     Raises:
+        ConfigError: the role's adapters are of no layer of the model.
         ModelError: the role has the layer, and its folder or its family has not.
     """
-    weight_map = architecture_for(folder.config).weight_map(folder.config)
+    architecture = architecture_for(folder.config)
+    weight_map = architecture.weight_map(folder.config)
+    if options.lora is not None:
+        section = f"{options.section.removesuffix('.megatron')}.lora"
+        return with_adapters(weight_map, options.lora, architecture.rows_together(folder.config), section)
     if options.prediction is None:
         return weight_map
     if weight_map.prediction is None:
@@ -68,22 +55,6 @@ def role_map(options: ModelOptions, folder: HFFolder) -> WeightMap:
     else:
         return weight_map.with_prediction()
     raise ModelError(f"policy.mtp.train is true, but {why}; it must be false")
-
-
-def _global_name(core: Any, name: str) -> str:
-    prefix = "decoder.layers."
-    if name.startswith(_PREDICTION_LAYER):
-        rest = name.removeprefix(_PREDICTION_LAYER)
-        return _PREDICTION_LAYER + _with_global_expert(core.mtp.layers[0].transformer_layer, rest)
-    if not name.startswith(prefix):
-        return name
-    place, rest = name.removeprefix(prefix).split(".", 1)
-    layer = core.decoder.layers[int(place)]
-    return f"{prefix}{layer.layer_number - 1}.{_with_global_expert(layer, rest)}"
-
-
-def _with_global_expert(layer: Any, name: str) -> str:
-    return _LOCAL_EXPERT.sub(lambda match: str(layer.mlp.local_expert_indices[int(match[0])]), name)
 
 
 def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folder: HFFolder, weight_map: WeightMap) -> None:
@@ -112,6 +83,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
                     tensor.copy_(folder.get_slice(SCORE)[:])
                 continue
             rule = weight_map.rule_for(name)
+            if is_adapter(rule.megatron_name):
+                continue
             shard = shard_from_hf(rule, folder.get_slice, *_place(rule, options), _padded_vocab(folder, options))
             for copy in (copy for copy, original in copies if original in rule.hf_names):
                 again = replace(rule, hf_names=(copy,))
@@ -124,6 +97,9 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             whole_expert = rule.expert is not None and options.layout.etp == 1
             if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
+    if options.lora is not None:
+        read = None
+        load_adapters(chunks, options.lora_seed, read)
 
 
 def _keep_full_precision(tensor: Any, values: Tensor, *, trainable: bool) -> None:
@@ -143,39 +119,43 @@ def local_shards(
     quantiser: Quantiser | None = None,
     *,
     at_once: bool = True,
+    merged: bool = True,
 ) -> Mapping[str, Tensor]:
     """What this rank holds, by the weight map's names: views, without value head and tied copies.
+
+    Weights with adapters beside them are copies with these `merged` in, or views of what training began with.
 
     Of weights that Transformer Engine holds in FP8 these are copies in the model's dtype, which no view of FP8 values could be:
     all `at_once`, or each when it is asked for, if the caller needs few of them at a time.
     With a `quantiser` what it applies to is quantised; that may be collective over the ranks that share a parameter.
     """
     found: dict[str, Tensor] = {}
+    values = MergedWeights(chunks if merged else (), weight_map)
     for name, tensor in global_tensors(chunks):
         if is_value_head(name, options):
             continue
         rule = weight_map.rule_for(name)
-        if rule.tied_copy:
+        if rule.tied_copy or is_adapter(rule.megatron_name):
             continue
         if quantiser is None or not quantiser.applies_to(rule):
             found[rule.megatron_name] = tensor
             continue
         group = _tensor_group(rule)
         exchange = partial(torch.distributed.all_reduce, op=torch.distributed.ReduceOp.MAX, group=group)
-        found |= quantiser(rule, plain(tensor), *_place(rule, options), exchange)
-    return {name: plain(tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found)
+        found |= quantiser(rule, values(rule.megatron_name, tensor), *_place(rule, options), exchange)
+    return {name: values(name, tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found, values)
 
 
 class _PlainInTurn(Mapping[str, Tensor]):
     """Tensors by name, of which one in FP8 is made plain when it is asked for. The last one is remembered."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Mapping[str, Tensor], values: MergedWeights) -> None:
+        self._tensors, self._values = tensors, values
         self._last: tuple[str, Tensor] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         if self._last is None or self._last[0] != name:
-            self._last = name, plain(self._tensors[name])
+            self._last = name, self._values(name, self._tensors[name])
         return self._last[1]
 
     def __iter__(self) -> Iterator[str]:
@@ -220,6 +200,7 @@ def export_weights(
     replicas: Collection[int] = (0,),
     *,
     prediction: bool = True,
+    which: Literal["merged", "weights", "adapters"] = "merged",
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face tensors of this pipeline stage, on its leading rank (tp 0, cp 0, dp 0); other ranks iterate to nothing.
 
@@ -227,7 +208,8 @@ def export_weights(
     replica of the experts send what they hold, one shard at a time. A tied output layer is not exported again.
     With a `quantiser` the shards are quantised where they lie. Of a model without experts each data-parallel replica in
     `replicas` exports everything, on a leading rank of its own and independently of the others. Without `prediction` the layer
-    for multi-token prediction is left out.
+    for multi-token prediction is left out. `which`: weights with their adapters merged in, as training began with them, or
+    adapters alone.
     """
     assert weight_map.num_experts == 0 or tuple(replicas) == (0,), "the replicas of a stage share its experts"
     tensor_ranks = torch.distributed.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
@@ -237,17 +219,18 @@ def export_weights(
     of_experts = parallel_state.get_expert_data_parallel_rank() == 0
     lead = options.layout.rank(pp=at.pp, dp=0 if weight_map.num_experts else at.dp)
     leads = of_replica and torch.distributed.get_rank() == lead
+    values = MergedWeights(chunks if which == "merged" else (), weight_map)
     for name, tensor in global_tensors(chunks):
         if name.startswith(PREDICTION) and not prediction:
             continue
-        local = plain(tensor).contiguous()
         if is_value_head(name, options):
             if leads:
-                yield SCORE, local
+                yield SCORE, plain(tensor).contiguous()
             continue
         rule = weight_map.rule_for(name)
-        if rule.tied_copy:
+        if rule.tied_copy or is_adapter(rule.megatron_name) != (which == "adapters"):
             continue
+        local = values(rule.megatron_name, tensor).contiguous()
         if rule.expert is None:
             if of_replica:
                 ranks = tensor_ranks if rule.tp_axis is not None else tensor_ranks[:1]

@@ -95,3 +95,7 @@ class Architecture:
     """What the decoder has beside megatron-core's own layers."""
     layer_rope: Callable[[HFConfig], LayerRope | None] = lambda hf_config: None
     """The layers that rotate otherwise than `text_config` says; None: all rotate as it says."""
+
+    def rows_together(self, hf_config: HFConfig) -> FusedRows | None:
+        """`fused_rows` of a model; None: the hub stores each tensor by itself."""
+        return self.fused_rows(hf_config) if self.fused_rows is not None else None

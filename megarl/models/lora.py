@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import translate
 from functools import cached_property
-from typing import Any
 
 from megarl.config.lora import ALL_LINEAR
 from megarl.errors import ConfigError, nearest
@@ -102,7 +101,7 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class AdapterColumns:
-    """A of one or, one below another, of `layers` layers: `[rank, in]` each, split as the weight if that is split by columns."""
+    """A of `layers` layers, one below another: `[rank, in]` each, split as the weight if that is split by columns."""
 
     weight: Packing
     layers: int
@@ -183,20 +182,19 @@ def linear_rules(weight_map: WeightMap) -> list[Rule]:
     return [rule for rule in weight_map.rules if _LINEAR.fullmatch(rule.megatron_name) and len(rule.packing.hf_shapes[0]) == 2]
 
 
-def with_adapters(weight_map: WeightMap, lora: Lora, fused: Any, field: str = "policy.lora") -> WeightMap:
+def with_adapters(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> WeightMap:
     """The map with the rules of all adapters behind its own; `fused` as in `Architecture.fused_rows`.
 
     Raises:
         ConfigError: `lora` chooses no layer, names one that the model does not have, or chooses some experts of a layer only.
     """
-    fused_rows = fused if isinstance(fused, FusedRows) else None
-    check_targets(weight_map, lora, fused_rows, field)
+    check_targets(weight_map, lora, fused, field)
     found: list[Rule] = []
     for rule in linear_rules(weight_map):
         of_parts: dict[tuple[int, ...], tuple[Site, list[int]]] = {}
         for layer in filter(rule.has_layer, range(weight_map.num_layers)):
             experts = range(weight_map.num_experts) if rule.is_expert else (None,)
-            sites = [site_of(rule.bound(layer, expert), lora, fused_rows) for expert in experts]
+            sites = [site_of(rule.bound(layer, expert), lora, fused) for expert in experts]
             if len({site and site.parts for site in sites}) > 1:
                 reason = f"chooses some of the experts of layer {layer}"
                 raise ConfigError.of(
@@ -205,7 +203,7 @@ def with_adapters(weight_map: WeightMap, lora: Lora, fused: Any, field: str = "p
             if (site := sites[0]) is not None:
                 of_parts.setdefault(site.parts, (site, []))[1].append(layer)
         for site, layers in of_parts.values():
-            pattern = site_of(rule.bound("{layer}", "{expert}"), replace(lora, targets=(ALL_LINEAR,), exclude=()), fused_rows)  # type: ignore[arg-type]
+            pattern = site_of(rule.bound("{layer}", "{expert}"), replace(lora, targets=(ALL_LINEAR,), exclude=()), fused)  # type: ignore[arg-type]
             assert pattern is not None, "all layers are targets"
             found += _patterns(rule, site, pattern, frozenset(layers))
     return replace(weight_map, rules=(*weight_map.rules, *found))

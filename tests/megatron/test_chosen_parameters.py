@@ -35,9 +35,9 @@ def train(
 ) -> dict[str, Any]:
     """Two updates, and the second of them again from a checkpoint; also what of the model has a state or a gradient."""
     from megarl.megatron.build import initialize_layout
+    from megarl.megatron.global_names import global_tensors
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.weights import global_tensors
 
     initialize_layout(layout, seed=1)
 

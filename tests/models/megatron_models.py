@@ -74,10 +74,10 @@ def facts(rank: int, world_size: int, folders: list[str], layer_spec: str) -> di
 def _facts(folder: str, layer_spec: str) -> dict[str, Any]:
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 
+    from megarl.megatron.global_names import global_tensors
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
     from megarl.megatron.step import forward_backward
-    from megarl.megatron.weights import global_tensors
 
     options = ModelOptions(folder, Layout(), layer_spec=layer_spec, temperature=TEMPERATURE, logit_chunk_tokens=5)
     role = RankModel(options, OptimizerOptions(lr=1e-2))

@@ -151,7 +151,7 @@ def optimizer_state(role: Any) -> dict[str, Tensor]:
 
 def _by_hub_name(role: Any, tensor_of: Callable[[Any], Tensor | None]) -> dict[str, Tensor]:
     """What belongs to each parameter of a role on one rank, as float32 tensors named and shaped as Hugging Face's."""
-    from megarl.megatron.weights import global_tensors
+    from megarl.megatron.global_names import global_tensors
 
     found = {}
     for name, parameter in global_tensors(role.chunks):

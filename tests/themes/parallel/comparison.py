@@ -27,7 +27,7 @@ def compare(
     `expected` has `tensors`, `values` and `gradients`, `answers` are those of `run_family`; `report` is told (mode, deviation
     of the values, of the gradients). `stored` makes of what is exported what a folder has.
     """
-    exported = stored(_joined(answer["exported"] for answer in answers))
+    exported = stored(joined(answer["exported"] for answer in answers))
     norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in expected["gradients"].values()))
     assert exported.keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
@@ -35,12 +35,12 @@ def compare(
         assert torch.equal(exported[name], tensor), name
     for name in answers[0]["modes"]:
         mode = MODES[name]
-        gradients = stored(_joined(answer["modes"][name]["gradients"] for answer in answers))
-        found = _deviations(gradients, expected["gradients"], lambda wanted: wanted.abs().max().clamp_min(1e-30))
+        gradients = stored(joined(answer["modes"][name]["gradients"] for answer in answers))
+        found = deviations(gradients, expected["gradients"], lambda wanted: wanted.abs().max().clamp_min(1e-30))
         of_values = 0.0
         if mode.recompute == "none":
-            values = _joined(answer["modes"][name]["values"] for answer in answers)
-            found |= _deviations(values, expected["values"], lambda wanted: wanted.abs().clamp_min(1.0))
+            values = joined(answer["modes"][name]["values"] for answer in answers)
+            found |= deviations(values, expected["values"], lambda wanted: wanted.abs().clamp_min(1.0))
             of_values = max(found[index] for index in values)
         report(name, of_values, max(found[tensor] for tensor in expected["gradients"]))
         assert {what: deviation for what, deviation in found.items() if deviation > TOLERANCE} == {}, name
@@ -48,7 +48,7 @@ def compare(
         assert norms == [pytest.approx(norm, rel=TOLERANCE)] * len(norms), name
 
 
-def _joined(parts: Any) -> dict[Any, Tensor]:
+def joined(parts: Any) -> dict[Any, Tensor]:
     """What the ranks gave, together; nothing may come twice."""
     whole: dict[Any, Tensor] = {}
     for part in parts:
@@ -57,7 +57,7 @@ def _joined(parts: Any) -> dict[Any, Tensor]:
     return whole
 
 
-def _deviations(found: dict[Any, Tensor], expected: dict[Any, Tensor], scale: Callable[[Tensor], Tensor]) -> dict[Any, float]:
+def deviations(found: dict[Any, Tensor], expected: dict[Any, Tensor], scale: Callable[[Tensor], Tensor]) -> dict[Any, float]:
     """The largest deviation of each tensor's elements, in units of `scale`; a buffer has no gradient."""
     assert not expected.keys() - found.keys()
     return {name: float(((found[name].double() - wanted) / scale(wanted)).abs().max()) for name, wanted in expected.items()}

@@ -87,9 +87,9 @@ def rounded_bits(rank: int, world_size: int, folder: str, dtype: str) -> tuple[i
     """(weights that layers computed with, those that are not what a quantiser decodes, names whose order or object changed)."""
     from megarl.config.layout import Layout
     from megarl.megatron.build import initialize_layout
+    from megarl.megatron.global_names import global_tensors
     from megarl.megatron.options import ModelOptions
     from megarl.megatron.rank_model import RankModel
-    from megarl.megatron.weights import global_tensors
     from megarl.models.quantised_tensors import dequantised
     from megarl.models.weight_formats import int4
     from megarl.reshard.quantise import FormatQuantiser

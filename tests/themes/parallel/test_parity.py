@@ -72,6 +72,12 @@ def by_hugging_face(family: str, top_p: float = 1.0, model: Any = None) -> dict[
     With `top_p` it is over the tokens that are kept, the sampled one among them, and the log of their probability is a value.
     """
     model = hugging_face(family) if model is None else model
+    values = values_of(model, top_p)
+    return {"tensors": hub_tensors(model), "values": values, "gradients": hub_gradients(model)}
+
+
+def values_of(model: Any, top_p: float = 1.0) -> dict[int, Tensor]:
+    """By response what is compared of each token; the parameters have the gradients of the objective afterwards."""
     values: dict[int, Tensor] = {}
     for unit in units():
         for response in unit.responses:
@@ -88,7 +94,7 @@ def by_hugging_face(family: str, top_p: float = 1.0, model: Any = None) -> dict[
             loss = -(response.columns["weights"] * (both[:, 0] + 0.3 * both[:, 1]))[response.mask].sum()
             loss.backward()
             values[response.index] = both.detach() * response.mask[:, None]
-    return {"tensors": hub_tensors(model), "values": values, "gradients": hub_gradients(model)}
+    return values
 
 
 @pytest.mark.parametrize(("layout", "family"), MATRIX)

@@ -184,7 +184,13 @@ def run_family(
 
 
 def gradients(role: Any) -> dict[str, Tensor]:
-    """Every gradient by hub name on each stage's leading rank: they take the weights' places and are exported like them."""
+    """Every gradient by hub name on each stage's leading rank: they are exported like weights."""
+    gathered_gradients(role)
+    return {name: tensor.clone() for name, tensor in role.export()}
+
+
+def gathered_gradients(role: Any) -> None:
+    """Put every gradient, summed over its ranks, in the place of its weight."""
     for chunk in role.chunks:
         for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
             group = buffer.data_parallel_group
@@ -193,8 +199,8 @@ def gradients(role: Any) -> dict[str, Tensor]:
                 torch.distributed.all_gather_into_tensor(bucket.grad_data, share, group=group)
         with torch.no_grad():
             for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
-    return {name: tensor.clone() for name, tensor in role.export()}
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.main_grad)
 
 
 def put_back(role: Any, weights: list[Tensor]) -> None:

@@ -1,0 +1,143 @@
+"""Low-rank adapters by the real `peft` beside the tiny models of `tests/families.py`, under megarl's names of their tensors.
+
+transformers holds all experts of a layer in two parameters. There peft has one A for gate and up, megarl one for each, as there
+is in folders: the same as peft's with twice the rank, of which half is the gate's and half is up's, and zeros elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megarl.models.hf_folder import HFFolder
+from megarl.models.lora import LORA_A, LORA_B, Lora, layer_names
+from megarl.models.registry import architecture_for
+
+LORA = Lora(rank=3, alpha=5.0)
+"""A rank that no number of ranks divides."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def with_adapters(model: Any, folder: Path, lora: Lora = LORA) -> Any:
+    """peft's model of `model`, whose folder is `folder`, with seeded random adapters that matter."""
+    from peft import LoraConfig, get_peft_model
+
+    config = HFFolder(folder).config
+    architecture = architecture_for(config)
+    names = layer_names(architecture.weight_map(config), architecture.rows_together(config))
+    chosen = [name for name in names if lora.has_adapter(name)]
+    experts = {name for name in chosen if _EXPERT.search(name)}
+    more: dict[str, Any] = {}
+    if experts:
+        more = {
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {r".*\.gate_up_proj": 2 * lora.rank},
+            "alpha_pattern": {r".*\.gate_up_proj": 2 * lora.alpha},
+        }
+    given = LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        use_rslora=lora.rslora,
+        target_modules=[name for name in chosen if name not in experts],
+        **more,
+    )
+    # peft takes `layers.1.mlp.gate_proj` for an expert's, and would leave that dense layer out
+    with patch("peft.utils.transformers_weight_conversion._convert_peft_config_moe"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")  # of parameters: they do count
+        made = get_peft_model(model, given)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for values in made.parameters():
+            if values.requires_grad:
+                values.copy_(0.2 * torch.randn(values.shape, generator=generator))
+        for wrapper, alternating in _gate_and_up(made):
+            _blocks(wrapper, alternating)
+    return made.eval()
+
+
+def tensors(made: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+    """The values of all adapters, or their gradients, by megarl's names."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    found: dict[str, Tensor] = {}
+    for name, module in made.named_modules():
+        if not hasattr(module, "lora_A") or "default" not in module.lora_A:
+            continue
+        a, b = (_of(getattr(module, part)["default"].weight, gradients=gradients) for part in ("lora_A", "lora_B"))
+        layer = name.removeprefix("base_model.model.")
+        if isinstance(module, ParamWrapper):
+            found |= _of_experts(made, layer, module, a, b)
+        else:
+            found |= {f"{layer}{LORA_A}": a, **_parts(made, layer, b)}
+    return found
+
+
+def _of(parameter: Tensor, *, gradients: bool) -> Tensor:
+    values = parameter.grad if gradients else parameter.data
+    return torch.zeros_like(parameter) if values is None else values
+
+
+def _parts(made: Any, layer: str, b: Tensor) -> dict[str, Tensor]:
+    """B of a layer, or of those that transformers holds in one."""
+    folder_config = made.base_model.model.config.to_dict()
+    fused = architecture_for(folder_config).rows_together(folder_config)
+    stored = f"{layer}.weight"
+    found = {}
+    for name in fused.names_of(stored) if fused is not None else [stored]:
+        place = fused.place(name) if fused is not None else None
+        rows = b if place is None else b[place.start : place.stop]
+        found[name.removesuffix(".weight") + LORA_B] = rows
+    return found
+
+
+def _of_experts(made: Any, layer: str, wrapper: Any, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+    mixtral = made.base_model.model.config.model_type == "mixtral"
+    block = re.sub(r"(\.base_layer)+$", "", layer)
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    block = block.replace(".mlp.", ".block_sparse_moe.") if mixtral else block
+    of_a = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+    of_b = b.reshape(len(b), -1, wrapper.num_experts)
+    found: dict[str, Tensor] = {}
+    for expert in range(wrapper.num_experts):
+        own_a, own_b = of_a[expert], of_b[:, :, expert]
+        if wrapper.parameter_name == "down_proj":
+            parts = {down: (own_a, own_b)}
+        else:
+            rank = len(own_a) // 2
+            rows = _halves(own_b, _is_alternating(made))
+            parts = {gate: (own_a[:rank], rows[0][:, :rank]), up: (own_a[rank:], rows[1][:, rank:])}
+        for part, (its_a, its_b) in parts.items():
+            found |= {f"{block}.{expert}.{part}{LORA_A}": its_a, f"{block}.{expert}.{part}{LORA_B}": its_b}
+    return found
+
+
+def _gate_and_up(made: Any) -> Iterator[tuple[Any, bool]]:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in made.modules():
+        if isinstance(module, ParamWrapper) and module.parameter_name == "gate_up_proj":
+            yield module, _is_alternating(made)
+
+
+def _is_alternating(made: Any) -> bool:
+    return made.base_model.model.config.model_type == "gpt_oss"
+
+
+def _halves(rows: Tensor, alternating: bool) -> tuple[Tensor, Tensor]:
+    return (rows[0::2], rows[1::2]) if alternating else rows.chunk(2)
+
+
+def _blocks(wrapper: Any, alternating: bool) -> None:
+    """Set what would mix the gate's A with up's B to zero, and the other way round."""
+    weight = wrapper.lora_B["default"].weight
+    of_b = weight.reshape(len(weight), -1, wrapper.num_experts)
+    rank = of_b.shape[1] // 2
+    gate, up = _halves(of_b, alternating)
+    gate[:, rank:], up[:, :rank] = 0.0, 0.0

@@ -1,0 +1,61 @@
+"""Adapters in every layout are what peft computes in one process: log-probs, every gradient element, and the weights merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests import adapters
+from tests.families import FAMILIES, build_folder, by_hub_name, hugging_face
+from tests.themes.parallel.adapted import run_adapted
+from tests.themes.parallel.comparison import TOLERANCE, compare, deviations, joined
+from tests.themes.parallel.test_parity import MATRIX, values_of
+from tests.themes.parallel.worlds import LAYOUTS, layout_for, units
+from tests.world import World
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """A family's folder and, by peft in one process, values and gradients with adapters; `merged`: their weights."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def get(family: str) -> dict[str, Any]:
+        if family not in known:
+            folder = tmp_path_factory.mktemp("adapters") / family
+            build_folder(family, folder)
+            made = adapters.with_adapters(hugging_face(family), folder)
+            values = values_of(made)
+            gradients = adapters.tensors(made, gradients=True)
+            own = {name: tensor.clone() for name, tensor in adapters.tensors(made).items()}
+            merged = made.merge_and_unload()
+            tied = merged.config.tie_word_embeddings
+            state = ((name, value) for name, value in merged.state_dict().items() if not (tied and name == "lm_head.weight"))
+            known[family] = {
+                "folder": folder,
+                "tensors": own,
+                "values": values,
+                "gradients": gradients,
+                "off": values_of(hugging_face(family)),
+                "merged": by_hub_name(merged, state),
+            }
+        return known[family]
+
+    return get
+
+
+@pytest.mark.parametrize(("layout", "family"), MATRIX)
+def test_adapters_are_what_peft_computes(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], layout: str, family: str
+) -> None:
+    expected = reference(family)
+    of_ranks = layout_for(layout, **FAMILIES[family].kind)
+    arguments = (expected["folder"], of_ranks, units(), adapters.LORA, expected["tensors"])
+    answers = parity_world.call(run_adapted, *arguments, size=LAYOUTS[layout].world_size)
+    compare(expected, answers, lambda *of_mode: None)
+    without = joined(answer["off"] for answer in answers)
+    assert max(deviations(without, expected["off"], lambda wanted: wanted.abs().clamp_min(1.0)).values()) < TOLERANCE
+    merged = joined(answer["merged"] for answer in answers)
+    assert max(deviations(merged, expected["merged"], lambda wanted: wanted.abs().clamp_min(0.1)).values()) < 1e-6
+    assert max(float((with_them - expected["off"][row]).abs().max()) for row, with_them in expected["values"].items()) > 0.1
