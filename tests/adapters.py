@@ -22,6 +22,8 @@ from megarl.models.registry import architecture_for
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""
+SPREAD = 0.1
+"""Of the random values, so that adapters matter and transformers in float32 is near its float64."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -56,7 +58,7 @@ def with_adapters(model: Any, folder: Path, lora: Lora = LORA) -> Any:
     with torch.no_grad():
         for values in made.parameters():
             if values.requires_grad:
-                values.copy_(0.2 * torch.randn(values.shape, generator=generator))
+                values.copy_(SPREAD * torch.randn(values.shape, generator=generator))
         for wrapper, alternating in _gate_and_up(made):
             _blocks(wrapper, alternating)
     return made.eval()

@@ -176,7 +176,7 @@ class RankModel:
         return export_weights(self.chunks, self.options, self.weight_map, quantiser, replicas, prediction=prediction)
 
     def export_adapters(self, replicas: Collection[int] = (0,)) -> Iterator[tuple[str, Tensor]]:
-        """As `export`, of the adapters' tensors, such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and of a value head."""
+        """As `export`, of adapters: tensors such as `model.layers.0.self_attn.q_proj.lora_A.weight`, and a value head."""
         return export_weights(self.chunks, self.options, self.weight_map, None, replicas, which="adapters")
 
     def shards(self) -> Shards:

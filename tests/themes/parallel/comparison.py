@@ -43,7 +43,8 @@ def compare(
             found |= deviations(values, expected["values"], lambda wanted: wanted.abs().clamp_min(1.0))
             of_values = max(found[index] for index in values)
         report(name, of_values, max(found[tensor] for tensor in expected["gradients"]))
-        assert {what: deviation for what, deviation in found.items() if deviation > TOLERANCE} == {}, name
+        beyond = {what: deviation for what, deviation in found.items() if deviation > TOLERANCE}
+        assert not beyond, f"{name}: {beyond}"
         norms = [answer["modes"][name]["norm"] for answer in answers]
         assert norms == [pytest.approx(norm, rel=TOLERANCE)] * len(norms), name
 
