@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -239,16 +240,27 @@ def write_hf_folder(
     Raises:
         ModelError: `path` is a file or a folder with something in it, or a tensor comes twice.
     """
-    target = Path(path)
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
     fused = fused_of(config)
-    with whole_folder(target) as staging:
-        (staging / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with new_folder(path, "config.json", config) as staging:
         _write_shards(staging, tensors if fused is None else joined(fused, tensors), max_shard_bytes)
         if extra_files_from is not None:
             copy_companions(Path(extra_files_from), staging)
-        _open_to_others(staging)
+
+
+@contextmanager
+def new_folder(path: str | Path, config_file: str, config: Mapping[str, Any]) -> Iterator[Path]:
+    """A folder to fill that has `config` as JSON in `config_file`; it becomes `path` if the block succeeds.
+
+    Raises:
+        ModelError: `path` is a file or a folder with something in it.
+    """
+    target = Path(path)
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise ModelError(f"model folder '{target}' exists already; name a new or an empty folder")
+    with whole_folder(target) as staging:
+        (staging / config_file).write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        yield staging
+        _open_to_others(staging, (staging / config_file).stat().st_mode & 0o777)
 
 
 def fused_of(config: Mapping[str, Any]) -> FusedExperts | FusedRows | None:
@@ -307,9 +319,8 @@ def copy_companions(source: Path, target: Path) -> None:
                 shutil.copy(file, target / file.name)
 
 
-def _open_to_others(folder: Path) -> None:
+def _open_to_others(folder: Path, file_mode: int) -> None:
     """Give the files the mode that the user's umask gives to new ones; safetensors writes private ones."""
-    file_mode = (folder / "config.json").stat().st_mode & 0o777
     for file in folder.iterdir():
         if file.is_file():
             os.chmod(file, file_mode)

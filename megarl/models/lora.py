@@ -68,8 +68,16 @@ class _Names:
         self._patterns = [re.compile(translate(entry)) for entry in entries if set(entry) & set("*?[")]
 
     def match(self, layer: str) -> bool:
-        ends = (layer[place:] for place in (0, *(dot.end() for dot in re.finditer(r"\.", layer))))
-        return self._all or any(end in self._whole for end in ends) or any(one.match(layer) for one in self._patterns)
+        return (
+            self._all
+            or any(layer[place:] in self._whole for place in _starts(layer))
+            or any(one.match(layer) for one in self._patterns)
+        )
+
+
+def _starts(layer: str) -> list[int]:
+    """Where a layer's name and its ends begin."""
+    return [0, *(dot.end() for dot in re.finditer(r"\.", layer))]
 
 
 @dataclass(frozen=True)
@@ -211,10 +219,11 @@ def with_adapters(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
 
 def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> None:
     """Raise ConfigError unless every entry of `targets` and `exclude` names a linear layer, and some layer has an adapter."""
-    layers = layer_names(weight_map, fused)
+    layers = layer_shapes(weight_map, fused)
+    known = {ALL_LINEAR, *(layer[place:] for layer in layers for place in _starts(layer))}
     for name in ("targets", "exclude"):
         for entry in getattr(lora, name):
-            if not any(map(_Names((entry,)).match, layers)):
+            if entry not in known and not any(map(_Names((entry,)).match, layers)):
                 ends = sorted({layer.rsplit(".", 1)[-1] for layer in layers})
                 raise ConfigError.of(
                     f"{field}.{name}",
@@ -227,15 +236,17 @@ def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
         raise ConfigError.of(f"{field}.exclude", list(lora.exclude), reason, allowed="fewer layers than targets")
 
 
-def layer_names(weight_map: WeightMap, fused: FusedRows | None) -> list[str]:
-    """The names of all linear layers that adapters can stand beside, as the hub has them."""
-    found: dict[str, None] = {}
+def layer_shapes(weight_map: WeightMap, fused: FusedRows | None) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of all linear layers that adapters can stand beside, by their names on the hub."""
+    found: dict[str, tuple[int, int]] = {}
     for rule in linear_rules(weight_map):
         for layer in filter(rule.has_layer, range(weight_map.num_layers)):
             for expert in range(weight_map.num_experts) if rule.is_expert else (None,):
-                names = rule.bound(layer, expert).hf_names
-                found |= dict.fromkeys(_stored(name, fused).removesuffix(".weight") for name in names)
-    return list(found)
+                for name, shape in rule.bound(layer, expert).hf_shapes.items():
+                    stored = _stored(name, fused)
+                    rows = shape[0] if stored == name else found.get(stored.removesuffix(".weight"), (0, 0))[0] + shape[0]
+                    found[stored.removesuffix(".weight")] = (rows, shape[1])
+    return found
 
 
 def _patterns(rule: Rule, site: Site, whole: Site, layers: frozenset[int]) -> list[Rule]:
