@@ -49,8 +49,8 @@ def with_products(model: Any, adapters: dict[str, Tensor], scale: float) -> Any:
             if layer + LORA_B not in adapters:
                 continue
             block, _, own = layer.rpartition(".")
-            a = adapters.get(f"{block}.{FUSED.get(own, own)}{LORA_A}", adapters.get(layer + LORA_A))
-            weight += scale * adapters[layer + LORA_B] @ a
+            fused = f"{block}.{FUSED.get(own, own)}{LORA_A}"
+            weight += scale * adapters[layer + LORA_B] @ adapters[fused if fused in adapters else layer + LORA_A]
     return model
 
 
