@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.models.hf_folder import HFFolder
-from megarl.models.lora import LORA_A, LORA_B, Lora, layer_names
+from megarl.models.lora import LORA_A, LORA_B, Lora, layer_shapes
 from megarl.models.registry import architecture_for
 
 LORA = Lora(rank=3, alpha=5.0)
@@ -33,7 +33,7 @@ def with_adapters(model: Any, folder: Path, lora: Lora = LORA) -> Any:
 
     config = HFFolder(folder).config
     architecture = architecture_for(config)
-    names = layer_names(architecture.weight_map(config), architecture.rows_together(config))
+    names = layer_shapes(architecture.weight_map(config), architecture.rows_together(config))
     chosen = [name for name in names if lora.has_adapter(name)]
     experts = {name for name in chosen if _EXPERT.search(name)}
     more: dict[str, Any] = {}

@@ -47,6 +47,11 @@ class Adapter(torch.nn.Module):
     the A `owners[i]`.
     """
 
+    A: torch.nn.Parameter
+    B: torch.nn.Parameter
+    rows: Tensor
+    owners: Tensor
+
     def __init__(self, weight: Tensor, rule: BoundRule, site: Site, lora: Lora, *, split: Split) -> None:
         """Beside the `weight` of `rule`; the values are filled in later (`load`)."""
         super().__init__()
@@ -154,19 +159,33 @@ class Split:
 
 
 class AdapterSwitch:
-    """Whether the adapters of a role's chunks add to what their layers compute."""
+    """What the adapters of a role's chunks add to their layers: what they have learnt, or what they began with."""
 
     def __init__(self) -> None:
         self.on = True
+        self._begun: list[tuple[torch.nn.Parameter, Tensor]] | None = None
+
+    def remember(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Keep a copy of the adapters' values as they are now, which is where training begins."""
+        own = [parameter for adapter in adapters_of(chunks) for parameter in (adapter.A, adapter.B)]
+        self._begun = [(parameter, parameter.detach().clone()) for parameter in own]
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """While it lasts, the model is what it was before training."""
-        self.on = False
+    def as_begun(self) -> Iterator[None]:
+        """While it lasts, the model is what it was before training: without adapters, or with those that it began with."""
+        begun = self._begun or ()
+        learnt = [parameter.detach().clone() for parameter, _ in begun]
+        self.on = self._begun is not None
+        with torch.no_grad():
+            for parameter, values in begun:
+                parameter.copy_(values)
         try:
             yield
         finally:
             self.on = True
+            with torch.no_grad():
+                for (parameter, _), values in zip(begun, learnt, strict=True):
+                    parameter.copy_(values)
 
 
 def insert_adapters(

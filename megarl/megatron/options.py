@@ -75,6 +75,7 @@ class ModelOptions:
     `experts`: how experts are kept in balance in training. `int4_experts`: so many columns of their weights share
     a scale of INT4, to which forward passes round them; 0: they do not.
     `lora`: the adapters that are trained in place of the weights, from the PEFT folder `adapter` or drawn from `lora_seed`.
+    `begins`: the role is what this one, which has adapters, was before training; it has no weights of its own.
     `prediction`: how the layer for multi-token prediction is trained; None: the model is built without it.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
@@ -106,6 +107,7 @@ class ModelOptions:
     lora: Lora | None = None
     adapter: str | None = None
     lora_seed: int = 0
+    begins: str | None = None
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -62,6 +63,8 @@ class RankModel:
         self.adapters = AdapterSwitch()
         self.chunks = build_model(options, folder, self.adapters)
         load_weights(self.chunks, options, folder, self.weight_map)
+        if options.adapter is not None:
+            self.adapters.remember(self.chunks)
         self.average = MovingAverage()
         self.replay = RoutingReplay(self.chunks, options) if options.replays_routes else None
         self.optimizer: Any = None
@@ -98,6 +101,26 @@ class RankModel:
             routers=Routers(self.replay),
         )
         return results if self.reports else Answers.joined([])
+
+    @contextmanager
+    def as_begun(self, head: ModelOptions) -> Iterator[None]:
+        """While it lasts, `forward` answers as the model that training began with, with limits and columns as `head` has them.
+
+        Only of a role with adapters.
+        """
+        own = self.options
+        heads = [chunk.output_layer for chunk in map(unwrap_model, self.chunks) if chunk.post_process]
+        self._set_heads(heads, head)
+        try:
+            with self.adapters.as_begun(), self.replay.unrecorded() if self.replay is not None else nullcontext():
+                yield
+        finally:
+            self._set_heads(heads, own)
+
+    @staticmethod
+    def _set_heads(heads: Sequence[Any], options: ModelOptions) -> None:
+        for layer in heads:
+            layer.limits, layer.collision = options.sampling_limits, options.collision
 
     def update(
         self, micro_batches: Sequence[MicroBatch], loss_function: LossFunction, *, position: ScorePosition = ScorePosition.NEXT

@@ -67,6 +67,15 @@ class RoutingReplay:
         finally:
             self.routes, self.is_forward = None, False
 
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """While it lasts, passes record nothing."""
+        records, self._records = self._records, False
+        try:
+            yield
+        finally:
+            self._records = records
+
     def take_counts(self) -> ReplayCounts:
         """Those since the last call."""
         counts = [layer.counts for layer in self.layers if layer.counts is not None]

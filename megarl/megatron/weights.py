@@ -26,6 +26,7 @@ from megarl.megatron.shards import plain
 from megarl.models.hf_folder import HFFolder
 from megarl.models.lora import is_adapter, with_adapters
 from megarl.models.packings import padded_vocab
+from megarl.models.peft_folder import AdapterFolder
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import PREDICTION, BoundRule, WeightMap
 from megarl.models.weight_tensors import hf_from_shards, kept_dtype, shard_from_hf
@@ -98,7 +99,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], options: ModelOptions, folde
             if (rule.tp_axis is not None or whole_expert) and not hasattr(tensor, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(tensor, True, rule.tp_axis or 0, 1)
     if options.lora is not None:
-        read = None
+        read = AdapterFolder(options.adapter, folder.config).get_slice if options.adapter is not None else None
         load_adapters(chunks, options.lora_seed, read)
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -66,6 +67,7 @@ class Rank(RankCalls):
         torch.set_num_threads(threads)
         self.load_bytes = LOAD_BYTES[platform.name]
         self.roles: dict[str, RankModel] = {}
+        self.beginnings: dict[str, ModelOptions] = {}
         self.pusher: Pusher | None = None
         self.plan: RankPlan | None = None
         self.relay: Relay | None = None
@@ -98,16 +100,23 @@ class Rank(RankCalls):
             sys.stderr.write(f"rank {self.rank} of {self.name} is bound to the {stated}\n")  # which is its log
 
     def add_role(self, role: str, options: ModelOptions, optimizer: OptimizerOptions | None) -> str | None:
+        if options.begins is not None:
+            self.beginnings[role] = options
+            return None
         self.roles[role] = RankModel(options, optimizer)
         return describe_optimizer(optimizer) if optimizer is not None else None
 
     def drop_role(self, role: str) -> None:
-        del self.roles[role]
-        self.offloads.pop(role, None)
+        if self.beginnings.pop(role, None) is None:
+            del self.roles[role]
+            self.offloads.pop(role, None)
 
     def forward(self, role: str, shares: Sequence[Share], position: ScorePosition, top_k: TopK | None = None) -> Answers | None:
         with record_function(f"forward {role}"):  # a profile shows it under this name
-            return self.roles[role].forward([*chain(*shares)], position=position, top_k=top_k) or None
+            begun = self.beginnings.get(role)
+            model = self.roles[role if begun is None or begun.begins is None else begun.begins]
+            with nullcontext() if begun is None else model.as_begun(begun):
+                return model.forward([*chain(*shares)], position=position, top_k=top_k) or None
 
     def recorded_routes(self, role: str) -> RecordedRoutes | None:
         return self.roles[role].recorded_routes()

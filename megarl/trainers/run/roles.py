@@ -39,6 +39,9 @@ from megarl.megatron.options import (
     untested_pair,
 )
 from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
+from megarl.models.lora import Lora
+from megarl.models.peft_folder import read_adapter_config
+from megarl.models.registry import load_hf_config
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
 from megarl.trainers.run.update_metrics import combine
@@ -142,6 +145,7 @@ class Roles:
             replays_routes=role == POLICY and config.routing_replay != "none",
             records_routes=role == POLICY and config.routing_replay == "old_policy",
             prediction=prediction if role == POLICY and mtp.train else None,
+            **self._adapters(role),
             experts=ExpertBalance(**spec.trained.experts.model_dump()) if spec.trained is not None else ExpertBalance(),
             megatron=megatron_of(config, role),
             section=f"{spec.section or role}.megatron",
@@ -161,6 +165,19 @@ class Roles:
             gpu = gpu_called(names[0])
             self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
         self._loaded.append(role)
+
+    def _adapters(self, role: str) -> dict[str, Any]:
+        """Of `ModelOptions`, what says which adapters a role has, or that it is the policy without what they have learnt."""
+        trained, policy = self.specs[role].trained, self.config.policy.lora
+        if role == REFERENCE and policy.on and role not in self.groups and self.specs[role].path == self.specs[POLICY].path:
+            return {"begins": POLICY}
+        if trained is None or not trained.lora.on:
+            return {}
+        given = trained.lora
+        lora = Lora(given.rank, given.alpha, given.rslora, given.targets, given.exclude)
+        if given.adapter is not None:
+            lora = read_adapter_config(given.adapter, load_hf_config(self.specs[role].path))
+        return {"lora": lora, "adapter": given.adapter, "lora_seed": self.config.run.seed}
 
     def describe(self) -> str:
         """How the policy is computed and updated, for the start of a run."""

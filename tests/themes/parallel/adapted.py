@@ -57,7 +57,7 @@ def run_adapted(
             if "exported" not in answer:
                 answer["exported"] = {name: tensor.clone() for name, tensor in role.export_adapters()}
                 answer["merged"] = {name: tensor.clone() for name, tensor in role.export()}
-                with role.adapters.off():
+                with role.adapters.as_begun():
                     answer["off"] = role.forward(mine)
             for chunk in role.chunks:
                 chunk.train()
