@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -13,14 +13,15 @@ from megarl.megatron.model_config import DTYPES
 from megarl.megatron.rank_model import RankModel
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, write_hf_folder
+from megarl.models.peft_folder import write_peft_folder
 from megarl.models.registry import architecture_for, sequence_classifier
 
 
-def write_role(role: RankModel, folder: str) -> None:
+def write_role(role: RankModel, folder: str, *, adapters: bool = False) -> None:
     """Write `role` to `folder`, whole or not at all; collective over the world of its layout.
 
     Config, tokenizer and chat template are those of the folder the role came from. A role with a value head becomes a
-    sequence classifier with one label.
+    sequence classifier with one label. With `adapters` these alone are written, as a PEFT folder; else they are merged in.
 
     Raises:
         ModelError: `folder` exists already.
@@ -29,10 +30,20 @@ def write_role(role: RankModel, folder: str) -> None:
     coords = layout.coords(rank)
     if rank == 0:
         source = HFFolder(role.options.path)
-        tensors = chain(_with_copies(_all_stages(role), _copies(role, source)), _untrained(role, source))
-        write_hf_folder(folder, tensors, _config(role, source), extra_files_from=role.options.path)
+        if adapters:
+            assert role.options.lora is not None, "only a role that has adapters is written so"
+            write_peft_folder(
+                folder,
+                _all_stages(role, role.export_adapters),
+                role.options.lora,
+                base=role.options.path,
+                hf_config=source.config,
+            )
+        else:
+            tensors = chain(_with_copies(_all_stages(role, role.export), _copies(role, source)), _untrained(role, source))
+            write_hf_folder(folder, tensors, _config(role, source), extra_files_from=role.options.path)
     else:
-        for name, tensor in role.export():
+        for name, tensor in (role.export_adapters if adapters else role.export)():
             tensor = tensor.contiguous()
             torch.distributed.send_object_list([(name, tensor.shape, tensor.dtype)], dst=0)
             torch.distributed.send(tensor, dst=0)
@@ -41,9 +52,9 @@ def write_role(role: RankModel, folder: str) -> None:
     torch.distributed.barrier()
 
 
-def _all_stages(role: RankModel) -> Iterator[tuple[str, Tensor]]:
-    """On rank 0: the tensors of stage 0, then those that the leading ranks of the later stages send."""
-    yield from role.export()
+def _all_stages(role: RankModel, export: Callable[[], Iterator[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+    """On rank 0: the tensors that `export` gives of stage 0, then those that the leading ranks of the later stages send."""
+    yield from export()
     layout = role.options.layout
     for stage in range(1, layout.pp):
         source = layout.rank(pp=stage)

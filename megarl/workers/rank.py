@@ -131,8 +131,8 @@ class Rank(RankCalls):
     def copy_role(self, source: str, target: str, share: float) -> None:
         self.roles[target].copy_weights_from(self.roles[source], share)
 
-    def export_role(self, role: str, folder: str) -> None:
-        write_role(self.roles[role], folder)
+    def export_role(self, role: str, folder: str, adapters: bool) -> None:
+        write_role(self.roles[role], folder, adapters=adapters)
 
     def open_senders(
         self,

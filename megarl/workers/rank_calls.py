@@ -69,8 +69,8 @@ class RankCalls(ABC):
         """`target` ← share·`source` + (1 − share)·`target`; both have the same layout and head. 1: copy."""
 
     @abstractmethod
-    def export_role(self, role: str, folder: str) -> None:
-        """Write the role as a Hugging Face folder; collective over the world."""
+    def export_role(self, role: str, folder: str, adapters: bool) -> None:
+        """Write the role as a Hugging Face folder, or its adapters as a PEFT folder; collective over the world."""
 
     @abstractmethod
     def keep_on_device(self, what: str) -> None:

@@ -301,11 +301,11 @@ class Roles:
         group, phase = self.group_of(target), f"copy of {source}"
         group.call(RankCalls.copy_role, source, target, share, phase=phase, deadline_s=self._deadlines.step_s)
 
-    def export(self, role: str, folder: str) -> None:
-        """Write `role` as a Hugging Face model folder, whole or not at all."""
+    def export(self, role: str, folder: str, *, adapters: bool = False) -> None:
+        """Write `role` as a Hugging Face model folder, or its `adapters` alone as a PEFT folder, whole or not at all."""
         self.before_use()
         group, phase = self.group_of(role), f"export of {role}"
-        group.call(RankCalls.export_role, role, folder, phase=phase, deadline_s=self._deadlines.save_s)
+        group.call(RankCalls.export_role, role, folder, adapters, phase=phase, deadline_s=self._deadlines.save_s)
 
     def keep_on_device(self, what: str) -> None:
         """Have `all` roles on the device, the `policy`'s weights alone, or `none`."""
