@@ -10,6 +10,7 @@ Source: arXiv 2106.09685. Scale and initial values are PEFT's.
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -275,28 +276,24 @@ def trained_entries(chunk: torch.nn.Module, state: dict[str, Any]) -> dict[str, 
 def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFactory:
     """An adapter's matrix as boxes of the hub's tensors."""
 
+    axis = rule.tp_axis or 0
+
     def build(key: str, values: Tensor, replica_id: Any, *unused: Any) -> list[ShardedTensor]:
         parts, at = [], 0
         for piece in rule.pieces(split.rank, split.size):
             assert piece.hf_name is not None, "an adapter has no padding"
-            axis, length = rule.tp_axis or 0, piece.stop - piece.start
-            part = values.narrow(axis, at, length)
-            offsets = [0, 0]
-            offsets[axis] = piece.start
             shape = rule.hf_shapes[piece.hf_name]
-            parts.append(
-                ShardedTensor(
-                    f"{key}.{piece.hf_name}",
-                    part,
-                    part.dtype,
-                    tuple(part.shape),
-                    shape,
-                    tuple(offsets),
-                    tuple(whole // own for whole, own in zip(shape, part.shape, strict=True)),
-                    replica_id=replica_id,
+            length = math.gcd(piece.start, piece.stop - piece.start)  # megatron-core counts in boxes of one size
+            for start in range(piece.start, piece.stop, length):
+                part, offsets = values.narrow(axis, at, length), [0, 0]
+                offsets[axis] = start
+                own = tuple(part.shape)
+                fragments = tuple(-(-whole // mine) for whole, mine in zip(shape, own, strict=True))
+                name = f"{key}.{piece.hf_name}"
+                parts.append(
+                    ShardedTensor(name, part, part.dtype, own, shape, tuple(offsets), fragments, replica_id=replica_id)
                 )
-            )
-            at += length
+                at += length
         return parts
 
     if split.of_expert:

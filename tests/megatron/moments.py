@@ -54,9 +54,15 @@ def adams(role: Any) -> list[Any]:
     return getattr(role.optimizer, "chained_optimizers", [role.optimizer])
 
 
+def trained(role: Any) -> dict[str, Tensor]:
+    """What is trained, by the hub's names, on each stage's leading rank: all weights, or the adapters."""
+    export = role.export if role.options.lora is None else role.export_adapters
+    return {name: tensor.clone() for name, tensor in export()}
+
+
 def everything(role: Any) -> dict[str, Any]:
     """Weights and, per moment, every tensor by its Hugging Face name (megatron-core itself says which rank owns what)."""
-    found = {f"weight {name}": tensor.clone() for name, tensor in role.export()}
+    found = {f"weight {name}": tensor for name, tensor in trained(role).items()}
     for moment in MOMENTS:
         before: list[tuple[Any, Tensor]] = []
         for adam in adams(role):
@@ -69,7 +75,7 @@ def everything(role: Any) -> dict[str, Any]:
                 torch.distributed.all_reduce(whole, group=adam.data_parallel_group)
                 before.append((parameter, parameter.data))
                 parameter.data = whole.view(parameter.shape)
-        found |= {f"{moment} {name}": tensor.clone() for name, tensor in role.export()}
+        found |= {f"{moment} {name}": tensor for name, tensor in trained(role).items()}
         for parameter, data in before:
             parameter.data = data
     return found

@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from megarl.config.layout import Layout
+from megarl.models.lora import Lora
+from tests.adapters import LORA
 from tests.algorithms.test_memory import peak_bytes, size
 from tests.families import build_folder
-from tests.megatron.moments import MOMENTS, adams, assert_equal, everything, merged, role_in, update
+from tests.megatron.moments import MOMENTS, adams, assert_equal, everything, merged, role_in, trained, update
 from tests.megatron.saving import copied, save_role, write_parts
 from tests.world import World
 
@@ -30,6 +32,7 @@ class Move:
     source: Layout
     target: Layout
     dtype: str = "float32"
+    lora: Lora | None = None
 
 
 MOVES = {
@@ -43,6 +46,11 @@ MOVES = {
     "ep2 to etp2": Move("mixtral", Layout(dp=2, ep=2), Layout(tp=2, etp=2, sequence_parallel=True)),
     "ep2·tp2+sp to pp2": Move("qwen3_moe", Layout(tp=2, dp=2, ep=2, sequence_parallel=True), Layout(pp=2)),
     "pp2·ep2 to ep2": Move("deepseek_v3", Layout(pp=2, dp=2, ep=2), Layout(dp=2, ep=2)),
+    "adapters, tp2 to pp2": Move("phi3", Layout(tp=2), Layout(pp=2), lora=LORA),
+    "adapters, dp2 to tp2+sp": Move("qwen3_5", Layout(dp=2), Layout(tp=2, sequence_parallel=True), lora=LORA),
+    "adapters, ep2·tp2+sp to pp2": Move(
+        "qwen3_moe", Layout(tp=2, dp=2, ep=2, sequence_parallel=True), Layout(pp=2), "bfloat16", LORA
+    ),
 }
 
 
@@ -64,12 +72,12 @@ def answer_of(role: Any, rank: int) -> dict[str, Any]:
     steps = {int(state["step"]) for adam in adams(role) for state in adam.optimizer.state.values()}
     lr = role.optimizer.param_groups[0]["lr"]
     update(role, rank)
-    after = {name: tensor.clone() for name, tensor in role.export()}
+    after = trained(role)
     return {"tensors": tensors, "steps": steps, "lr": lr, "draws": drawn, "after": after}
 
 
 def save(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str, updates: int) -> dict[str, Any]:
-    role = role_in(move.source, folder, move.dtype)
+    role = role_in(move.source, folder, move.dtype, lora=move.lora)
     for _ in range(updates):
         update(role, rank)
     draws()
@@ -80,7 +88,7 @@ def save(rank: int, world_size: int, move: Move, folder: Path, checkpoint: str, 
 
 
 def load(rank: int, world_size: int, layout: Layout, move: Move, folder: Path, checkpoint: str) -> dict[str, Any]:
-    role = role_in(layout, folder, move.dtype)
+    role = role_in(layout, folder, move.dtype, lora=move.lora)
     role.load(checkpoint)
     return answer_of(role, rank)
 
