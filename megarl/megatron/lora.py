@@ -221,7 +221,7 @@ def insert_adapters(
         made: torch.nn.Module = ExpertAdapters(adapters) if grouped else adapters[0]
         parent, _, own = place.rpartition(".")
         chunk.get_submodule(parent).add_module(f"{own}_lora", made)
-        layer.register_forward_hook(_adding(made, layer, switch))
+        put_beside(layer, made, switch)
 
 
 def load_adapters(chunks: Sequence[torch.nn.Module], seed: int, read: Callable[[str], Any] | None) -> None:
@@ -304,19 +304,17 @@ def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFac
     return ShardedTensorFactory("adapters", parameter, build, torch.cat, (0, alike, replica))
 
 
-def _adding(adapter: torch.nn.Module, layer: Any, switch: AdapterSwitch) -> Callable[..., Any]:
-    """A hook behind `layer`, which may answer a tensor, or a tensor and a bias to be added later."""
+def put_beside(layer: torch.nn.Module, adapter: torch.nn.Module, switch: AdapterSwitch) -> None:
+    """Add what `adapter` gives to what `layer` answers, which may be a tensor, or a tensor and a bias to be added later."""
 
     def add(_: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         if not switch.on:
             return output
         hidden, *more = inputs
         added = adapter(_normed(hidden, layer), *more)
-        if isinstance(output, tuple):
-            return (output[0] + added, *output[1:])
-        return output + added
+        return (output[0] + added, *output[1:]) if isinstance(output, tuple) else output + added
 
-    return add
+    layer.register_forward_hook(add)
 
 
 def _normed(hidden: Tensor, layer: Any) -> Tensor:
