@@ -33,7 +33,7 @@ ALPHA = 1.702
 def text_config(hf_config: HFConfig) -> HFConfig:
     """The config with what transformers gives fields that are missing, and without what says that experts are MXFP4."""
     found = with_defaults(without_mxfp4(hf_config), DEFAULTS)
-    found.setdefault("sliding_window", WINDOW)
+    found["sliding_window"] = hf_config.get("sliding_window", WINDOW)
     if not found.get("layer_types"):
         found["layer_types"] = [(FULL, SLIDING)[(n + 1) % 2] for n in range(int(found.get("num_hidden_layers") or 0))]
     if not found.get("rope_parameters") and not found.get("rope_scaling"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.errors import ModelError
+from megarl.models import dense
 from megarl.models.rope import Rope, refuse_partial, rope_kwargs
 from megarl.models.windows import FULL, SLIDING
 
@@ -53,9 +54,14 @@ def rope_of_windows(
     return LayerRope(sliding, own)
 
 
-def check_rope_of_full_layers(hf_config: dict[str, Any]) -> None:
-    """Raise ModelError unless the frequencies of a config by `with_rope_of_full_layers` are scaled as families here can."""
+def gpt_kwargs_of_full_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Vocabulary, positions and tying of a config by `with_rope_of_full_layers`.
+
+    Raises:
+        ModelError: the frequencies are scaled as families here cannot.
+    """
     refuse_partial(Rope.from_hf(hf_config, kinds=KINDS_OF_FULL))
+    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
 
 
 def _of_kind(hf_config: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from megarl.errors import ModelError
 from megarl.models import dense, olmo2
 from megarl.models.architecture import Architecture, HFConfig, SglangFacts
 from megarl.models.hf_fields import refuse_biases, size, with_defaults
-from megarl.models.layer_ropes import LayerRope, check_rope_of_full_layers, rope_of_windows, with_rope_of_full_layers
+from megarl.models.layer_ropes import LayerRope, gpt_kwargs_of_full_layers, rope_of_windows, with_rope_of_full_layers
 from megarl.models.windows import FULL, SLIDING, sliding_layers
 
 DEFAULTS = {"rms_norm_eps": 1e-5}
@@ -49,9 +49,7 @@ def gpt_kwargs(hf_config: HFConfig) -> dict[str, Any]:
         ModelError: a rotary embedding cannot be represented.
     """
     layer_rope(hf_config)
-    hf_config = text_config(hf_config)
-    check_rope_of_full_layers(hf_config)
-    return dense.gpt_kwargs(hf_config, dense.DenseSizes.from_hf(hf_config))
+    return gpt_kwargs_of_full_layers(text_config(hf_config))
 
 
 def layer_rope(hf_config: HFConfig) -> LayerRope:

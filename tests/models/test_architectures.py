@@ -121,6 +121,7 @@ REFUSED = [
     ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, r"rope_theta is 10000\.0, which transformers 5 takes"),
     ("olmo3", {"rope_parameters": {"sliding_attention": LINEAR}}, "rope_type is 'linear'; it must be 'default'"),
     ("olmo3", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
+    ("gpt_oss", {"sliding_window": None}, "layer_types has 'sliding_attention', but sliding_window is None"),
     ("gemma3", {"attention_bias": True}, "attention_bias is True"),
     ("gemma3", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; it must be 'gelu_pytorch_tanh'"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True; it must be False"),
@@ -286,6 +287,9 @@ def test_a_sliding_window_that_no_layer_uses_is_accepted(configs: Any) -> None:
     architecture = architecture_for(hf_config)
     plain = architecture.transformer_config_kwargs(hf_config | {"sliding_window": None})
     assert architecture.transformer_config_kwargs(hf_config | {"sliding_window": 256}) == plain
+    hf_config = configs["gpt_oss"] | {"layer_types": ["full_attention"] * 4, "sliding_window": None}
+    assert "window_size" not in architecture_for(hf_config).transformer_config_kwargs(hf_config)
+    assert architecture_for(hf_config).text_config(hf_config)["sliding_window"] is None
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3"])
