@@ -1,4 +1,4 @@
-"""On real ranks, what is exported and sent as MXFP8 and INT4 is what the whole tensors are stored as, bit for bit."""
+"""On real ranks, what is exported and sent as MXFP8, INT4 and FP8 is what the whole tensors are stored as, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ FORMATS = {"mxfp8": MXFP8, "int4": int4(32)}
 
 def stored(folder: Path, format: WeightFormat) -> dict[str, torch.Tensor]:
     """The tensors of a folder as the format has them, each quantised whole."""
+    from megarl.models import fp8_blocks, mxfp8
     from megarl.models import int4 as four_bits
-    from megarl.models import mxfp8
 
     found: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
-        if format.name == "mxfp8" and ("_proj" in name or ".experts." in name):
-            found[name], found[f"{name}_scale_inv"] = mxfp8.quantise_rows(tensor)
+        is_linear = ("_proj" in name and name.endswith(".weight")) or ".experts." in name
+        if format.name != "int4" and is_linear:
+            quantise_rows = mxfp8.quantise_rows if format.name == "mxfp8" else fp8_blocks.quantise_rows
+            found[name], found[f"{name}_scale_inv"] = quantise_rows(tensor)
         elif format.name == "int4" and ".experts." in name:
             numbers, found[f"{name}_scale"] = four_bits.quantise_rows(tensor, format.group)
             found[f"{name}_packed"], found[f"{name}_shape"] = four_bits.packed(numbers), torch.tensor(tensor.shape)
@@ -73,20 +75,25 @@ def exported_and_pushed(
     return wrong, found
 
 
+WITH_SHARED_EXPERTS = ("Glm4Moe", "DeepseekV3")
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
         ("Llama", Layout(tp=2, pp=2)),
         ("Mixtral", Layout(tp=2, dp=2, ep=2, etp=2)),
         pytest.param("Mixtral", Layout(pp=2, dp=2, ep=2), marks=pytest.mark.exhaustive),
+        ("Glm4Moe", Layout(tp=2, dp=2, ep=2, etp=2)),
+        ("DeepseekV3", Layout(tp=2, pp=2, ep=2, etp=1)),
     ],
 )
 def test_ranks_export_and_send_what_the_whole_tensors_are_stored_as(
     world: World, tmp_path: Path, family: str, layout: Layout
 ) -> None:
     folder = wide_folder(family, tmp_path / "model")
-    formats = [MXFP8, *([FORMATS["int4"]] if family == "Mixtral" else [])]
-    targets = [(1, 1), (2, 2) if family == "Mixtral" else (2, 1), *([(4, 2)] if family == "Mixtral" else [])]
+    formats = [MXFP8, *([FORMATS["int4"]] if family != "Llama" else []), *([FP8] if family in WITH_SHARED_EXPERTS else [])]
+    targets = [(1, 1), (2, 2) if family != "Llama" else (2, 1), *([(4, 2)] if family == "Mixtral" else [])]
     answers = world.call(exported_and_pushed, str(folder), layout, formats, targets, size=layout.world_size)
     assert [wrong for wrong, _ in answers] == [[[]] * len(formats)] * layout.world_size
     numbered = [(format, target) for format in formats for target in targets]

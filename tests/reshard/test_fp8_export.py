@@ -129,18 +129,41 @@ def test_weights_held_in_fp8_are_sent_and_exported_as_the_values_that_they_stand
 
 WIDE = {"vocab_size": 131, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SPARSE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+"""A dense layer, and one of experts beside a shared one."""
+LATENT = {"q_lora_rank": 128, "kv_lora_rank": 96, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+"""Of DeepSeek-V3's attention; what ranks share are whole blocks, the rank of keys and values is none."""
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 LLAMA = WIDE | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 256, "rms_norm_eps": 1e-6}
+
+
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "Mixtral": EXPERTS,
+    "Glm4Moe": SPARSE | {"head_dim": 64, "attention_bias": True, "use_qk_norm": True},
+    "DeepseekV3": SPARSE | LATENT,
+}
 
 
 def wide_folder(family: str, folder: Path) -> Path:
     """A model of which two ranks of an engine hold whole blocks of 128."""
     import transformers
 
-    settings = WIDE | {"intermediate_size": 256, "tie_word_embeddings": False} | (EXPERTS if family == "Mixtral" else {})
+    settings = WIDE | {"intermediate_size": 256, "tie_word_embeddings": False} | OF_FAMILY.get(family, {})
     torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings))
-    model.bfloat16().save_pretrained(folder)
+    model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**settings)).bfloat16()
+    for name, values in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("_proj.bias", "e_score_correction_bias")):  # zeros otherwise
+            values.data = torch.randn(values.shape).to(torch.float32 if "correction" in name else values.dtype)
+    model.save_pretrained(folder)
     return folder
 
 
