@@ -41,9 +41,16 @@ EXPERTS = {
     "num_nextn_predict_layers": 1,
 }
 LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+WINDOW_THEN_ALL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "window": ("Mistral", {"sliding_window": 4}),
+    "gemma3": ("Gemma3", WINDOW_THEN_ALL | {"head_dim": 8, "query_pre_attn_scalar": 8, "rope_parameters": ROPES}),
+    "olmo3": ("Olmo3", WINDOW_THEN_ALL | {"rope_parameters": ROPES}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4, "head_dim": 8}),
     "glm4_moe": ("Glm4Moe", EXPERTS | {"head_dim": 8}),
     "deepseek_v3": ("DeepseekV3", EXPERTS | LATENT | {"rope_scaling": None}),
@@ -54,7 +61,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def write_model(folder: Path, kind: str, vocab_size: int, seed: int = 1, spread: float = 0.3) -> Path:
     """Write a model of `MODELS` with random weights to a new folder, with its prediction layer if it has one."""
     class_prefix, settings = MODELS[kind]
-    config = getattr(transformers, f"{class_prefix}Config")(**SIZES | settings | {"vocab_size": vocab_size})
+    of_text = "Text" if class_prefix == "Gemma3" else ""
+    config = getattr(transformers, f"{class_prefix}{of_text}Config")(**SIZES | settings | {"vocab_size": vocab_size})
     model = getattr(transformers, f"{class_prefix}ForCausalLM")(config).float().eval()
     tensors = dict(hub_tensors(model))
     if settings.get("num_nextn_predict_layers"):

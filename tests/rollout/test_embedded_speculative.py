@@ -20,6 +20,7 @@ from tests.rollout.drafted import END, exact_distribution, load, p_value, predic
 from tests.rollout.routed import chosen_experts
 from tests.rollout.tiny import largest_difference
 
+POLICIES = ("llama", "window", "gemma3", "olmo3", "gpt_oss", "glm4_moe", "deepseek_v3")
 DRAWS = 10_000
 PROMPT = [1, 2, 1, 2]
 LIMITS: dict[str, dict[str, Any]] = {
@@ -35,7 +36,7 @@ LIMITS: dict[str, dict[str, Any]] = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Policies of four tokens, and `bad`: a draft for them with other weights, which is nearly sure of what it says."""
     parent = tmp_path_factory.mktemp("few-tokens")
-    found = {kind: write_model(parent / kind, kind, 4) for kind in ("llama", "window", "gpt_oss", "glm4_moe", "deepseek_v3")}
+    found = {kind: write_model(parent / kind, kind, 4) for kind in POLICIES}
     return found | {"bad": write_model(parent / "bad", "llama", 4, seed=5, spread=0.6)}
 
 
@@ -65,6 +66,9 @@ CASES = [
     ("glm4_moe", "mtp", "min_p"),
     ("deepseek_v3", "mtp", "all"),
     ("window", "standalone:bad", "temperature"),
+    ("gemma3", "ngram", "top_k"),
+    ("gemma3", "standalone:bad", "temperature"),
+    ("olmo3", "standalone:bad", "all"),
     ("gpt_oss", "standalone:window", "temperature"),
 ]
 
@@ -115,7 +119,7 @@ LONG = SamplingParams(max_new_tokens=24, ignore_eos=True, temperature=0.7)
 def wider(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Policies of 23 tokens, some with windows shorter than a response, and a draft for them."""
     parent = tmp_path_factory.mktemp("wider")
-    return {kind: write_model(parent / kind, kind, MANY) for kind in ("llama", "window", "gpt_oss", "glm4_moe", "deepseek_v3")}
+    return {kind: write_model(parent / kind, kind, MANY) for kind in POLICIES}
 
 
 def opened(folder: Path, algorithm: str, folders: dict[str, Path], **more: Any) -> EmbeddedEngine:
@@ -127,6 +131,9 @@ WAYS = [
     ("llama", "standalone:window"),
     ("window", "standalone:llama"),
     ("window", "standalone:window"),
+    ("gemma3", "standalone:olmo3"),
+    ("olmo3", "standalone:gemma3"),
+    ("olmo3", "ngram"),
     ("gpt_oss", "standalone:llama"),
     ("glm4_moe", "mtp"),
     ("deepseek_v3", "mtp"),
