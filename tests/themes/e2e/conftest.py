@@ -42,6 +42,23 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3-MoE (3 layers with 6 experts each, of which a token uses 2) that spells as the tiny model does."""
+    folder = tmp_path_factory.mktemp("models") / "experts"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
+        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=1,
+        initializer_range=0.2,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def reward_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a sequence classifier with a random head."""
     config = transformers.AutoConfig.from_pretrained(tiny_model, num_labels=1)

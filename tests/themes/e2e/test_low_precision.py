@@ -26,20 +26,10 @@ pytestmark = pytest.mark.usefixtures("local_ray")
 
 
 @pytest.fixture(scope="module")
-def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE (2 layers with 4 experts each, of which a token uses 2) that spells as the tiny model does."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
-    folder = tmp_path_factory.mktemp("models") / "experts"
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=1,
-        initializer_range=0.2,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    imported(folder, folder.parent / "dist", Layout())
+def checkpoint(tiny_experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with experts as a distributed checkpoint, which is exported in few bits."""
+    folder = tmp_path_factory.mktemp("imported") / "dist"
+    imported(tiny_experts, folder, Layout())
     return folder
 
 
@@ -66,15 +56,15 @@ def log_probs(model: Any, sample: dict[str, Any]) -> torch.Tensor:
     ("dtype", "layout"),
     [
         ("int4-32", {"tp": 2, "etp": 2, "sequence_parallel": True}),
-        pytest.param("mxfp8", {"pp": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("mxfp8", {"pp": 3}, marks=pytest.mark.exhaustive),
         pytest.param("fp8-block", {"tp": 2, "etp": 2, "sequence_parallel": True}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_mismatch_of_a_run_is_that_of_the_decoded_weights(
-    tiny_config: Callable[..., Config], tiny_experts: Path, tmp_path: Path, dtype: str, layout: dict[str, Any]
+    tiny_config: Callable[..., Config], tiny_experts: Path, checkpoint: Path, tmp_path: Path, dtype: str, layout: dict[str, Any]
 ) -> None:
     served = tmp_path / "served"
-    exported(tiny_experts.parent / "dist", served, dtype=dtype)
+    exported(checkpoint, served, dtype=dtype)
     more = {
         "model.path": str(tiny_experts),
         "policy.layout": layout,
@@ -100,10 +90,10 @@ def test_the_mismatch_of_a_run_is_that_of_the_decoded_weights(
 
 
 def test_with_rounding_in_training_no_mismatch_is_left(
-    tiny_config: Callable[..., Config], tiny_experts: Path, tmp_path: Path
+    tiny_config: Callable[..., Config], tiny_experts: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     served = tmp_path / "served"
-    exported(tiny_experts.parent / "dist", served, dtype="int4-32")
+    exported(checkpoint, served, dtype="int4-32")
     more = {"model.path": str(tiny_experts), "data.eval": None, "rollout.servers.model_path": str(served)}
     layout = {"dp": 2, "ep": 2}
     config = tiny_config(**more, **{"policy.layout": layout, "model.int4_experts": 32, "run.steps": 3, "run.export": True})

@@ -34,23 +34,6 @@ CROOKED_RANKS = f"{HERE / 'crooked_ranks.py'}:ARCHITECTURE"
 RETRACTING = f"{HERE / 'retracting_engine.py'}:RetractingEngine"
 
 
-@pytest.fixture(scope="module")
-def tiny_experts(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-MoE (3 layers with 6 experts each, of which a token uses 2) that spells as the tiny model does."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
-    folder = tmp_path_factory.mktemp("models") / "experts"
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, moe_intermediate_size=64, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True,
-        max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=None, eos_token_id=1, pad_token_id=1,
-        initializer_range=0.2,
-    )  # fmt: skip
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def run(tiny_experts: Path, tiny_config: Callable[..., Config]) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
     """`run(name, **overrides)`: the metrics of the run's steps and its exported weights."""
