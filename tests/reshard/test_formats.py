@@ -84,8 +84,8 @@ WITH_SHARED_EXPERTS = ("Glm4Moe", "DeepseekV3")
         ("Llama", Layout(tp=2, pp=2)),
         ("Mixtral", Layout(tp=2, dp=2, ep=2, etp=2)),
         pytest.param("Mixtral", Layout(pp=2, dp=2, ep=2), marks=pytest.mark.exhaustive),
-        ("Glm4Moe", Layout(tp=2, dp=2, ep=2, etp=2)),
-        ("DeepseekV3", Layout(tp=2, pp=2, ep=2, etp=1)),
+        ("Glm4Moe", Layout(tp=4, ep=2, etp=2)),  # ranks share blocks
+        ("DeepseekV3", Layout(tp=4, ep=4, etp=1)),
     ],
 )
 def test_ranks_export_and_send_what_the_whole_tensors_are_stored_as(
