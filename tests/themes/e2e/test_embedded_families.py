@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("local_ray")
     ("family", "layout"),
     [
         pytest.param("qwen3_next", {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True}, id="qwen3_next-tp2+ep2"),
-        pytest.param("qwen3_5", {"pp": 2}, id="qwen3_5-pp2"),
-        pytest.param("smollm3", {"tp": 2}, id="smollm3-tp2"),
+        pytest.param("qwen3_5", {"pp": 2}, id="qwen3_5-pp2", marks=pytest.mark.exhaustive),
+        pytest.param("smollm3", {"tp": 2}, id="smollm3-tp2", marks=pytest.mark.exhaustive),
         pytest.param("seed_oss", {"tp": 2}, id="seed_oss-tp2", marks=pytest.mark.exhaustive),
         pytest.param("gpt_oss", {"dp": 2, "ep": 2}, id="gpt_oss-dp2+ep2"),
     ],

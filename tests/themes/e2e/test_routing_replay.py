@@ -161,6 +161,7 @@ def missing_choices(batch: Batch, expected: list[Any]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # test_async.py resumes with groups under way, tests/data/test_routes.py writes and reads routes
 def test_a_resumed_run_replays_the_routes_of_responses_that_waited(run: Callable[..., Any], tmp_path: Path) -> None:
     """The engine is a step ahead and routes otherwise: responses that wait in a checkpoint cannot do without their routes."""
     settings = {
@@ -190,6 +191,7 @@ def test_a_resumed_run_replays_the_routes_of_responses_that_waited(run: Callable
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the first test, and tests/themes/parallel/test_routing_replay.py
 def test_replaying_the_choices_that_the_trainer_would_make_changes_no_bit(run: Callable[..., Any]) -> None:
     metrics, found = run("engine", **{"policy.routing.replay": "engine"})
     assert [(step["routing/differing"], step["routing/missing"]) for step in metrics] == [(0, 0)] * 2

@@ -63,6 +63,7 @@ def test_drafts_are_accepted_more_often_while_their_layer_is_trained(run: Callab
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the test above, tests/convert/test_new_layer.py, and gradients in tests/themes/parallel
 def test_a_model_without_such_a_layer_is_given_one_that_learns_to_draft(run: Callable[..., list[dict[str, Any]]]) -> None:
     drafts = {"algorithm": "mtp", "num_steps": 2}
     more = {"rollout.ignore_eos": True}  # a response of one token has no draft

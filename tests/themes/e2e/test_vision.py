@@ -113,6 +113,7 @@ def test_a_model_of_another_make_with_experts_is_trained_and_served(tmp_path: Pa
         assert torch.equal(value, after[name]) == (not name.startswith(("merger.", "downsample."))), name
 
 
+@pytest.mark.exhaustive  # the run in an environment below, and tests/megatron/test_seeing.py for checkpoints with a tower
 def test_a_resumed_run_on_pictures_is_the_uninterrupted_one(seeing_model: Path, tmp_path: Path) -> None:
     """Four steps of RLOO in one run, and in one that stops after two and goes on."""
     embedded = {"engine": "embedded", "prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 4}
