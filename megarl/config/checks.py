@@ -15,6 +15,7 @@ from megarl.config.evaluations import check_evaluations
 from megarl.config.fp8 import check_fp8
 from megarl.config.guard_rules import parse_guards
 from megarl.config.layout import closest, divisors
+from megarl.config.lora_checks import check_lora
 from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
@@ -77,6 +78,7 @@ def check_fields_agree(config: Config) -> None:
                 f"{name}.optimizer.min_lr", optimizer.min_lr, allowed=f"at most {name}.optimizer.lr = {optimizer.lr}"
             )
     check_offload(config.model, trained, valued=("critic",))
+    check_lora(config.model, trained, config.reference, has_engines=True)
     frozen = {
         "the reference": config.uses_reference,
         "the teacher": config.needs_teacher,
@@ -122,6 +124,7 @@ def check_supervised(config: SupervisedConfig) -> None:
     check_run(config.run, evaluates=config.data.eval is not None, remedy="set data.eval")
     check_profile(config.profile, config.run.steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
+    check_lora(config.model, {"policy": config.policy}, config.reference, has_engines=False)
     check_fp8(config.model, trained={"policy": config.policy}, frozen=["the reference"] if config.uses_reference else [])
     loader = "objective.name to a loss with a reference"
     _check_reset(config.reference, config.model, needed_by=None if config.uses_reference else loader)

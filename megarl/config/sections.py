@@ -195,6 +195,10 @@ class ReferenceConfig(Section):
     reset_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the policy in the reference after `reset_every` (TR-DPO's alpha); the rest stays. 1: copy the policy."""
 
+    def is_policy_without_adapters(self, policy: PolicyConfig, folder: str) -> bool:
+        """Whether it is the model in `folder` that the policy's adapters stand beside, so that no second model is loaded."""
+        return policy.lora.on and self.path in (None, folder) and self.layout is None and self.megatron is None
+
 
 class NamedTeacherConfig(Section):
     """A teacher of the rows that name it."""

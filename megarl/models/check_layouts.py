@@ -12,6 +12,7 @@ from megarl.config.layout import Layout, closest, divisors
 from megarl.config.sections import ExpertsConfig, TrainedRole
 from megarl.errors import ConfigError, LayoutError, ModelError
 from megarl.models.parameter_patterns import check_patterns
+from megarl.models.peft_header import lora_of
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
 from megarl.models.shape import ModelShape
 from megarl.models.weight_formats import WeightFormat, check_format, check_groups, int4, stored_format
@@ -27,7 +28,7 @@ def check_models(config: AnyConfig) -> None:
         ModelError: a folder, or its config.json, is missing or unreadable.
         ConfigError: a layout does not divide heads, layers, feed-forward width or experts, or leaves widths unfit for FP8, or
             a role freezes or groups what its model does not have, freezes all of it, balances experts that it does not have, or
-            is to train a layer for multi-token prediction that it cannot have.
+            is to train a layer for multi-token prediction, or adapters of layers, that it cannot have.
     """
     use_architecture(config.model.architecture)
     for role in config.roles:
@@ -39,6 +40,7 @@ def check_models(config: AnyConfig) -> None:
         widths = Fp8Widths(model.hidden, model.attention_width, model.divided_ffn, model.expert_ffn or None, model.layers)
         check_fp8_sizes(config.model, f"{role.name}.layout", layout, widths)
         if role.trained is not None:
+            model.with_lora(lora_of(role.trained.lora, model.config, f"{role.name}.lora"), f"{role.name}.lora")
             _check_experts(f"{role.name}.experts", role.trained.experts, model)
             _check_patterns(role.name, role.trained, model)
         if config.model.int4_experts and role.name in ("policy", "reference"):

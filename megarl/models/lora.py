@@ -236,6 +236,11 @@ def check_targets(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, fi
         raise ConfigError.of(f"{field}.exclude", list(lora.exclude), reason, allowed="fewer layers than targets")
 
 
+def layer_names(weight_map: WeightMap, fused: FusedRows | None) -> list[str]:
+    """The names of all linear layers that adapters can stand beside, as the hub has them."""
+    return list(layer_shapes(weight_map, fused))
+
+
 def layer_shapes(weight_map: WeightMap, fused: FusedRows | None) -> dict[str, tuple[int, int]]:
     """Outputs and inputs of all linear layers that adapters can stand beside, by their names on the hub."""
     found: dict[str, tuple[int, int]] = {}

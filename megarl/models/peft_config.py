@@ -82,7 +82,7 @@ def _check(file: Path, config: Mapping[str, Any]) -> None:
         raise refused("lora_alpha", "", "a positive number")
 
 
-def lora_of(config: Mapping[str, Any], layers: Iterable[str]) -> Lora:
+def plain_lora(config: Mapping[str, Any], layers: Iterable[str]) -> Lora:
     """Rank and scale of a config that `read_config` gave, with the adapters of `layers`."""
     rslora = bool(config.get("use_rslora"))
     return Lora(rank=config["r"], alpha=float(config["lora_alpha"]), rslora=rslora, targets=tuple(layers))

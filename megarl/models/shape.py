@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.models.architecture import DecoderTraits
 from megarl.models.delta_net import DeltaSizes
+from megarl.models.lora import Lora, with_adapters
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.models.rope import exact_positions
 from megarl.models.vision import Vision
@@ -36,7 +37,7 @@ class ModelShape:
     have biases. `vision` is the tower in front of it, if it has one; `traits` are what its layers have beside megatron-core's.
     `linear` is the linear attention that some layers have in place of the other; `gated`: a part of the query projection gates
     attention. `sinks`: a score of its own for each head is among those that a token attends by. `predicts`: it has a layer for
-    multi-token prediction behind its `layers`.
+    multi-token prediction behind its `layers`. `lora`: its adapters, which alone are trained (`with_lora`).
     """
 
     config: dict[str, Any]
@@ -66,11 +67,24 @@ class ModelShape:
     gated: bool = False
     sinks: bool = False
     predicts: bool = False
+    lora: Lora | None = None
 
     @cached_property
     def with_prediction(self) -> ModelShape:
         """The same model with the layer for multi-token prediction, which must be one that a folder of it may have."""
         return replace(self, weight_map=self.weight_map.with_prediction(), predicts=True)
+
+    def with_lora(self, lora: Lora | None, field: str = "policy.lora") -> ModelShape:
+        """The same model with adapters, which alone are trained, in its weight map; None: without.
+
+        Raises:
+            ConfigError: as `models.lora.with_adapters`, about the section at `field`.
+        """
+        if lora is None:
+            return self
+        read = architecture_for(self.config).fused_rows
+        rows = read(self.config) if read is not None else None
+        return replace(self, weight_map=with_adapters(self.weight_map, lora, rows, field), lora=lora)
 
     @property
     def attention_layers(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from megarl.config.layout import Layout
+from megarl.models.lora import is_adapter
 from megarl.models.packings import padded_vocab
 from megarl.models.parameter_patterns import ParameterPatterns
 from megarl.models.shape import ModelShape
@@ -22,7 +23,8 @@ class ParameterCounts:
     `frozen_dense` and `frozen_expert` are those of them that are not trained, `tower` the dense ones that are the vision
     tower's, of which `frozen_tower` are not trained. `products` are those that are operands of the layers' matrix products,
     which FP8 may hold in a byte. `dense_matrices` and `expert_matrices` are the elements of the layers' matrices that are
-    trained. `value_head` is in float32, as are the `buffers`, which are not trained.
+    trained. `value_head` is in float32, as are the `buffers`, which are not trained. `adapters` are those of both kinds that
+    belong to low-rank adapters, beside which all else but the value head is frozen.
     """
 
     dense: int
@@ -36,6 +38,7 @@ class ParameterCounts:
     frozen_tower: int = 0
     dense_matrices: int = 0
     expert_matrices: int = 0
+    adapters: int = 0
 
     @property
     def trained_dense(self) -> int:
@@ -51,6 +54,10 @@ class ParameterCounts:
     def trained(self) -> int:
         """Elements with a gradient."""
         return self.trained_dense + self.trained_expert + self.value_head
+
+
+NOTHING_HELD = ParameterCounts(dense=0, expert=0, products=0, value_head=0, buffers=0)
+"""Of a role that computes with weights of another."""
 
 
 @cache
@@ -76,13 +83,19 @@ def stage_parameters(
             count["buffers" if rule.dtype else kind] += held
             count["tower"] += held * is_tower
             frozen = 0
-            if freeze and not rule.dtype:
+            of_adapter = is_adapter(rule.megatron_name)
+            count["adapters"] += held * of_adapter
+            if shape.lora is not None and not of_adapter and not rule.dtype:
+                frozen = held
+                count[f"frozen_{kind}"] += frozen
+                count["frozen_tower"] += frozen * is_tower
+            elif freeze and not rule.dtype:
                 frozen = _frozen_copies(rule, layers, stage, layout, shape.experts, freeze) * elements[rule]
                 count[f"frozen_{kind}"] += frozen
                 count["frozen_tower"] += frozen * is_tower
             if rule.stage == "layer" and len(rule.packing.hf_shapes[0]) == 2:
                 count[f"{kind}_matrices"] += held - frozen
-                count["products"] += held if "router" not in rule.megatron_name else 0
+                count["products"] += held if "router" not in rule.megatron_name and not of_adapter else 0
         found.append(ParameterCounts(**count, value_head=shape.hidden if value_head and stage == layout.pp - 1 else 0))
     return tuple(found)
 
@@ -113,4 +126,6 @@ def _frozen_copies(rule: Rule, layers: list[int], stage: int, layout: Layout, ex
 
 def _elements(rule: Rule, layout: Layout, shape: ModelShape) -> int:
     bound = BoundRule(rule.megatron_name, rule.hf_names, rule.packing)
-    return math.prod(bound.shape(layout.etp if rule.is_expert else layout.tp, padded_vocab(shape.vocab, layout.tp)))
+    tp, padded = layout.etp if rule.is_expert else layout.tp, padded_vocab(shape.vocab, layout.tp)
+    ranks = range(tp) if is_adapter(rule.megatron_name) else (0,)  # of layers in one parameter, ranks may have different ones
+    return max(math.prod(bound.shape(tp, padded, tp_rank)) for tp_rank in ranks)

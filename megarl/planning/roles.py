@@ -10,14 +10,16 @@ import numpy as np
 from megarl.config import AnyConfig
 from megarl.config.engine_kinds import capabilities_of
 from megarl.config.layout import Layout
+from megarl.config.lora import LoraConfig
 from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
+from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
 from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
-from megarl.planning.parameters import ParameterCounts, stage_parameters
+from megarl.planning.parameters import NOTHING_HELD, ParameterCounts, stage_parameters
 from megarl.reshard.plan import ReshardPlan, plan_reshard
 from megarl.reshard.run_plan import ITEMSIZE, target_of_run
 from megarl.reshard.slices import engine_slices
@@ -29,7 +31,7 @@ from megarl.reshard.tensors import TensorTable
 class PlannedRole:
     """A model of the run. `group` names the processes it lives in; `trained` is None of one that only answers.
 
-    `averaged`: its weights are a moving average of the policy's.
+    `averaged`: its weights are a moving average of the policy's. `shares_weights`: they are the policy's, without adapters.
     """
 
     name: str
@@ -41,6 +43,7 @@ class PlannedRole:
     max_tokens: int
     logit_chunk_tokens: int | None
     averaged: bool = False
+    shares_weights: bool = False
 
     @property
     def freeze(self) -> tuple[str, ...]:
@@ -50,6 +53,8 @@ class PlannedRole:
     @property
     def parameters(self) -> tuple[ParameterCounts, ...]:
         """What a rank of each stage holds."""
+        if self.shares_weights:
+            return (NOTHING_HELD,) * self.layout.pp
         return stage_parameters(self.shape, self.layout, value_head=self.value_head, freeze=self.freeze)
 
     def state_bytes(self, itemsize: int, fp8_recipe: str | None) -> StateBytes:
@@ -190,19 +195,38 @@ def run_shape(config: AnyConfig) -> RunShape:
     return RunShape(config, tuple(_role(config, role) for role in config.roles), _engines(config) if has_engines else None)
 
 
+def role_shape(role: ConfiguredRole) -> ModelShape:
+    """The sizes of a role's model, with its adapters if it trains some.
+
+    Raises:
+        MegarlError: its config, or its adapters, cannot be read, or adapters are for layers that it does not have.
+    """
+    if role.trained is None:
+        return ModelShape.read(role.folder)
+    return _adapted(role.folder, role.trained.predicts, role.trained.lora, f"{role.name}.lora")
+
+
+@lru_cache(maxsize=8)
+def _adapted(folder: str, predicts: bool, section: LoraConfig, field: str) -> ModelShape:
+    shape = ModelShape.read(folder, predicts=predicts)
+    return shape.with_lora(lora_of(section, shape.config, field), field)
+
+
 def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
     """A role that only answers lives in the policy's processes unless it has a layout of its own."""
     group, sizes = "policy" if role.layout is None else role.name, role.trained or config.policy
     return PlannedRole(
         role.name,
         group,
-        ModelShape.read(role.folder, predicts=role.trained is not None and role.trained.predicts),
+        role_shape(role),
         role.layout or config.policy.layout,
         role.value_head,
         role.trained,
         sizes.max_tokens_per_micro_batch,
         sizes.logit_chunk_tokens,
         averaged=role.name == "reference" and config.reference.reset_share != 1,
+        shares_weights=role.name == "reference"
+        and config.reference.is_policy_without_adapters(config.policy, config.model.path),
     )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from megarl.errors import ModelError
 from megarl.models.lora import LORA_A, LORA_B, Lora, with_adapters
 from megarl.models.peft_config import CONFIG_FILE
-from megarl.models.peft_folder import SCORE, WEIGHTS_FILE, AdapterFolder, read_adapter_config, write_peft_folder
+from megarl.models.peft_folder import AdapterFolder, read_adapter_config, write_peft_folder
+from megarl.models.peft_header import SCORE, WEIGHTS_FILE
 from megarl.models.registry import architecture_for
 from megarl.models.transformers_names import hub_tensors
 from tests.families import FAMILIES, hugging_face
