@@ -56,6 +56,12 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
     adding.add_argument("target", metavar="OUT", help="folder to write; it appears when it is complete")
     adding.set_defaults(run=_knowing(_add_draft))
 
+    merging = actions.add_parser("merge", help="merge a PEFT adapter into its model", description=_merge.__doc__)
+    merging.add_argument("--base", metavar="FOLDER", required=True, help="Hugging Face folder of the model")
+    merging.add_argument("--adapter", metavar="FOLDER", required=True, help="PEFT folder of low-rank adapters")
+    merging.add_argument("--out", metavar="FOLDER", required=True, help="folder to write; it appears when it is complete")
+    merging.set_defaults(run=_knowing(_merge))
+
     verify = actions.add_parser("verify", help="compare two folders, or one with its own record", description=_verify.__doc__)
     verify.add_argument("left", metavar="A", help="Hugging Face folder or distributed checkpoint")
     verify.add_argument(
@@ -75,7 +81,7 @@ def add_convert(commands: Any, parser_class: type[argparse.ArgumentParser]) -> N
     inspect.add_argument("path", metavar="FOLDER", help="Hugging Face folder or distributed checkpoint")
     inspect.add_argument("--keys", action="store_true", help="list every tensor")
     inspect.set_defaults(run=_knowing(_inspect))
-    for action in (taking_in, giving_out, resharding, adding, verify, inspect):
+    for action in (taking_in, giving_out, resharding, adding, merging, verify, inspect):
         action.add_argument("--architecture", metavar="FILE.py:NAME", help="model family of your own (docs/add_a_model.md)")
 
 
@@ -126,6 +132,15 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
     layout = parse_layout(arguments.layout)
     return _carry_out(plan_dist("reshard", _open_dist(arguments), layout, arguments.dtype), arguments)
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    """Write a model with low-rank adapters (LoRA) added to its weights; they keep their dtypes."""
+    from megarl.convert.merge import merge_adapters
+
+    layers = merge_adapters(arguments.base, arguments.adapter, arguments.out)
+    print(f"{layers:,} adapters of {arguments.adapter} merged into {arguments.out}")
+    return 0
 
 
 def _add_draft(arguments: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ Of any model that `shape.py` describes: dense, with experts, with latent or line
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -16,6 +17,7 @@ from megarl.data.micro_batches import Grid
 from megarl.data.shares import Share
 from megarl.data.stream import ScorePosition
 from megarl.models.delta_net import DeltaSizes
+from megarl.models.lora import is_adapter
 from megarl.models.shape import ModelShape
 from megarl.models.vision import Vision
 
@@ -32,7 +34,8 @@ class FlopsModel:
     `per_token`: all layers' matrices, per token. `per_logit_row`: the output head, computed for response tokens only.
     `per_pair`: attention scores and values of the layers without a window, per pair of a token and one it attends to;
     `per_window_pair`: of those whose tokens attend to the last `window`. `vision` is the tower of a model that sees.
-    `prediction` is the layer for multi-token prediction, which updates alone compute.
+    `prediction` is the layer for multi-token prediction, which updates alone compute. `frozen_per_token` are those of
+    `per_token` whose weights have no gradient, and `frozen_rows`: nor have those of the output head, beside adapters.
     """
 
     per_token: int
@@ -42,20 +45,25 @@ class FlopsModel:
     per_window_pair: int = 0
     window: int = 0
     prediction: FlopsModel | None = None
+    frozen_per_token: int = 0
+    frozen_rows: bool = False
 
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
         """Of a model; experts count as many as a token uses."""
         per_token, per_pair = _attention_products(shape)
         of_linear = len(shape.linear.layers) * _linear_products(shape.hidden, shape.linear) if shape.linear else 0
+        whole = 2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape))
         return cls(
-            per_token=2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape)),
+            per_token=whole + 2 * _adapter_products(shape),
             per_logit_row=2 * shape.hidden * shape.vocab,
             per_pair=2 * (shape.attention_layers - len(shape.window_layers)) * per_pair,
             vision=shape.vision,
             per_window_pair=2 * len(shape.window_layers) * per_pair,
             window=shape.window,
             prediction=cls._of_prediction(shape) if shape.predicts else None,
+            frozen_per_token=whole if shape.lora is not None else 0,
+            frozen_rows=shape.lora is not None,
         )
 
     @classmethod
@@ -150,7 +158,9 @@ def update_flops(
     of_decoder = flops.per_token * tokens + attention + flops.per_logit_row * rows * logits
     if flops.prediction is not None:  # its sequences begin at their second tokens, and end where the decoder's do
         of_decoder += sum(_of_predicting(flops.prediction, share, shared_prompts=shared_prompts) for share in shares)
-    return UpdateFlops(PASSES * of_decoder, tower_passes * of_towers)
+    # of weights that are not trained the gradients are not computed, which take as long as a forward pass
+    frozen = flops.frozen_per_token * tokens + flops.per_logit_row * rows * (logits and flops.frozen_rows)
+    return UpdateFlops(PASSES * of_decoder - frozen, tower_passes * of_towers)
 
 
 def _of_predicting(flops: FlopsModel, share: Share, *, shared_prompts: bool) -> int:
@@ -188,6 +198,16 @@ def _mlp_products(shape: ModelShape) -> int:
     hidden, with_experts = shape.hidden, len(shape.expert_layers)
     of_experts = hidden * shape.experts + 3 * hidden * (shape.top_k * shape.expert_ffn + shape.shared_ffn)
     return with_experts * of_experts + (shape.layers - with_experts) * 3 * hidden * shape.ffn
+
+
+def _adapter_products(shape: ModelShape) -> int:
+    """Multiply-adds per token of the adapters beside all layers, and beside the experts that a token uses."""
+    found = 0
+    for rule in shape.weight_map.rules if shape.lora is not None else ():
+        if is_adapter(rule.megatron_name):
+            layers = sum(map(rule.has_layer, range(shape.layers)))
+            found += layers * sum(map(math.prod, rule.packing.hf_shapes)) * (shape.top_k if rule.is_expert else 1)
+    return found
 
 
 def _pairs(length: Length, window: int | None = None) -> Length:

@@ -93,7 +93,7 @@ def write_peft_folder(
         ModelError: `path` is a file or a folder with something in it, a tensor comes twice, or a part of one is missing.
     """
     family = architecture_for(dict(hf_config))
-    rows = family.fused_rows(dict(hf_config)) if family.fused_rows is not None else None
+    rows = family.rows_together(dict(hf_config))
     held: dict[str, Tensor] = {}
     for name, tensor in tensors if rows is None else _joined(replace(rows, columns=lora.rank), tensors):
         if name in held:

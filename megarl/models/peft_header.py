@@ -68,7 +68,7 @@ class AdapterHeader:
         if not self._file.exists():
             raise ModelError(f"adapter folder '{self.path}' has no {WEIGHTS_FILE}; adapters must be safetensors")
         self._family, config = architecture_for(dict(hf_config)), dict(hf_config)
-        self.fused_rows = self._family.fused_rows(config) if self._family.fused_rows is not None else None
+        self.fused_rows = self._family.rows_together(config)
         self._layers = layer_shapes(self._family.weight_map(config), self.fused_rows)
         self._shapes = _shapes(self._file)
         self.stored = {self._hub_name(name): name for name in self._shapes}

@@ -82,8 +82,7 @@ class ModelShape:
         """
         if lora is None:
             return self
-        read = architecture_for(self.config).fused_rows
-        rows = read(self.config) if read is not None else None
+        rows = architecture_for(self.config).rows_together(self.config)
         return replace(self, weight_map=with_adapters(self.weight_map, lora, rows, field), lora=lora)
 
     @property

@@ -7,6 +7,7 @@ and have not been compared with a GPU. Bytes per token of the stream; full recom
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.layout import Layout
@@ -82,10 +83,11 @@ def layer_activations(
     has_experts: bool,
     mean_length: float,
     is_linear: bool = False,
+    adapters: Mapping[str, float] | None = None,
 ) -> LayerActivations:
     """The activations of a layer with or without experts, whose attention `is_linear` or not.
 
-    `mean_length`: tokens of the sequence that a token is in.
+    `mean_length`: tokens of the sequence that a token is in. `adapters`: their part of attention and MLP (`adapters.py`).
     """
     rows = 1 / layout.tp if layout.sequence_parallel else 1.0
     if shape.linear is not None and is_linear:
@@ -96,6 +98,8 @@ def layer_activations(
         attention = _grouped(shape, layout, precision, rows, mean_length)
     outside, core, core_inputs = attention
     mlp = _experts(shape, layout, precision, rows) if has_experts else _dense(shape, layout, precision, rows)
+    if adapters is not None:
+        outside, mlp = outside + adapters["self_attention"], mlp + adapters["mlp"]
     checkpoint = rows * shape.hidden * precision.itemsize
     if precision.is_reference:
         return LayerActivations(outside + core + mlp, core, core_inputs, checkpoint)

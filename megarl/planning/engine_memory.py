@@ -42,4 +42,5 @@ def staged_bytes(run: RunShape, engines: Engines, platform: str) -> float:
     run on several.
     """
     loads = STAGED_LOADS + (RELAYED_LOADS if engines.relays_weights and run.gpus > GPUS_PER_NODE else 0)
-    return float(loads * min(LOAD_BYTES[platform], engines.weight_bytes))
+    sent = engines.adapter_bytes or engines.weight_bytes
+    return float(loads * min(LOAD_BYTES[platform], sent))

@@ -13,7 +13,7 @@ from megarl.planning.calibration import Calibration
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import POINTS, Lengths
 from megarl.planning.memory import MemoryPlan
-from megarl.planning.roles import Engines, RunShape
+from megarl.planning.roles import ADAPTER_PLACES, Engines, RunShape
 
 PREFILL_EFFICIENCY = 0.5
 """Assumed share of the peak while prompts are read."""
@@ -46,7 +46,7 @@ def generation_seconds(
     ):
         for name, seconds in decode_seconds(engines, gpu, active, tokens).items():
             spent[name] = spent.get(name, 0.0) + steps * seconds
-    flops = FlopsModel.of(engines.shape)
+    flops = FlopsModel.of(engines.adapted)
     prompts = sequences / per_group * (flops.per_token * lengths.prompt + _prefill(flops, lengths.prompt))
     spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
     # The ranks of an engine share pictures, which each of them has the tower for.
@@ -58,10 +58,10 @@ def generation_seconds(
 def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float) -> dict[str, float]:
     """One decoding step of `active` sequences with `context` tokens each: the larger of reading and computing, and latency."""
     shape, ranks = engines.shape, engines.target.ranks
-    read = engines.weight_bytes * _weights_touched(engines, active)
+    read = engines.weight_bytes * _weights_touched(engines, active) + engines.adapter_bytes / ADAPTER_PLACES
     attended = shape.attended(context)
     read += active / engines.target.dp * attended * engines.cached_bytes_per_token(attended)
-    flops = FlopsModel.of(shape)
+    flops = FlopsModel.of(engines.adapted)
     operations = (
         active
         * (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megarl.megatron.options import default_chunk_tokens
 from megarl.models.packings import padded_vocab
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
+from megarl.planning.adapters import kept_of_layer, rules_of_layer, spread_bytes
 from megarl.planning.engine_memory import engine_working_bytes, staged_bytes
 from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
@@ -129,7 +130,8 @@ def role_memory(role: PlannedRole, stage: int, precision: Precision, work: Workl
         host = share * offloaded * HOST_BYTES_OF_A_PARAMETER
         host += share * stored_bytes(precision.itemsize) + head * stored_bytes(4)
         host -= 4 * _matrices(held, role) if role.trained.optimizer.name == "muon" else 0
-        host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.expert_shards) * precision.itemsize
+        if role.shape.lora is None:  # beside adapters, what is not trained is in no checkpoint
+            host += (held.frozen_dense / _replicas(role) + held.frozen_expert / role.layout.expert_shards) * precision.itemsize
     if stage == 0 and work.patches:
         parts["tower activations"] = tower_bytes(role, precision, work)
     if stage == role.layout.pp - 1 and not role.value_head:
@@ -186,14 +188,21 @@ def _layers(role: PlannedRole, stage: int, precision: Precision, work: Workload)
     shape, layout = role.shape, role.layout
     layers = [layer for chunk in layout.stage_layers(shape.layers)[stage] for layer in chunk]
     linear = shape.linear.layers if shape.linear else frozenset()
-    kind_of = [(layer in shape.expert_layers, layer in linear) for layer in layers]
+    adapted = {layer: rules_of_layer(shape, layer) if shape.lora is not None else () for layer in layers}
+    kind_of = {layer: (layer in shape.expert_layers, layer in linear, adapted[layer]) for layer in layers}
     kinds = {
-        (experts, is_linear): layer_activations(
-            shape, layout, precision, has_experts=experts, is_linear=is_linear, mean_length=work.mean_length
+        kind: layer_activations(
+            shape,
+            layout,
+            precision,
+            has_experts=kind[0],
+            is_linear=kind[1],
+            mean_length=work.mean_length,
+            adapters=kept_of_layer(shape, layer, layout, precision) if shape.lora is not None else None,
         )
-        for experts, is_linear in set(kind_of)
+        for kind, layer in {kind: layer for layer, kind in kind_of.items()}.items()
     }
-    found = [kinds[kind] for kind in kind_of]
+    found = [kinds[kind_of[layer]] for layer in layers]
     if shape.predicts and stage == layout.pp - 1:
         experts = bool(shape.experts)
         found.append(layer_activations(shape, layout, precision, has_experts=experts, mean_length=work.mean_length))
@@ -211,6 +220,9 @@ def _kept_of_a_pass(role: PlannedRole, stage: int, precision: Precision, work: W
         kept += tokens * 4 * shape.head_dim  # the rotary angles, once for all layers
     if recompute != "full":
         kept += sum(role.rounded_experts(stage, precision))
+    if recompute != "full" and shape.lora is not None:
+        layers = (layer for chunk in role.layout.stage_layers(shape.layers)[stage] for layer in chunk)
+        kept += sum(spread_bytes(shape, layer, role.layout, precision.itemsize) for layer in layers)
     if shape.predicts and stage == role.layout.pp - 1:
         kept += tokens * before_predicting(role, precision)
     return kept
@@ -258,7 +270,9 @@ def _logits(role: PlannedRole, precision: Precision, work: Workload) -> float:
     rows = padded_vocab(role.shape.vocab, role.layout.tp) // role.layout.tp
     scored = max(1, work.scored // role.layout.cp)
     chunk = min(role.logit_chunk_tokens or default_chunk_tokens(precision.device_type, rows), scored)
-    gradient = rows * role.shape.hidden * (4 + precision.itemsize) if role.trained is not None else 0
+    gradient = (
+        rows * role.shape.hidden * (4 + precision.itemsize) if role.trained is not None and role.shape.lora is None else 0
+    )
     return 2.0 * chunk * rows * 4 + gradient + scored * role.shape.hidden * precision.itemsize
 
 
@@ -425,6 +439,7 @@ def _gpu(
         assert run.engines is not None
         working = max(engine_working_bytes(run.engines, lengths), reserve_bytes(gpu, staging) if _is_sized(run, gpu) else 0.0)
         engine = {("engine", "parameters"): float(run.engines.weight_bytes), ("engine", "working"): working}
+        engine[("engine", "adapters")] = float(run.engines.adapter_bytes)
     contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
     host = sum(memory.host for memory in memories)
     if takes_turns(run.config, _platform(gpu)):
@@ -467,8 +482,8 @@ def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, respo
     if engines.max_total_tokens is not None:
         return engines.max_total_tokens, wanted
     if engines.memory_fraction is not None:
-        pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes
+        pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes - engines.adapter_bytes
         return max(longest, int(pool / of_token)), wanted
     if _is_sized(run, gpu):
-        room = min(static_bytes(run.config, gpu) - engines.weight_bytes, room)
+        room = min(static_bytes(run.config, gpu) - engines.weight_bytes - engines.adapter_bytes, room)
     return min(wanted, max(longest, int(room / of_token))), wanted

@@ -13,6 +13,7 @@ from megarl.config.layout import Layout
 from megarl.config.lora import LoraConfig
 from megarl.config.questions import ConfiguredRole
 from megarl.config.sections import TrainedRole
+from megarl.models.lora import Lora
 from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.models.shape import ModelShape
@@ -21,7 +22,7 @@ from megarl.planning.activations import Precision
 from megarl.planning.optimizer_bytes import StateBytes, state_bytes
 from megarl.planning.parameters import NOTHING_HELD, ParameterCounts, stage_parameters
 from megarl.reshard.plan import ReshardPlan, plan_reshard
-from megarl.reshard.run_plan import ITEMSIZE, target_of_run
+from megarl.reshard.run_plan import ITEMSIZE, sent_adapters, target_of_run
 from megarl.reshard.slices import engine_slices
 from megarl.reshard.targets import EVERY_RANK, EngineTarget, check_target
 from megarl.reshard.tensors import TensorTable
@@ -57,6 +58,11 @@ class PlannedRole:
             return (NOTHING_HELD,) * self.layout.pp
         return stage_parameters(self.shape, self.layout, value_head=self.value_head, freeze=self.freeze)
 
+    @property
+    def adapters(self) -> int:
+        """Parameters of all adapters of the whole model."""
+        return sum(stage.adapters for stage in stage_parameters(self.shape, Layout()))
+
     def state_bytes(self, itemsize: int, fp8_recipe: str | None) -> StateBytes:
         """Bytes of gradients and optimizer state of a role that is trained, for weights of `itemsize` bytes."""
         return state_bytes(self.trained.megatron if self.trained is not None else {}, itemsize, fp8_recipe)
@@ -70,12 +76,17 @@ class PlannedRole:
         return [self.parameters[stage].expert * precision.itemsize / max(1, with_experts)] * with_experts
 
 
+ADAPTER_PLACES = 2
+"""Of an SGLang server: the policy's adapters, and one place that stays empty, for requests without any."""
+
+
 @dataclass(frozen=True)
 class Engines:
     """The engines of a run, which take the weights of `trainer`'s ranks and serve them in `format` (None: as they are).
 
     `max_total_tokens` and `memory_fraction` are SGLang's arguments, where the config gives them. `stages_weights`: training
-    ranks hand weights over in buffers. `relays_weights`: to an engine on another machine by way of a rank there.
+    ranks hand weights over in buffers. `relays_weights`: to an engine on another machine by way of a rank there. `lora`: the
+    adapters that engines add themselves; None: none.
     """
 
     target: EngineTarget
@@ -87,16 +98,30 @@ class Engines:
     memory_fraction: float | None
     stages_weights: bool
     relays_weights: bool
+    lora: Lora | None = None
 
     @property
     def plan(self) -> ReshardPlan:
         """The way of the weights to the engines."""
-        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, self.format)
+        return _reshard_plan(self.shape, self.trainer, self.target, self.itemsize, self.format, self.lora)
 
     @property
     def weight_bytes(self) -> int:
         """The most that a rank of an engine holds of the weights."""
         return self._held[0]
+
+    @property
+    def adapter_bytes(self) -> int:
+        """What a rank of an engine that adds adapters itself has for them: `ADAPTER_PLACES` of each, split as its weights are."""
+        if self.lora is None:
+            return 0
+        held = stage_parameters(self.adapted, Layout(tp=self.target.tp))
+        return ADAPTER_PLACES * sum(stage.adapters for stage in held) * self.itemsize
+
+    @property
+    def adapted(self) -> ModelShape:
+        """The model with the adapters that the engines add."""
+        return _with_lora(self.shape, self.lora)
 
     @property
     def expert_share(self) -> float:
@@ -131,9 +156,9 @@ class Engines:
 
 @lru_cache(maxsize=32)
 def _reshard_plan(
-    shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, format: WeightFormat | None
+    shape: ModelShape, trainer: Layout, target: EngineTarget, itemsize: int, format: WeightFormat | None, lora: Lora | None
 ) -> ReshardPlan:
-    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format, predicts=shape.predicts)
+    return plan_reshard(shape.config, trainer, target, itemsize=itemsize, format=format, predicts=shape.predicts, lora=lora)
 
 
 @cache
@@ -203,12 +228,17 @@ def role_shape(role: ConfiguredRole) -> ModelShape:
     """
     if role.trained is None:
         return ModelShape.read(role.folder)
-    return _adapted(role.folder, role.trained.predicts, role.trained.lora, f"{role.name}.lora")
+    shape, field = ModelShape.read(role.folder, predicts=role.trained.predicts), f"{role.name}.lora"
+    return _adapted(shape, role.trained.lora, field) if role.trained.lora.on else shape
 
 
 @lru_cache(maxsize=8)
-def _adapted(folder: str, predicts: bool, section: LoraConfig, field: str) -> ModelShape:
-    shape = ModelShape.read(folder, predicts=predicts)
+def _with_lora(shape: ModelShape, lora: Lora | None) -> ModelShape:
+    return shape.with_lora(lora)
+
+
+@lru_cache(maxsize=8)
+def _adapted(shape: ModelShape, section: LoraConfig, field: str) -> ModelShape:
     return shape.with_lora(lora_of(section, shape.config, field), field)
 
 
@@ -244,4 +274,5 @@ def _engines(config: AnyConfig) -> Engines:
         memory_fraction=None if fraction is None else float(fraction),
         stages_weights=config.sampling.weight_transport in ("shared_memory", "rdma"),
         relays_weights=config.sampling.weight_transport == "shared_memory",
+        lora=sent_adapters(config),
     )

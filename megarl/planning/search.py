@@ -25,6 +25,7 @@ from megarl.planning.lengths import Lengths
 from megarl.planning.optimizer_bytes import state_bytes
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import CapacityPlan, make_plan
+from megarl.planning.roles import role_shape
 from megarl.reshard.run_plan import ITEMSIZE
 
 LARGEST_CP = 8
@@ -161,7 +162,7 @@ def _least_bytes(config: AnyConfig, layout: Layout) -> float:
     """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
     itemsize = ITEMSIZE[config.model.dtype]
     gradient = state_bytes(config.policy.megatron, itemsize).gradient
-    shape = ModelShape.read(config.model.path, predicts=config.policy.predicts)
+    shape = role_shape(config.roles[0])
     stages = stage_parameters(shape, layout, freeze=config.policy.freeze)
     return max((stage.dense + stage.expert) * itemsize + stage.trained * gradient for stage in stages)
 

@@ -12,7 +12,7 @@ from megarl.planning.plan import CapacityPlan
 from megarl.planning.search import Found
 from megarl.planning.turns import STATED
 
-PARTS = (*STATIC, "KV cache", *MOMENTARY, "working", "staging", "asleep", "contexts")
+PARTS = (*STATIC, "adapters", "KV cache", *MOMENTARY, "working", "staging", "asleep", "contexts")
 SHOWN = 10
 """Choices of a search that are shown."""
 
@@ -88,6 +88,10 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
         sizes = {name: getattr(role.layout, name) or 1 for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
         layout = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "one rank"
         trained = "trained" if role.trained is not None else "frozen"
+        if role.shape.lora is not None:
+            trained = f"adapters of rank {role.shape.lora.rank} trained ({role.adapters / 1e6:,.1f}M parameters)"
+        elif role.shares_weights:
+            trained = "the policy without its adapters"
         where = f"in the processes of {role.group}"
         table.add_row(role.name, f"{trained}, {role.layout.world_size:,} ranks ({layout}), {where}")
     if run.engines is not None:

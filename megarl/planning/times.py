@@ -205,7 +205,7 @@ def _update(
     of_step = float(run.config.sequences_per_step)
     # Of a part that is frozen, gradients of the weights are not computed; before the first one that is not, none are.
     decoder = 2.0 + _trained_share(role) + _computed_anew(role.shape, precision)
-    tower = 1.0 if "vision" in role.freeze else 3.0 + (precision.recompute == "full")
+    tower = 1.0 if "vision" in role.freeze or role.shape.lora is not None else 3.0 + (precision.recompute == "full")
     if role.trained is not None and role.trained.experts.balance_coef:  # a pass that counts loads comes before
         decoder, tower = decoder + 1.0, tower + 1.0
     one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower, prediction=decoder)

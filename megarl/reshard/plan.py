@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megarl.config.layout import Layout
 from megarl.models.architecture import HFConfig
+from megarl.models.lora import Lora, with_adapters
 from megarl.models.packings import padded_vocab
 from megarl.models.registry import architecture_for
 from megarl.models.weight_formats import WeightFormat
@@ -273,21 +274,26 @@ def plan_reshard(
     bucket_bytes: int = BUCKET_BYTES,
     format: WeightFormat | None = None,
     predicts: bool = False,
+    lora: Lora | None = None,
 ) -> ReshardPlan:
     """Plan the way from training ranks in `layout` to engines; the config is all that is read of the model.
 
     `itemsize` are the bytes of an element as it is sent (2: bfloat16). With a `format` weights are sent as it stores them.
-    `predicts`: the layer for multi-token prediction is sent, too.
+    `predicts`: the layer for multi-token prediction is sent, too. `lora`: these adapters are sent, and nothing else.
 
     Raises:
         LayoutError: the training layout or the engines cannot hold the model, or `bucket_bytes` is less than a row of a tensor.
         ModelError: the architecture is unknown, or the config contradicts itself.
+        ConfigError: `lora` is for layers that the model does not have.
     """
     architecture = architecture_for(hf_config)
     check_target(hf_config, target)
     vocab = int(architecture.gpt_kwargs(hf_config)["vocab_size"])
     weight_map = architecture.weight_map(hf_config)
     weight_map = weight_map.with_prediction() if predicts else weight_map
+    if lora is not None:
+        adapted = with_adapters(weight_map, lora, architecture.rows_together(hf_config))
+        weight_map = replace(adapted, rules=adapted.rules[len(weight_map.rules) :])
     weight_map = format.quantised_map(weight_map) if format is not None else weight_map
     return plan_of_map(weight_map, layout, target, padded_vocab(vocab, layout.tp), itemsize, bucket_bytes)
 

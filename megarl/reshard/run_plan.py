@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import ConfigError, LayoutError, describe_value
+from megarl.models.lora import Lora
+from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.models.weight_formats import engine_format
 from megarl.reshard.communicators import check_communicators
@@ -16,6 +18,7 @@ from megarl.reshard.relays import check_relays
 from megarl.reshard.targets import EngineTarget
 
 if TYPE_CHECKING:
+    from megarl.config import AnyConfig
     from megarl.config.rollout import RolloutConfig
     from megarl.config.schema import Config
     from megarl.reshard.placement import Placement
@@ -30,7 +33,7 @@ NOT_PLANNED = {
 
 
 def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
-    """The plan of a run's weight updates, from its config and the model's `config.json`, where ranks run on `platform`.
+    """The plan of a run's updates, of all weights or of adapters alone, from its config and the model's `config.json`, where ranks run on `platform`.
 
     Raises:
         ConfigError: the engines take no weights, or have an argument that puts them where no plan knows.
@@ -48,7 +51,20 @@ def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
         bucket_bytes=bucket_of_load(LOAD_BYTES[platform], to),
         format=format,
         predicts=config.syncs_prediction,
+        lora=sent_adapters(config),
     )
+
+
+def sent_adapters(config: AnyConfig) -> Lora | None:
+    """The adapters that engines are sent in place of weights; None: they are sent weights, with adapters merged in.
+
+    Raises:
+        ModelError: the model's config.json, or the adapters that training starts from, cannot be read.
+    """
+    lora = config.policy.lora
+    if config.sampling is None or not lora.on or lora.sync != "adapters":
+        return None
+    return lora_of(lora, load_hf_config(config.model.path), "policy.lora")
 
 
 def check_transport(config: Config, placement: Placement, platform: str = "cuda") -> None:

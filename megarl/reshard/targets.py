@@ -15,6 +15,7 @@ import numpy as np
 from megarl.config.layout import closest, divisors
 from megarl.errors import LayoutError
 from megarl.models.architecture import HFConfig
+from megarl.models.lora import AdapterColumns, AdapterRows
 from megarl.models.packings import GateUp, GroupedQKV, Sections, Vocabulary
 from megarl.models.quantised_packings import BlockScales, GroupedColumns
 from megarl.models.registry import architecture_for, architectures
@@ -104,6 +105,9 @@ class EngineTarget:
             inner, name = replace(rule, packing=rule.packing.of), rule.hf_names[part]
             return [rule.packing.held(*held, part, name) for held in self.own_intervals(inner, part)]
         length = rule.packing.hf_shapes[part][axis or 0]
+        if isinstance(rule.packing, AdapterRows | AdapterColumns) and axis is not None:
+            weight = replace(rule, packing=rule.packing.weight)
+            return self.own_intervals(weight, rule.packing.parts[part] if isinstance(rule.packing, AdapterRows) else 0)
         if rule.is_expert and axis is None:  # a bias of outputs that these ranks add up
             return [(0, length)] + [(0, 0)] * (self.expert_tp - 1)
         if rule.is_expert:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from megarl.config.layout import Layout
 from megarl.config.sections import PolicyConfig
 from megarl.megatron.options import PredictionOptions
+from megarl.models.lora import Lora
 from megarl.models.shape import shape_of
 from megarl.planning.activations import Precision
 from megarl.planning.memory import Workload, role_memory
@@ -99,7 +100,10 @@ class Case:
         sizes = {size: getattr(self.layout, size) or 1 for size in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")}
         said = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         said += ["sp"] if self.layout.sequence_parallel else []
-        chosen = {name: value for name, value in self.options.items() if name not in ("megatron", "fp8_recipe", "prediction")}
+        chosen = {
+            name: value for name, value in self.options.items() if name not in ("megatron", "fp8_recipe", "prediction", "lora")
+        }
+        chosen |= {"lora": f"lora of {','.join(self.options['lora'].targets)}"} if "lora" in self.options else {}
         fields = [f"{name}={value}".replace("torch.", "") for name, value in self.options.get("megatron", {}).items()]
         return " ".join([self.model, *(said or ["one rank"]), *map(str, chosen.values()), *fields])
 
@@ -111,6 +115,7 @@ class Case:
         )
         shape = shape_of(COMMON | MODELS[self.model])
         shape = shape.with_prediction if "prediction" in self.options else shape
+        shape = shape.with_lora(self.options.get("lora"))
         role = PlannedRole("policy", "policy", shape, self.layout, False, trained, TOKENS, None)
         itemsize = 2 if self.options.get("dtype") == "bfloat16" else 4
         precision = Precision("reference", itemsize, self.options.get("recompute", "none"))
@@ -118,6 +123,7 @@ class Case:
 
 
 SP = {"tp": 2, "sequence_parallel": True}
+LORA = Lora(rank=16, alpha=16.0)
 MTP = {"prediction": PredictionOptions()}
 LOW = {"dtype": "bfloat16", "megatron": {"grad_reduce_in_fp32": False}}
 CASES = [
@@ -127,6 +133,11 @@ CASES = [
     Case("llama", Layout(pp=2, vpp=2), micro_batches=4),
     Case("llama", Layout(pp=2, dp=2), {"recompute": "full"}, micro_batches=4),
     Case("llama", Layout(**SP, pp=2), {"dtype": "bfloat16"}, micro_batches=4),
+    Case("llama", Layout(), {"lora": LORA}),
+    Case("llama", Layout(), {"lora": replace(LORA, targets=("q_proj", "down_proj"))}),
+    Case("llama", Layout(**SP, pp=2), {"dtype": "bfloat16", "lora": LORA}, micro_batches=4),
+    Case("qwen3_moe", Layout(dp=2, ep=2), {"dtype": "bfloat16", "lora": LORA}),
+    Case("deepseek_v3", Layout(), {"recompute": "full", "lora": LORA}),
     Case("olmo2", Layout()),
     Case("olmo2", Layout(**SP), {"dtype": "bfloat16"}),
     Case("glm4", Layout()),
