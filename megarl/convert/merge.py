@@ -29,8 +29,8 @@ def merge_adapters(base: str | Path, adapter: str | Path, target: str | Path) ->
     folder = HFFolder(base)
     if folder.config.get("quantization_config"):
         raise ModelError(
-            f"'{base}' holds quantised weights (quantization_config in config.json), to which nothing can be added exactly; write "
-            "its weights in bfloat16 first, with `megarl convert import` and `export`"
+            f"'{base}' holds quantised weights (quantization_config in config.json), to which nothing can be added exactly; "
+            "write its weights in bfloat16 first, with `megarl convert import` and `export`"
         )
     adapters = AdapterFolder(adapter, folder.config)
     config = sequence_classifier(folder.config) if adapters.has_score else folder.config
