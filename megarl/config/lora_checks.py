@@ -46,8 +46,8 @@ def _check_section(field: str, lora: LoraConfig) -> None:
                 f"the folder in {field}.adapter says for itself",
                 allowed=f"left at {default}",
             )
-    elif not lora.rank and changed:
-        name, value = next(iter(changed.items()))
+    elif not lora.rank and (chosen := changed.keys() & {"targets", "exclude"}):
+        name, value = max(chosen), changed[max(chosen)]
         remedy = f"set {field}.rank, or remove {field}.{name}"
         raise ConfigError.needs(f"{field}.{name} = {_stated(value)}", "adapters, which a rank of 0 leaves out", remedy)
 

@@ -195,9 +195,9 @@ class ReferenceConfig(Section):
     reset_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the policy in the reference after `reset_every` (TR-DPO's alpha); the rest stays. 1: copy the policy."""
 
-    def is_policy_without_adapters(self, policy: PolicyConfig, folder: str) -> bool:
-        """Whether it is the model in `folder` that the policy's adapters stand beside, so that no second model is loaded."""
-        return policy.lora.on and self.path in (None, folder) and self.layout is None and self.megatron is None
+    def is_policy_as_it_began(self, policy: PolicyConfig, folder: str) -> bool:
+        """Whether it is the policy without what its adapters learn beside the model in `folder`: no second model is loaded."""
+        return policy.lora.on and self.path in (None, folder) and self.layout is None
 
 
 class NamedTeacherConfig(Section):

@@ -32,7 +32,7 @@ from megarl.reshard.tensors import TensorTable
 class PlannedRole:
     """A model of the run. `group` names the processes it lives in; `trained` is None of one that only answers.
 
-    `averaged`: its weights are a moving average of the policy's. `shares_weights`: they are the policy's, without adapters.
+    `averaged`: its weights are a moving average of the policy's. `shares_weights`: they are the policy's, but for its adapters.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Engines:
 
     @property
     def adapter_bytes(self) -> int:
-        """What a rank of an engine that adds adapters itself has for them: `ADAPTER_PLACES` of each, split as its weights are."""
+        """What a rank of an engine that adds adapters has for them: `ADAPTER_PLACES`, each split as its weights are."""
         if self.lora is None:
             return 0
         held = stage_parameters(self.adapted, Layout(tp=self.target.tp))
@@ -255,8 +255,7 @@ def _role(config: AnyConfig, role: ConfiguredRole) -> PlannedRole:
         sizes.max_tokens_per_micro_batch,
         sizes.logit_chunk_tokens,
         averaged=role.name == "reference" and config.reference.reset_share != 1,
-        shares_weights=role.name == "reference"
-        and config.reference.is_policy_without_adapters(config.policy, config.model.path),
+        shares_weights=role.name == "reference" and config.reference.is_policy_as_it_began(config.policy, config.model.path),
     )
 
 

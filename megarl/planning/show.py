@@ -91,7 +91,7 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
         if role.shape.lora is not None:
             trained = f"adapters of rank {role.shape.lora.rank} trained ({role.adapters / 1e6:,.1f}M parameters)"
         elif role.shares_weights:
-            trained = "the policy without its adapters"
+            trained = "the policy without what its adapters learn"
         where = f"in the processes of {role.group}"
         table.add_row(role.name, f"{trained}, {role.layout.world_size:,} ranks ({layout}), {where}")
     if run.engines is not None:

@@ -33,7 +33,9 @@ NOT_PLANNED = {
 
 
 def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
-    """The plan of a run's updates, of all weights or of adapters alone, from its config and the model's `config.json`, where ranks run on `platform`.
+    """The plan of a run's updates, of all weights or of adapters alone, by its config and the model's `config.json`.
+
+    `platform`: where ranks run.
 
     Raises:
         ConfigError: the engines take no weights, or have an argument that puts them where no plan knows.
