@@ -108,7 +108,7 @@ def test_the_command_says_what_it_did_and_refuses_in_a_sentence(tmp_path: Path, 
     assert main(command) == 2
     assert "exists already" in capsys.readouterr().err
     (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ModelError, match="holds quantised weights .quantization_config in config.json., to which nothing"):
+    with pytest.raises(ModelError, match=r"holds quantised weights .quantization_config in config.json., to which nothing"):
         merge_adapters(base, adapter, tmp_path / "new")
     (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     assert main([*command[:-1], str(tmp_path / "new")]) == 2

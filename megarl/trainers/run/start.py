@@ -12,7 +12,7 @@ from megarl.errors import ModelError
 from megarl.megatron.options import choose_layer_spec
 from megarl.models.flops import FlopsModel
 from megarl.models.registry import architecture_for, load_hf_config, use_architecture
-from megarl.models.shape import ModelShape
+from megarl.planning.roles import role_shape
 from megarl.reshard.placement import Placement
 from megarl.system.hub import CachedModel
 from megarl.system.torchrun import is_torchrun
@@ -94,7 +94,7 @@ def open_roles(config: AnyConfig, groups: Mapping[str, RankGroup]) -> Roles:
         role_specs(config),
         groups,
         choose_layer_spec(config.model.layer_spec, groups[POLICY].platform, config.model.fp8, config.model.dtype),
-        FlopsModel.of(ModelShape.read(config.model.path, predicts=config.policy.predicts)),
+        FlopsModel.of(role_shape(config.roles[0])),
         sampling=config.sampling,
         updates=config.run.steps * config.optimizer_steps_per_step,
     )
