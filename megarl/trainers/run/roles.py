@@ -39,8 +39,7 @@ from megarl.megatron.options import (
     untested_pair,
 )
 from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
-from megarl.models.lora import Lora
-from megarl.models.peft_folder import read_adapter_config
+from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
@@ -173,11 +172,8 @@ class Roles:
             return {"begins": POLICY}
         if trained is None or not trained.lora.on:
             return {}
-        given = trained.lora
-        lora = Lora(given.rank, given.alpha, given.rslora, given.targets, given.exclude)
-        if given.adapter is not None:
-            lora = read_adapter_config(given.adapter, load_hf_config(self.specs[role].path))
-        return {"lora": lora, "adapter": given.adapter, "lora_seed": self.config.run.seed}
+        lora = lora_of(trained.lora, load_hf_config(self.specs[role].path), f"{role}.lora")
+        return {"lora": lora, "adapter": trained.lora.adapter, "lora_seed": self.config.run.seed}
 
     def describe(self) -> str:
         """How the policy is computed and updated, for the start of a run."""
