@@ -36,8 +36,9 @@ CLIENTS: dict[str, openai.AsyncOpenAI] = {}
 
 async def solve(task: Any) -> None:
     """Ask for the next message, and answer its calls, until there are none."""
-    client = CLIENTS.setdefault(task.base_url, openai.AsyncOpenAI(base_url=task.base_url, api_key="one for each episode"))
-    client = client.with_options(api_key=task.api_key)
+    if task.base_url not in CLIENTS:  # one for all episodes: making a client takes longer than asking for a turn
+        CLIENTS[task.base_url] = openai.AsyncOpenAI(base_url=task.base_url, api_key="each episode has its own")
+    client = CLIENTS[task.base_url].with_options(api_key=task.api_key)
     messages: list[Any] = [{"role": "user", "content": task.prompt}]
     for _ in range(3):
         answer = await client.chat.completions.create(model=task.model, messages=messages, tools=TOOLS)
