@@ -8,10 +8,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
@@ -66,9 +69,15 @@ def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 async def ask(of: AgentSession, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     """The assistant's message, as a client of OpenAI's gets it."""
-    turn = await of.answer(openai_form.read_request(body(messages, **more)))
-    turn.is_delivered = True
-    return json.loads(json.dumps(openai_form.answer(turn, "megarl", 0)))["choices"][0]["message"]
+    return (await completion(of, messages, **more))["choices"][0]["message"]
+
+
+async def completion(of: AgentSession, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The chat completion, delivered."""
+    turns = await of.answers(openai_form.read_request(body(messages, **more)))
+    for turn in turns:
+        turn.is_delivered = True
+    return json.loads(json.dumps(openai_form.answer(turns, "megarl", 0)))
 
 
 def told_and_sampled(sample: Sample) -> list[tuple[list[int], list[int], list[float]]]:
@@ -155,10 +164,10 @@ def test_a_client_that_went_away_gets_what_was_sampled_for_it() -> None:
         recorder = Recorder()
         of = session(recorder)
         request = openai_form.read_request(body([{"role": "user", "content": "hello"}]))
-        first = await of.answer(request)  # nobody says that it was delivered
-        assert await of.answer(request) is first
+        [first] = await of.answers(request)  # nobody says that it was delivered
+        assert await of.answers(request) == [first]
         first.is_delivered = True
-        assert await of.answer(request) is not first
+        assert await of.answers(request) != [first]
         assert len(recorder.asked) == 2
 
     asyncio.run(scenario())
@@ -175,17 +184,17 @@ def test_a_request_whose_client_went_away_while_it_was_sampled_is_joined_and_oth
 
         of = session(slow)
         request = openai_form.read_request(body([{"role": "user", "content": "hello"}]))
-        gone = asyncio.ensure_future(of.answer(request))
-        stays = asyncio.ensure_future(of.answer(request))  # the same question at the same time is another answer
+        gone = asyncio.ensure_future(of.answers(request))
+        stays = asyncio.ensure_future(of.answers(request))  # the same question at the same time is another answer
         await asyncio.sleep(0)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
-        again = asyncio.ensure_future(of.answer(request))
+        again = asyncio.ensure_future(of.answers(request))
         await asyncio.sleep(0)
         released.set()
         turns = await asyncio.gather(stays, again)
         assert len(asked) == 2
-        assert turns[0] is not turns[1]
+        assert turns[0] != turns[1]
 
     asyncio.run(scenario())
 
@@ -237,8 +246,10 @@ def test_an_engine_that_fails_ends_the_episode_with_its_error() -> None:
     ("given", "sentence"),
     [
         ({"messages": []}, "messages must be a list with at least one message"),
-        ({"n": 2}, "n is 2; it must be left out, or 1"),
-        ({"stop": ["\n"]}, "stop is"),
+        ({"n": 0}, "n is 0; it must be a whole number of at least 1"),
+        ({"stop": [3]}, "stop must be a string, or a list of at most 16 strings"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be a list of token ids"),
+        ({"top_logprobs": 5}, "top_logprobs must be left out, or 0"),
         ({"response_format": {"type": "json_object"}}, "response_format must be left out"),
         ({"tool_choice": "required"}, "tool_choice is"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'; it must be one of system"),
@@ -255,6 +266,125 @@ def test_what_is_not_done_is_refused_in_a_sentence(given: dict[str, Any], senten
     with pytest.raises(RequestError) as refused:
         openai_form.read_request(body([{"role": "user", "content": "hello"}]) | given)
     assert sentence in str(refused.value)
+
+
+def test_several_answers_are_branches_of_one_question_and_each_is_delivered_once() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        of = session(recorder)
+        request = openai_form.read_request(body([{"role": "user", "content": "hello"}], n=3))
+        first = await of.answers(request)
+        assert await of.answers(request) == first, "the client went away and asks again"
+        answer = await completion(of, [{"role": "user", "content": "hello"}], n=3)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+        assert [turn.number for turn in first] == [0, 1, 2]
+        assert len(recorder.asked) == 3
+        assert answer["usage"]["completion_tokens"] == sum(len(generation.response_ids) for _, generation in recorder.asked)
+        await completion(of, [{"role": "user", "content": "hello"}], n=2)
+        samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000)
+        assert len(samples) == 5
+        narrow = session(recorder, SessionLimits(turns=2, context_tokens=1000, response_tokens=1000))
+        with pytest.raises(RequestError, match="n is 3, but the episode may have 2 turns, 0 of which are spent"):
+            await completion(narrow, [{"role": "user", "content": "hello"}], n=3)
+        assert narrow.is_cut
+
+    asyncio.run(scenario())
+
+
+def test_log_probs_are_those_of_the_sampled_tokens() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        recorder.next_text = "so é"
+        answer = await completion(session(recorder), [{"role": "user", "content": "hello"}], logprobs=True)
+        told = answer["choices"][0]["logprobs"]["content"]
+        [(_, generation)] = recorder.asked
+        assert [one["logprob"] for one in told] == generation.log_probs
+        assert [one["token"] for one in told[:3]] == ["s", "o", " "]
+        assert told[-1] == {"token": "<|end|>", "bytes": [*b"<|end|>"], "logprob": generation.log_probs[-1], "top_logprobs": []}
+        plain = await completion(session(Recorder()), [{"role": "user", "content": "hello"}])
+        assert plain["choices"][0]["logprobs"] is None
+
+    asyncio.run(scenario())
+
+
+class Written:
+    """A sampler that says `text` behind what it was first asked, however it is cut into pieces; token n has log-prob −n/8 and
+    version n // 5."""
+
+    def __init__(self, text: str) -> None:
+        self.ids = [*TOKENIZER(text, add_special_tokens=False)["input_ids"], END]
+        self.begin: int | None = None
+        self.asked: list[tuple[int, int]] = []
+
+    async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
+        self.begin = len(ids) if self.begin is None else self.begin
+        start = len(ids) - self.begin
+        assert ids[self.begin :] == self.ids[:start]
+        self.asked.append((start, most))
+        piece = self.ids[start : start + most]
+        places = range(start, start + len(piece))
+        reason: Any = "stop" if piece[-1] == END else "length"
+        routes = np.arange(len(ids) + len(piece) - 1, dtype=np.uint8)[:, None, None]
+        return Generation(piece, [-n / 8 for n in places], [n // 5 for n in places], reason, routes, DraftCounts(1, 2, 3))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize(
+    ("text", "stop", "said"),
+    [
+        ("Thought: add. Observation: 7", ["Observation:"], "Thought: add."),
+        ("one. two", ["two", "."], "one"),
+        ("aab", "ab", "a"),
+        ("Observation:", ["Observation:"], ""),
+        ("no stop here", ["Observation:"], "no stop here"),
+        ("caf\u00e9 \u00e9", ["\u00e9 "], "caf"),
+    ],
+)
+def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int, text: str, stop: Any, said: str) -> None:
+    async def scenario() -> None:
+        sampler = Written(text)
+        of = session(sampler, replace(WIDE, piece_tokens=piece))
+        answer = await completion(of, [{"role": "user", "content": "hello"}], stop=stop)
+        assert answer["choices"][0]["message"]["content"] == (said or None)
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        [turn] = of.tree.turns
+        stops = [stop] if isinstance(stop, str) else stop
+        ends = min((text.index(one) + len(one) for one in stops if one in text), default=None)
+        kept = len(text[:ends].encode()) if ends is not None else len(sampler.ids)
+        generation = turn.generation
+        assert generation.response_ids == sampler.ids[:kept]
+        assert generation.log_probs == [-n / 8 for n in range(kept)]
+        assert generation.weight_versions == [n // 5 for n in range(kept)]
+        assert generation.drafts == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), NO_DRAFTS)
+        sampled = min(sampler.asked[-1][0] + piece, len(sampler.ids))
+        assert of.counts["tokens_behind_stops"] == sampled - kept
+        routes = generation.routes
+        assert routes is not None
+        assert len(routes) == len(turn.told_ids) + kept - 1
+        known = routes[:, 0, 0] != 255
+        of_one_version = (sampled - 1) // 5 == (kept - 1) // 5
+        assert known.all() if of_one_version else not known.any(), "those of a pass under other weights are gone"
+
+    asyncio.run(scenario())
+
+
+def test_stop_tokens_and_limits_end_a_turn_that_has_stops_and_its_history_goes_on() -> None:
+    async def scenario() -> None:
+        x = ids_of("x")[0]
+        of = session(Written("say x and y"), replace(WIDE, piece_tokens=2))
+        answer = await completion(of, [{"role": "user", "content": "hello"}], stop_token_ids=[x])
+        assert answer["choices"][0]["message"]["content"] == "say"
+        assert of.tree.turns[0].generation.response_ids == ids_of("say x")
+        [first] = of.tree.turns
+        said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "say"}, {"role": "user", "content": "?"}]
+        request = openai_form.read_request(body(said))
+        assert of.tree.attach(request.messages, request.tools_key) == (first, 2)
+        cut = session(Written("say x and y"), replace(WIDE, piece_tokens=2))
+        answer = await completion(cut, [{"role": "user", "content": "hello"}], stop="and", max_completion_tokens=5)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["completion_tokens"] == 5
+
+    asyncio.run(scenario())
 
 
 def test_both_protocols_say_the_same() -> None:

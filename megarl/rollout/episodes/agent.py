@@ -16,6 +16,7 @@ from megarl.rollout.episodes.environment import REWARD
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.sessions.agents import AgentEnd
 from megarl.rollout.sessions.session import AgentSession, ChatRenderer, SessionLimits
+from megarl.rollout.sessions.stops import PIECE_TOKENS
 from megarl.rollout.sessions.tree import TurnTree
 
 TRIES = 3
@@ -30,7 +31,10 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     """
     agents = context.agents
     assert agents is not None
-    limits = SessionLimits(context.max_turns, context.max_prompt_tokens + context.max_new_tokens, context.max_new_tokens)
+    most = context.max_new_tokens
+    # a response of a policy that sees may be cut behind any token, and must not go on then: its turns are sampled in one piece
+    piece = most if context.pictures is not None else PIECE_TOKENS
+    limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most, piece)
     end = AgentEnd()
     async with agents.place():
         for _ in range(TRIES):

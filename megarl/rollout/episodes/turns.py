@@ -92,7 +92,11 @@ class TurnTemplate:
         """The text of a sampled turn without the token that ended it."""
         ids = generation.response_ids
         ended = generation.finish_reason == "stop" and ids and ids[-1] in self._special_ids
-        return str(self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False))
+        return self.sampled_text(ids[:-1] if ended else ids)
+
+    def sampled_text(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, special ones included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def between(self, messages: Sequence[ToldMessage], last_sampled: int) -> ToldTokens:
         """The ids that follow a turn whose last token is `last_sampled`, up to where the next turn begins.

@@ -11,11 +11,13 @@ from megarl.rollout.sessions.messages import (
     RequestError,
     SaidCall,
     SessionMessage,
-    canonical_json,
+    as_json,
     checked_tools,
     positive,
+    stop_strings,
     text_of,
 )
+from megarl.rollout.sessions.stops import Stops
 from megarl.rollout.sessions.tree import Turn
 
 IGNORED = ("temperature", "top_p", "top_k")
@@ -28,8 +30,6 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         RequestError: it is none, or asks for what is not done here.
     """
-    if body.get("stop_sequences"):
-        raise RequestError("stop_sequences must be left out")
     if (body.get("tool_choice") or {"type": "auto"}).get("type") != "auto":
         raise RequestError("tool_choice must be left out, or of type 'auto'")
     given = body.get("messages")
@@ -59,6 +59,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         max_tokens=positive(body.get("max_tokens"), "max_tokens"),
         stream=bool(body.get("stream")),
         ignored=tuple(name for name in IGNORED if body.get(name) is not None),
+        stops=Stops(stop_strings(body.get("stop_sequences"), "stop_sequences")),
     )
 
 
@@ -92,7 +93,7 @@ def _call(block: Mapping[str, Any], where: str) -> SaidCall:
     name, arguments = block.get("name"), block.get("input")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise RequestError(f"{where}.content has a tool_use without a name, or whose input is no object")
-    return SaidCall(name, canonical_json(arguments), str(block.get("id", "")))
+    return SaidCall(name, as_json(arguments), str(block.get("id", "")))
 
 
 def answer(turn: Turn, model: str) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def answer(turn: Turn, model: str) -> dict[str, Any]:
         "model": model,
         "content": list(_blocks(turn)),
         "stop_reason": _stop_reason(turn),
-        "stop_sequence": None,
+        "stop_sequence": turn.stopped_by,
         "usage": _usage(turn),
     }
 
@@ -112,14 +113,14 @@ def answer(turn: Turn, model: str) -> dict[str, Any]:
 def events(turn: Turn, model: str) -> Iterator[dict[str, Any]]:
     """The same as the events of a stream."""
     whole = answer(turn, model)
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**_usage(turn), "output_tokens": 0}}
+    begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**_usage(turn), "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
     for place, block in enumerate(whole["content"]):
         empty, delta = _as_delta(block)
         yield {"type": "content_block_start", "index": place, "content_block": empty}
         yield {"type": "content_block_delta", "index": place, "delta": delta}
         yield {"type": "content_block_stop", "index": place}
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    delta = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
 
@@ -150,6 +151,8 @@ def _as_delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _stop_reason(turn: Turn) -> str:
     if turn.generation.finish_reason != "stop":
         return "max_tokens"
+    if turn.stopped_by is not None:
+        return "stop_sequence"
     return "tool_use" if turn.said.calls else "end_turn"
 
 

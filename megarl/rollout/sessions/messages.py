@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.data.told_pictures import PicturedText
+from megarl.rollout.sessions.stops import Stops
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles that a request may have, and what the chat template is told of them."""
+
+
+MOST_STOPS = 16
+"""Stop strings in one request."""
 
 
 class RequestError(Exception):
@@ -23,11 +28,16 @@ class RequestError(Exception):
 
 @dataclass(frozen=True)
 class SaidCall:
-    """A call of a tool in an assistant's message; `arguments` is JSON text, its keys in order."""
+    """A call of a tool in an assistant's message; `arguments` is the JSON text of an object."""
 
     name: str
     arguments: str
     call_id: str = ""
+
+    @property
+    def meaning(self) -> tuple[str, Any]:
+        """Equal for calls that do the same."""
+        return self.name, json.loads(self.arguments)
 
 
 @dataclass(frozen=True)
@@ -49,9 +59,8 @@ class SessionMessage:
         assistant said, which many clients take off.
         """
         mine, its = (self.text, other.text) if self.role != "assistant" else (self.text.strip(), other.text.strip())
-        return (self.role, mine, *((c.name, c.arguments) for c in self.calls)) == (
-            other.role, its, *((c.name, c.arguments) for c in other.calls)
-        )  # fmt: skip
+        same_calls = [call.meaning for call in self.calls] == [call.meaning for call in other.calls]
+        return (self.role, mine) == (other.role, its) and same_calls
 
     def for_template(self) -> dict[str, Any]:
         """As a chat template takes it; its content is text without pictures, so far."""
@@ -75,9 +84,9 @@ class SessionMessage:
         return message
 
 
-def canonical_json(arguments: Mapping[str, Any]) -> str:
-    """The JSON text of a call's arguments, equal for equal arguments."""
-    return json.dumps(arguments, sort_keys=True, ensure_ascii=False)
+def as_json(arguments: Mapping[str, Any]) -> str:
+    """The JSON text of a call's arguments, in the order in which they were given: a chat template writes them in it."""
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,11 @@ class ChatRequest:
     ignored: tuple[str, ...] = ()
     with_usage: bool = False
     """Whether a stream ends with the number of tokens."""
+    count: int = 1
+    """Answers that are wanted."""
+    stops: Stops = field(default_factory=Stops)
+    log_probs: bool = False
+    """Whether the client wants those of the sampled tokens."""
 
     @property
     def tools_key(self) -> str:
@@ -134,8 +148,20 @@ def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     return tuple(given)
 
 
+def stop_strings(value: Any, name: str) -> tuple[str, ...]:
+    """`stop` of a request: nothing, a string, or a list of them; empty ones are left out.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    given = [value] if isinstance(value, str) else value or []
+    if not isinstance(given, list) or len(given) > MOST_STOPS or not all(isinstance(stop, str) for stop in given):
+        raise RequestError(f"{name} must be a string, or a list of at most {MOST_STOPS} strings")
+    return tuple(filter(None, given))
+
+
 def positive(value: Any, name: str) -> int | None:
-    """A limit on tokens: a whole number from 1, or None.
+    """A whole number from 1, or None.
 
     Raises:
         RequestError: it is something else.

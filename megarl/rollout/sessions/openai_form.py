@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.rollout.sessions.messages import (
@@ -12,11 +12,13 @@ from megarl.rollout.sessions.messages import (
     RequestError,
     SaidCall,
     SessionMessage,
-    canonical_json,
+    as_json,
     checked_tools,
     positive,
+    stop_strings,
     text_of,
 )
+from megarl.rollout.sessions.stops import Stops
 from megarl.rollout.sessions.tree import Turn
 
 IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "logit_bias")
@@ -29,9 +31,10 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         RequestError: it is none, or asks for what is not done here.
     """
-    for name, only in (("n", 1), ("logprobs", False), ("top_logprobs", 0), ("tool_choice", "auto"), ("stop", [])):
-        if body.get(name) not in (None, only, *(([""],) if name == "stop" else ())):
-            raise RequestError(f"{name} is {json.dumps(body[name])[:80]}; it must be left out, or {json.dumps(only)}")
+    if body.get("tool_choice") not in (None, "auto"):
+        raise RequestError(f"tool_choice is {json.dumps(body['tool_choice'])[:80]}; it must be left out, or 'auto'")
+    if body.get("top_logprobs") not in (None, 0):
+        raise RequestError("top_logprobs must be left out, or 0: the sampler has the log-probs of sampled tokens alone")
     response_format = body.get("response_format")
     if response_format is not None and response_format != {"type": "text"}:
         raise RequestError(
@@ -50,7 +53,16 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
         stream=bool(body.get("stream")),
         ignored=tuple(name for name in IGNORED if body.get(name) is not None),
         with_usage=bool(isinstance(stream_options, dict) and stream_options.get("include_usage")),
+        count=positive(body.get("n"), "n") or 1,
+        stops=Stops(stop_strings(body.get("stop"), "stop"), _token_ids(body.get("stop_token_ids"))),
+        log_probs=bool(body.get("logprobs")),
     )
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    if not isinstance(given or [], list) or not all(isinstance(token, int) for token in given or []):
+        raise RequestError("stop_token_ids must be a list of token ids")
+    return tuple(given or [])
 
 
 def _message(given: Any, where: str) -> SessionMessage:
@@ -73,47 +85,63 @@ def _call(given: Any, where: str) -> SaidCall:
     try:
         arguments = json.loads(function["arguments"] or "{}")  # type: ignore[index]
         if isinstance(arguments, dict):
-            return SaidCall(str(function["name"]), canonical_json(arguments), str(given.get("id") or ""))  # type: ignore[index]
+            return SaidCall(str(function["name"]), as_json(arguments), str(given.get("id") or ""))  # type: ignore[index]
     except (KeyError, TypeError, ValueError, RecursionError):
         pass
     raise RequestError(f"{where}.tool_calls must be functions, each with a name and the JSON text of an object as arguments")
 
 
-def answer(turn: Turn, model: str, created: int) -> dict[str, Any]:
-    """The chat completion that `turn` is."""
+def answer(turns: Sequence[Turn], model: str, created: int) -> dict[str, Any]:
+    """The chat completion whose choices `turns` are, all behind the same tokens."""
+    return {
+        "id": f"chatcmpl-{turns[0].number}",
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": [_choice(turn, index) for index, turn in enumerate(turns)],
+        "usage": _usage(turns),
+    }
+
+
+def _choice(turn: Turn, index: int) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": turn.said.text or None}
     if turn.said.reasoning:
         message["reasoning_content"] = turn.said.reasoning
     if turn.said.calls:
         message["tool_calls"] = [_call_form(call) for call in turn.said.calls]
-    return {
-        "id": f"chatcmpl-{turn.number}",
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
-        "choices": [{"index": 0, "message": message, "finish_reason": _finish_reason(turn), "logprobs": None}],
-        "usage": _usage(turn),
-    }
+    return {"index": index, "message": message, "finish_reason": _finish_reason(turn), "logprobs": _log_probs(turn)}
 
 
-def chunks(turn: Turn, model: str, created: int, *, with_usage: bool) -> Iterator[dict[str, Any]]:
+def chunks(turns: Sequence[Turn], model: str, created: int, *, with_usage: bool) -> Iterator[dict[str, Any]]:
     """The same as the chunks of a stream."""
-
-    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
-        begun = {"id": f"chatcmpl-{turn.number}", "object": "chat.completion.chunk", "created": created, "model": model}
-        return {**begun, "choices": choices}
-
-    yield chunk({"role": "assistant", "content": ""})
-    if turn.said.reasoning:
-        yield chunk({"reasoning_content": turn.said.reasoning})
-    if turn.said.text:
-        yield chunk({"content": turn.said.text})
-    for place, call in enumerate(turn.said.calls):
-        yield chunk({"tool_calls": [{"index": place, **_call_form(call)}]})
-    yield chunk({}, _finish_reason(turn))
+    begun = {"id": f"chatcmpl-{turns[0].number}", "object": "chat.completion.chunk", "created": created, "model": model}
+    for index, turn in enumerate(turns):
+        for choice in _deltas(turn):
+            yield {**begun, "choices": [{"index": index, "finish_reason": None, **choice}]}
     if with_usage:
-        yield {**chunk({}), "choices": [], "usage": _usage(turn)}
+        yield {**begun, "choices": [], "usage": _usage(turns)}
+
+
+def _deltas(turn: Turn) -> Iterator[dict[str, Any]]:
+    yield {"delta": {"role": "assistant", "content": ""}, "logprobs": _log_probs(turn)}
+    if turn.said.reasoning:
+        yield {"delta": {"reasoning_content": turn.said.reasoning}}
+    if turn.said.text:
+        yield {"delta": {"content": turn.said.text}}
+    for place, call in enumerate(turn.said.calls):
+        yield {"delta": {"tool_calls": [{"index": place, **_call_form(call)}]}}
+    yield {"delta": {}, "finish_reason": _finish_reason(turn)}
+
+
+def _log_probs(turn: Turn) -> dict[str, Any] | None:
+    """Of every sampled token, thoughts and calls included; None: nobody has asked for them."""
+    if not turn.token_texts:
+        return None
+    sampled = zip(turn.token_texts, turn.generation.log_probs, strict=True)
+    return {
+        "content": [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in sampled],
+        "refusal": None,
+    }
 
 
 def error(message: str, code: str) -> dict[str, Any]:
@@ -131,7 +159,7 @@ def _finish_reason(turn: Turn) -> str:
     return "tool_calls" if turn.said.calls else "stop"
 
 
-def _usage(turn: Turn) -> dict[str, int]:
-    sampled = len(turn.generation.response_ids)
-    before = len(turn.ids) - sampled
+def _usage(turns: Sequence[Turn]) -> dict[str, int]:
+    before = len(turns[0].ids) - len(turns[0].generation.response_ids)
+    sampled = sum(len(turn.generation.response_ids) for turn in turns)
     return {"prompt_tokens": before, "completion_tokens": sampled, "total_tokens": before + sampled}

@@ -1,7 +1,9 @@
-"""The endpoint at which agents act: OpenAI's chat completions and Anthropic's messages, for whoever has the key of an episode.
+"""The endpoint at which agents act, for whoever has the key of an episode: OpenAI's chat completions and responses, and
+Anthropic's messages.
 
-`POST /v1/chat/completions`, `POST /v1/messages`, `GET /v1/models`, and `POST /v1/reward` with `{"reward": number}`, by which
-an agent says what its episode is worth. It runs in a thread and an event loop of its own; sessions are asked in theirs.
+`POST /v1/chat/completions`, `POST /v1/responses`, `POST /v1/messages`, `GET /v1/models`, and `POST /v1/reward` with
+`{"reward": number}`, by which an agent says what its episode is worth. It runs in a thread and an event loop of its own;
+sessions are asked in theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from megarl.errors import EpisodeError
-from megarl.rollout.sessions import anthropic_form, openai_form
+from megarl.rollout.sessions import anthropic_form, openai_form, responses_form
 from megarl.rollout.sessions.messages import ChatRequest, RequestError
 from megarl.rollout.sessions.session import AgentSession
 from megarl.rollout.sessions.tree import Turn
@@ -85,9 +87,11 @@ class SessionServer:
     async def _start(self) -> int:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/v1/chat/completions", _guarded(self._chat_completion, openai_form.error))
+        app.router.add_post("/v1/responses", _guarded(self._response, openai_form.error))
         app.router.add_post("/v1/messages", _guarded(self._message, anthropic_form.error))
         app.router.add_post("/v1/reward", _guarded(self._reward, openai_form.error))
         app.router.add_get("/v1/models", _guarded(self._list_models, openai_form.error))
+        app.router.add_get("/v1/models/{name:.+}", _guarded(self._tell_model, openai_form.error))
         # a client that goes away must be noticed: what was sampled for it waits for its next try
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
@@ -113,26 +117,37 @@ class SessionServer:
                 "model_not_found", 404,
             )  # fmt: skip
 
-    async def _turn(self, session: AgentSession, asked: ChatRequest) -> Turn:
+    async def _turns(self, session: AgentSession, asked: ChatRequest) -> list[Turn]:
         self._check_model(asked.model)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answer(asked), session.loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answers(asked), session.loop))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         session, asked = self._session(request), openai_form.read_request(await _body(request))
-        turn, created = await self._turn(session, asked), int(time.time())
+        turns, created = await self._turns(session, asked), int(time.time())
         if asked.stream:
-            parts = openai_form.chunks(turn, asked.model, created, with_usage=asked.with_usage)
+            parts = openai_form.chunks(turns, asked.model, created, with_usage=asked.with_usage)
             lines = [f"data: {json.dumps(c)}\n\n" for c in parts]
-            return await _deliver(request, turn, _Stream([*lines, "data: [DONE]\n\n"]))
-        return await _deliver(request, turn, web.json_response(openai_form.answer(turn, asked.model, created)))
+            return await _deliver(request, turns, _Stream([*lines, "data: [DONE]\n\n"]))
+        return await _deliver(request, turns, web.json_response(openai_form.answer(turns, asked.model, created)))
+
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        session, body = self._session(request), await _body(request)
+        given = responses_form.read_request(body, session.conversations)
+        turns, created = await self._turns(session, given.chat), int(time.time())
+        whole = responses_form.answer(turns[0], given, body, created)
+        session.conversations[whole["id"]] = (*given.conversation, turns[0].said)
+        if given.chat.stream:
+            events = responses_form.events(whole)
+            return await _deliver(request, turns, _Stream([_event(event) for event in events]))
+        return await _deliver(request, turns, web.json_response(whole))
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         session, asked = self._session(request), anthropic_form.read_request(await _body(request))
-        turn = await self._turn(session, asked)
+        turns = await self._turns(session, asked)
         if asked.stream:
-            events = anthropic_form.events(turn, asked.model)
-            return await _deliver(request, turn, _Stream([f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events]))
-        return await _deliver(request, turn, web.json_response(anthropic_form.answer(turn, asked.model)))
+            events = anthropic_form.events(turns[0], asked.model)
+            return await _deliver(request, turns, _Stream([_event(event) for event in events]))
+        return await _deliver(request, turns, web.json_response(anthropic_form.answer(turns[0], asked.model)))
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
@@ -144,8 +159,20 @@ class SessionServer:
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
-        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "megarl"} for name in self.models]
-        return web.json_response({"object": "list", "data": listed})
+        return web.json_response({"object": "list", "data": [_model(name) for name in self.models]})
+
+    async def _tell_model(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        self._check_model(request.match_info["name"])
+        return web.json_response(_model(request.match_info["name"]))
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
+
+
+def _event(event: dict[str, Any]) -> str:
+    return f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
 
 
 class _Stream(web.StreamResponse):
@@ -156,14 +183,15 @@ class _Stream(web.StreamResponse):
         self.lines = lines
 
 
-async def _deliver(request: web.Request, turn: Turn, response: web.StreamResponse) -> web.StreamResponse:
-    """Send `response`; the turn counts as delivered when all of it went out."""
+async def _deliver(request: web.Request, turns: Sequence[Turn], response: web.StreamResponse) -> web.StreamResponse:
+    """Send `response`; the turns in it count as delivered when all of it went out."""
     await response.prepare(request)
     if isinstance(response, _Stream):
         for line in response.lines:
             await response.write(line.encode())
     await response.write_eof()
-    turn.is_delivered = True
+    for turn in turns:
+        turn.is_delivered = True
     return response
 
 

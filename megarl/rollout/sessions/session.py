@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from megarl.data.media import Media
 from megarl.errors import EpisodeError, MegarlError
 from megarl.rollout.engines.protocol import Generation
-from megarl.rollout.sessions.messages import ChatRequest, RequestError, SaidCall, SessionMessage, canonical_json
+from megarl.rollout.sessions.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
+from megarl.rollout.sessions.stops import PIECE_TOKENS, Stopped, sample_until
 from megarl.rollout.sessions.tool_calls import parse_turn
 from megarl.rollout.sessions.tree import Turn, TurnTree
 
@@ -39,6 +40,8 @@ class ChatRenderer(Protocol):
 
     def turn_text(self, generation: Generation) -> str: ...
 
+    def sampled_text(self, ids: Sequence[int]) -> str: ...
+
 
 class Sampler(Protocol):
     """Samples at most `max_new_tokens` tokens behind `ids`."""
@@ -54,6 +57,8 @@ class SessionLimits:
     turns: int
     context_tokens: int
     response_tokens: int
+    piece_tokens: int = PIECE_TOKENS
+    """Tokens that are sampled at once in a turn that a stop string may end."""
 
 
 @dataclass(eq=False)
@@ -79,6 +84,8 @@ class AgentSession:
         self.limits, self.tree, self.counts = limits, TurnTree(), counts
         self.reward: float | None = None
         """What the agent said that its episode is worth."""
+        self.conversations: dict[str, tuple[SessionMessage, ...]] = {}
+        """What was said up to each response that a later request may name, without instructions, by its id."""
         self.is_cut = False
         """Whether the last that it asked for was beyond its limits."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -89,20 +96,39 @@ class AgentSession:
         self._refused = 0
         self._is_closed = False
 
-    async def answer(self, request: ChatRequest) -> Turn:
-        """The turn that follows the request's messages. Cancelling the call leaves the turn to whoever asks the same again.
+    async def answers(self, request: ChatRequest) -> list[Turn]:
+        """The turns that follow the request's messages, as many as it wants. Cancelling the call leaves them to whoever asks
+        the same again.
 
         Raises:
             RequestError: the request is beyond what the session allows.
         """
+        delivered = sum(turn.is_delivered for turn in self.tree.turns)
+        if request.count > 1 and delivered + request.count > self.limits.turns:
+            raise self._refusal(
+                f"n is {request.count}, but the episode may have {self.limits.turns} turns, {delivered} of which are spent "
+                "(rollout.episode.max_turns)",
+                "turn_limit",
+            )
+        taken: list[Turn] = []
+        turns = await asyncio.gather(*(self._answer(request, taken) for _ in range(request.count)))
+        if request.log_probs:
+            text_of = self._renderer(request.tools).sampled_text
+            for turn in turns:
+                turn.token_texts = [text_of([token]) for token in turn.generation.response_ids]
+        return turns
+
+    async def _answer(self, request: ChatRequest, taken: list[Turn]) -> Turn:
+        """One of them, none of `taken`."""
         if self._is_closed:
             raise RequestError("the episode of this key has ended", "episode_ended", 410)
         parent, known = self.tree.attach(request.messages, request.tools_key)
         told = request.messages[known:]
         if not told or told[-1].role == "assistant":
             raise RequestError("the last message is the assistant's; it must be the user's or a tool's")
-        waited_for = self.tree.undelivered(parent, told, request.tools_key)
+        waited_for = self.tree.undelivered(parent, told, request.tools_key, taken)
         if waited_for is not None:
+            taken.append(waited_for)
             return waited_for
         question = (parent, told, request.tools_key)
         pending = next((one for one in self._pending if one.question == question and not one.waiting), None)
@@ -174,17 +200,27 @@ class AgentSession:
     ) -> Turn:
         self.counts["turns"] += 1
         try:
-            generation = await self._sample((parent.ids if parent is not None else []) + ids, most)
+            generation, stopped = await self._sampled(request, (parent.ids if parent is not None else []) + ids, most)
         except MegarlError as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise RequestError("the engine failed; the episode is begun anew", "engine_failed", 503) from error
-        said = self._said(generation, request)
-        return self.tree.add(parent, request.tools_key, told, ids, generation, said)
+        text = stopped.text if stopped is not None else self._renderer(request.tools).turn_text(generation)
+        by = stopped.by if stopped is not None else None
+        return self.tree.add(parent, request.tools_key, told, ids, generation, self._said(text, request), by)
 
-    def _said(self, generation: Generation, request: ChatRequest) -> SessionMessage:
+    async def _sampled(self, request: ChatRequest, ids: list[int], most: int) -> tuple[Generation, Stopped | None]:
+        if not request.stops:
+            return await self._sample(ids, most), None
+        text_of = self._renderer(request.tools).sampled_text
+        generation, behind, stopped = await sample_until(
+            request.stops, self._sample, ids, most, text_of, self.limits.piece_tokens
+        )
+        self.counts["tokens_behind_stops"] += behind
+        return generation, stopped
+
+    def _said(self, text: str, request: ChatRequest) -> SessionMessage:
         """The turn as the client is told it. A call that cannot be made stays text, so that nobody makes it."""
-        text = self._renderer(request.tools).turn_text(generation)
         parts = parse_turn(text, request.tools)
         number = len(self.tree.turns)
         malformed = sum(bool(call.problem) for call in parts.calls)
@@ -193,7 +229,6 @@ class AgentSession:
         if malformed:
             return SessionMessage("assistant", text, reasoning=parts.reasoning)
         calls = tuple(
-            SaidCall(call.name, canonical_json(call.arguments), f"call_{number}_{place}")
-            for place, call in enumerate(parts.calls)
+            SaidCall(call.name, as_json(call.arguments), f"call_{number}_{place}") for place, call in enumerate(parts.calls)
         )
         return SessionMessage("assistant", parts.text, calls, parts.reasoning)

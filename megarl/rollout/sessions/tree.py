@@ -26,6 +26,10 @@ class Turn:
     said: SessionMessage
     number: int
     """Its place in the order in which turns ended, from 0."""
+    stopped_by: str | int | None = None
+    """The stop of its request that ended it."""
+    token_texts: list[str] = field(default_factory=list, repr=False)
+    """The text of each sampled token, if a client has asked for log-probs."""
     is_delivered: bool = False
     """Whether the client has got it: one that asks again before that has not."""
     children: list[Turn] = field(default_factory=list, repr=False)
@@ -68,9 +72,10 @@ class TurnTree:
         told_ids: list[int],
         generation: Generation,
         said: SessionMessage,
+        stopped_by: str | int | None = None,
     ) -> Turn:
         """A turn behind `parent`; None: it begins a context."""
-        turn = Turn(parent, tools_key, tuple(told), told_ids, generation, said, len(self.turns))
+        turn = Turn(parent, tools_key, tuple(told), told_ids, generation, said, len(self.turns), stopped_by)
         self.turns.append(turn)
         if parent is not None:
             parent.children.append(turn)
@@ -96,11 +101,14 @@ class TurnTree:
                     best, length = turn, reached[turn]
         return best, length
 
-    def undelivered(self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str) -> Turn | None:
-        """A turn that answers the same question and has reached nobody: the client went away and asks again."""
+    def undelivered(
+        self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str, taken: Sequence[Turn] = ()
+    ) -> Turn | None:
+        """A turn, none of `taken`, that answers the same question and has reached nobody: its client went away, and asks
+        again."""
         for turn in self.turns:
             asked_same = turn.parent is parent and turn.tools_key == tools_key and turn.told == tuple(told)
-            if asked_same and not turn.is_delivered:
+            if asked_same and not turn.is_delivered and turn not in taken:
                 return turn
         return None
 
