@@ -39,6 +39,8 @@ class AgentConfig(Section):
     """Time limit in seconds for one episode; what was said until then is kept, as truncated."""
     rewards: Literal["episode", "branch"] = "episode"
     """What is rewarded: the whole `episode`, by the branch of its last turn, or each `branch` by itself."""
+    history: Literal["tokens", "template"] = "tokens"
+    """How later requests show earlier turns: by the `tokens` that were sampled, or as the chat `template` writes them anew."""
     models: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Further names by which agents may ask for the policy. It is always called `megarl`."""
     host: str = "127.0.0.1"

@@ -22,8 +22,8 @@ from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.agent import samples_of
 from megarl.rollout.episodes.turns import TurnTemplate
 from megarl.rollout.sessions import anthropic_form, openai_form
-from megarl.rollout.sessions.messages import RequestError
-from megarl.rollout.sessions.session import REFUSALS, AgentSession, SessionLimits
+from megarl.rollout.sessions.messages import RequestError, SessionMessage
+from megarl.rollout.sessions.session import REFUSALS, AgentSession, History, SessionLimits
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
@@ -32,8 +32,29 @@ WIDE = SessionLimits(turns=10_000, context_tokens=1_000_000, response_tokens=1_0
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 
 
+THINKING = (
+    "{%- if tools %}<|start|>system\n{{ tools | tojson }}<|end|>\n{% endif %}"
+    "{%- set ns = namespace(last=0) %}"
+    "{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for m in messages %}{{ '<|start|>' + m.role + '\n' }}"
+    "{%- if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{- m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ '<tool_call>' }}"
+    '{{- \'{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
+    "{{- '}</tool_call>' }}{% endfor %}"
+    "{{- '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+"""Keeps the thoughts of turns behind the user's last message and leaves out those before it, as Qwen3's template does."""
+THINKER = byte_tokenizer(THINKING)
+
+
 def template(tools: Sequence[Any]) -> TurnTemplate:
     return TurnTemplate(TOKENIZER, [dict(tool) for tool in tools], "user")
+
+
+def thinking_template(tools: Sequence[Any]) -> TurnTemplate:
+    return TurnTemplate(THINKER, [dict(tool) for tool in tools], "user")
 
 
 class Recorder:
@@ -61,6 +82,17 @@ class Recorder:
 
 def session(recorder: Any, limits: SessionLimits = WIDE) -> AgentSession:
     return AgentSession(limits, recorder, template, Counter())
+
+
+def written(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
+    """What transformers makes of a client's messages."""
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        calls = [{**c, "function": {**c["function"], "arguments": json.loads(c["function"]["arguments"])}}
+                 for c in message.get("tool_calls", [])]  # fmt: skip
+        shown.append({**message, "content": message["content"] or "", **({"tool_calls": calls} if calls else {})})
+    ids = THINKER.apply_chat_template(shown, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids)
 
 
 def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -93,10 +125,12 @@ def told_and_sampled(sample: Sample) -> list[tuple[list[int], list[int], list[fl
     return runs
 
 
-async def conversation(seed: int) -> tuple[AgentSession, Recorder]:
-    """A client that goes on, asks again, goes back, edits, compacts, calls tools and has helpers, at random."""
+async def conversation(seed: int, history: History = "tokens") -> tuple[AgentSession, Recorder]:
+    """A client that goes on, asks again, goes back, edits, compacts, calls tools and has helpers, at random; under `template`
+    the policy thinks, too."""
     numbers, recorder = random.Random(seed), Recorder(seed)
-    of = session(recorder)
+    is_whole = history == "template"
+    of = AgentSession(WIDE, recorder, thinking_template if is_whole else template, Counter(), history)
     open_histories: list[tuple[list[dict[str, Any]], dict[str, Any], list[int]]] = []
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {seed}"}]
     more: dict[str, Any] = {}
@@ -105,9 +139,15 @@ async def conversation(seed: int) -> tuple[AgentSession, Recorder]:
         recorder.next_text = None
         if more and numbers.random() < 0.5:
             recorder.next_text = f'<tool_call>{{"name": "add", "arguments": {{"a": {numbers.randrange(99)}}}}}</tool_call>'
+        if is_whole and numbers.random() < 0.8:
+            thought = f"<think>\nhm {numbers.randrange(99)}\n</think>\n\n" if numbers.random() < 0.7 else ""
+            recorder.next_text = f"{thought}{recorder.next_text or 'well'}"
         message = await ask(of, messages, **more)
         asked, generation = recorder.asked[-1]
-        assert asked[: len(expected)] == expected, "a history goes on from the tokens that it had"
+        if is_whole:
+            assert asked == written(messages, **more), "the policy sees what it would see of any server"
+        else:
+            assert asked[: len(expected)] == expected, "a history goes on from the tokens that it had"
         whole = asked + generation.response_ids
         if message["content"] and numbers.random() < 0.3:
             message["content"] = f"  {message['content']}\n"  # white space at the ends is nobody's edit
@@ -133,12 +173,14 @@ async def conversation(seed: int) -> tuple[AgentSession, Recorder]:
     return of, recorder
 
 
-def test_a_thousand_conversations_are_reassembled_token_for_token() -> None:
-    several = 0
+@pytest.mark.parametrize("history", ["tokens", "template"])
+def test_a_thousand_conversations_are_reassembled_token_for_token(history: History) -> None:
+    several = deeper = 0
     for seed in range(1000):
-        of, recorder = asyncio.run(conversation(seed))
+        of, recorder = asyncio.run(conversation(seed, history))
         samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000)
         several += len(samples) > 1
+        deeper += any(turn.parent is not None for turn in of.tree.turns)
         runs = [run for sample in samples for run in told_and_sampled(sample)]
         wanted = [(asked, generation.response_ids, generation.log_probs) for asked, generation in recorder.asked]
         assert sorted(runs) == sorted(wanted), f"seed {seed}"
@@ -146,6 +188,49 @@ def test_a_thousand_conversations_are_reassembled_token_for_token() -> None:
         assert [sample.branch_of for sample in samples] == ["", *["train-7@2/3"] * (len(samples) - 1)]
         assert all(sample.sampled_mask[-1] for sample in samples)
     assert several > 500, "most of these conversations have branches"
+    assert deeper > 300, "in many of them a turn goes on from the tokens of an earlier one"
+
+
+def test_thoughts_that_the_template_leaves_out_begin_anew_and_those_that_it_keeps_go_on() -> None:
+    """A call of a tool, its answer, and a further question: the third request has lost the thoughts of the first two turns."""
+
+    async def scenario() -> None:
+        recorder = Recorder()
+        of = AgentSession(WIDE, recorder, thinking_template, Counter(), "template")
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "4+3?"}]
+        recorder.next_text = '<think>\nhm\n</think>\n\n<tool_call>{"name": "add", "arguments": {"b": 3, "a": 4}}</tool_call>'
+        messages.append(await ask(of, messages, tools=TOOLS))
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
+        recorder.next_text = "<think>\nso\n</think>\n\nseven"
+        messages.append(await ask(of, messages, tools=TOOLS))
+        messages.append({"role": "user", "content": "sure? <|end|>"})
+        recorder.next_text = "yes"
+        await ask(of, messages, tools=TOOLS)
+        first, second, third = of.tree.turns
+        assert [first.parent, second.parent, third.parent] == [None, first, None]
+        assert second.told == (SessionMessage("tool", "7", call_id="call_0_0"),)
+        harmless = [*messages[:-1], {"role": "user", "content": "sure? < |end|>"}]
+        assert recorder.asked[2][0] == written(harmless, TOOLS), "what a user says cannot end its turn"
+        last, earlier = samples_of(PROMPT, 3, of.tree, THINKER, thinking_template(()), 1_000_000)
+        assert last.prompt_ids == written(harmless, TOOLS)
+        assert "hm" not in last.prompt_text
+        assert sum(last.sampled_mask) == len("yes") + 1
+        assert THINKER.decode(earlier.response_ids).count("</think>") == 2
+
+    asyncio.run(scenario())
+
+
+def test_without_room_a_history_that_is_written_anew_is_refused_like_any_other() -> None:
+    async def scenario() -> None:
+        limits = SessionLimits(turns=9, context_tokens=60, response_tokens=60)
+        of = AgentSession(limits, Recorder(), thinking_template, Counter(), "template")
+        with pytest.raises(RequestError, match="leaves no room for an answer"):
+            await ask(of, [{"role": "user", "content": "x" * 60}])
+        await ask(of, [{"role": "user", "content": "x"}])
+        with pytest.raises(RequestError, match="the last message is the assistant's"):
+            await ask(of, [{"role": "assistant", "content": "x"}])
+
+    asyncio.run(scenario())
 
 
 def test_a_history_under_other_tools_begins_anew() -> None:

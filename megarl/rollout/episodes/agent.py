@@ -38,7 +38,7 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     end = AgentEnd()
     async with agents.place():
         for _ in range(TRIES):
-            session = AgentSession(limits, sample, agents.renderer, context.counts)
+            session = AgentSession(limits, sample, agents.renderer, context.counts, agents.history)
             end = await agents.act(session, prompt)
             if session.tree.turns and not end.with_process:
                 break

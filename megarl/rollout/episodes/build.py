@@ -137,4 +137,5 @@ def _open_agents(settings: AgentConfig, prompt_key: str, tokenizer: Any) -> Agen
     function = absolute_name(settings.function) if settings.function is not None else None
     agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)
     server = SessionServer(("megarl", *settings.models), settings.host)
-    return Agents(agent, server, renderer, question, timeout_s=settings.timeout_s, at_once=settings.at_once)
+    limits: dict[str, Any] = {"timeout_s": settings.timeout_s, "at_once": settings.at_once}
+    return Agents(agent, server, renderer, question, **limits, history=settings.history)

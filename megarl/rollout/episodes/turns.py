@@ -88,6 +88,18 @@ class TurnTemplate:
         text = self._render([_rendered(message, change) for message in messages], ask=True)
         return text, self._with_pictures(self._ids(text), messages)
 
+    def conversation(self, messages: Sequence[ToldMessage]) -> ToldTokens:
+        """A whole conversation as the template writes it, up to where the policy's next turn begins.
+
+        Special tokens spelled out in what the policy was told are broken up, as `between` does; in what an assistant said,
+        which the policy may have sampled, they stay.
+
+        Raises:
+            EpisodeError: the template refuses the messages.
+        """
+        changed = [_rendered(one, str if one["role"] == "assistant" else self._harmless) for one in messages]
+        return self._with_pictures(self._ids(self._render(changed, ask=True)), messages)
+
     def turn_text(self, generation: Generation) -> str:
         """The text of a sampled turn without the token that ended it."""
         ids = generation.response_ids

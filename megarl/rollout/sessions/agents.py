@@ -27,7 +27,7 @@ import psutil
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
 from megarl.rollout.sessions.server import SessionServer
-from megarl.rollout.sessions.session import AgentSession, ChatRenderer
+from megarl.rollout.sessions.session import AgentSession, ChatRenderer, History
 from megarl.rollout.sessions.task import AgentTask
 from megarl.system.process_tree import descendants, end_tree
 
@@ -85,8 +85,11 @@ class Agents:
         *,
         timeout_s: float,
         at_once: int,
+        history: History = "tokens",
     ) -> None:
-        """`renderer` makes the chat template for a set of tools, `question` says what a prompt asks."""
+        """`renderer` makes the chat template for a set of tools, `question` says what a prompt asks; `history` as in
+        `AgentSession`."""
+        self.history: History = history
         self._agent, self._server, self._question = agent, server, question
         self._timeout_s, self._at_once = timeout_s, asyncio.Semaphore(at_once)
         self._make_renderer = renderer

@@ -34,6 +34,11 @@ class SaidCall:
     arguments: str
     call_id: str = ""
 
+    def for_template(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        function = {"name": self.name, "arguments": json.loads(self.arguments)}
+        return {"type": "function", "function": function, **({"id": self.call_id} if self.call_id else {})}
+
     @property
     def meaning(self) -> tuple[str, Any]:
         """Equal for calls that do the same."""
@@ -62,18 +67,16 @@ class SessionMessage:
         same_calls = [call.meaning for call in self.calls] == [call.meaning for call in other.calls]
         return (self.role, mine) == (other.role, its) and same_calls
 
-    def for_template(self) -> dict[str, Any]:
-        """As a chat template takes it; its content is text without pictures, so far."""
+    def for_template(self, tool_name: str = "tool") -> dict[str, Any]:
+        """As a chat template takes it; its content is text without pictures, so far. `tool_name` is that of a tool's message
+        without one."""
         message: dict[str, Any] = {"role": self.role, "content": PicturedText(self.text)}
         if self.calls:
-            message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-                for call in self.calls
-            ]
+            message["tool_calls"] = [call.for_template() for call in self.calls]
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.role == "tool":
-            message |= {"tool_call_id": self.call_id, "name": self.name or "tool"}
+            message |= {"tool_call_id": self.call_id, **({"name": name} if (name := self.name or tool_name) else {})}
         return message
 
     def for_readers(self) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """One episode of an agent that is not ours: its requests in, turns of the policy out, all of them kept in a tree.
 
 A later request goes on from the tokens of the turn that its history begins with; only what came since is written by the chat
-template and tokenised. Everything here runs in the event loop of the rollouts.
+template and tokenised. If the run wants that, every request is written whole, as a server would, and goes on from a turn whose
+tokens come out again. Everything here runs in the event loop of the rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from megarl.data.media import Media
 from megarl.errors import EpisodeError, MegarlError
@@ -20,6 +22,7 @@ from megarl.rollout.sessions.stops import PIECE_TOKENS, Stopped, sample_until
 from megarl.rollout.sessions.tool_calls import parse_turn
 from megarl.rollout.sessions.tree import Turn, TurnTree
 
+History = Literal["tokens", "template"]
 REFUSALS = 32
 """Requests beyond its limits that an agent may make before its episode is ended."""
 
@@ -35,6 +38,8 @@ class ChatRenderer(Protocol):
     """The model's chat template for one set of tools."""
 
     def opening(self, messages: Sequence[dict[str, Any]], *, harmless: bool) -> tuple[str, ToldIds]: ...
+
+    def conversation(self, messages: Sequence[dict[str, Any]]) -> ToldIds: ...
 
     def between(self, messages: Sequence[dict[str, Any]], last_sampled: int) -> ToldIds: ...
 
@@ -79,8 +84,13 @@ class AgentSession:
         sample: Sampler,
         renderer: Callable[[Sequence[dict[str, Any]]], ChatRenderer],
         counts: Counter[str],
+        history: History = "tokens",
     ) -> None:
-        """`renderer` gives the chat template for the tools of a request; `counts` are the run's, added to."""
+        """`renderer` gives the chat template for the tools of a request; `counts` are the run's, added to.
+
+        `history`: whether what was sampled stays as it is in later requests (`tokens`), or is written anew (`template`).
+        """
+        self._history = history
         self.limits, self.tree, self.counts = limits, TurnTree(), counts
         self.reward: float | None = None
         """What the agent said that its episode is worth."""
@@ -122,10 +132,9 @@ class AgentSession:
         """One of them, none of `taken`."""
         if self._is_closed:
             raise RequestError("the episode of this key has ended", "episode_ended", 410)
-        parent, known = self.tree.attach(request.messages, request.tools_key)
-        told = request.messages[known:]
-        if not told or told[-1].role == "assistant":
+        if request.messages[-1].role == "assistant":
             raise RequestError("the last message is the assistant's; it must be the user's or a tool's")
+        parent, told, ids = self._placed(request)
         waited_for = self.tree.undelivered(parent, told, request.tools_key, taken)
         if waited_for is not None:
             taken.append(waited_for)
@@ -133,7 +142,7 @@ class AgentSession:
         question = (parent, told, request.tools_key)
         pending = next((one for one in self._pending if one.question == question and not one.waiting), None)
         if pending is None:
-            pending = self._begin(request, parent, told)
+            pending = self._begin(request, parent, told, ids)
         pending.waiting += 1
         try:
             return await asyncio.shield(pending.task)
@@ -148,11 +157,28 @@ class AgentSession:
         if not self.failure.done():
             self.failure.cancel()
 
-    def _begin(self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...]) -> _PendingTurn:
+    def _placed(self, request: ChatRequest) -> tuple[Turn | None, tuple[SessionMessage, ...], list[int] | None]:
+        """The turn behind which the request goes on, the messages since then, and their tokens if all were written."""
+        if self._history == "tokens":
+            parent, known = self.tree.attach(request.messages, request.tools_key)
+            return parent, request.messages[known:], None
+        messages = [message.for_template(tool_name="") for message in request.messages]
+        with _as_refusals():
+            ids = self._renderer(request.tools).conversation(messages).ids
+        parent = self.tree.attach_ids(ids)
+        if parent is None:
+            return None, request.messages, ids
+        return parent, request.messages[min(parent.messages, len(messages) - 1) :], ids[len(parent.ids) :]
+
+    def _begin(
+        self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...], ids: list[int] | None
+    ) -> _PendingTurn:
         self.counts["overridden_parameters"] += len(request.ignored)
         if len(self.tree.turns) + len(self._pending) >= self.limits.turns:
             raise self._refusal(f"the episode's {self.limits.turns} turns are spent (rollout.episode.max_turns)", "turn_limit")
-        ids, room = self._told_ids(request, parent, told)
+        if ids is None:
+            ids = self._told_ids(request, parent, told)
+        room = self._room(parent, len(ids))
         most = min(room, request.max_tokens or room)
         task = asyncio.ensure_future(self._take_turn(request, parent, told, ids, most))
         pending = _PendingTurn((parent, told, request.tools_key), task)
@@ -161,30 +187,28 @@ class AgentSession:
         self.is_cut = False
         return pending
 
-    def _told_ids(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> tuple[list[int], int]:
-        """The tokens of `told` behind `parent`, and how many may follow them."""
+    def _told_ids(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> list[int]:
+        """The tokens of `told` behind `parent`."""
         messages = [message.for_template() for message in told]
-        try:
+        with _as_refusals():
             renderer = self._renderer(request.tools)
             if parent is None:
-                ids = renderer.opening(messages, harmless=True)[1].ids
-                before, room = 0, self.limits.context_tokens - len(ids)
-            else:
-                ids = renderer.between(messages, parent.generation.response_ids[-1]).ids
-                before = len(parent.ids)
-                begun = before - len(parent.path[0].told_ids)
-                room = min(self.limits.context_tokens - before, self.limits.response_tokens - begun) - len(ids)
-        except EpisodeError as error:
-            raise RequestError(f"the chat template does not write these messages: {error}") from error
-        room = min(room, self.limits.response_tokens)
+                return renderer.opening(messages, harmless=True)[1].ids
+            return renderer.between(messages, parent.generation.response_ids[-1]).ids
+
+    def _room(self, parent: Turn | None, told_tokens: int) -> int:
+        """How many tokens may follow `told_tokens` behind `parent`, at least 1."""
+        before = len(parent.ids) if parent is not None else 0
+        begun = before - len(parent.path[0].told_ids) + told_tokens if parent is not None else 0
+        room = min(self.limits.context_tokens - before - told_tokens, self.limits.response_tokens - begun)
         if room < 1:
             raise self._refusal(
-                f"the conversation has {before + len(ids)} tokens, which leaves no room for an answer: data.max_prompt_tokens "
-                f"+ rollout.max_new_tokens is {self.limits.context_tokens}, and at most {self.limits.response_tokens} of these "
-                "may follow its beginning",
+                f"the conversation has {before + told_tokens} tokens, which leaves no room for an answer: "
+                f"data.max_prompt_tokens + rollout.max_new_tokens is {self.limits.context_tokens}, and at most "
+                f"{self.limits.response_tokens} of these may follow its beginning",
                 "context_length_exceeded",
             )
-        return ids, room
+        return room
 
     def _refusal(self, message: str, code: str) -> RequestError:
         self.is_cut = True
@@ -232,3 +256,11 @@ class AgentSession:
             SaidCall(call.name, as_json(call.arguments), f"call_{number}_{place}") for place, call in enumerate(parts.calls)
         )
         return SessionMessage("assistant", parts.text, calls, parts.reasoning)
+
+
+@contextlib.contextmanager
+def _as_refusals() -> Iterator[None]:
+    try:
+        yield
+    except EpisodeError as error:
+        raise RequestError(f"the chat template does not write these messages: {error}") from error

@@ -44,6 +44,11 @@ class Turn:
         return found[::-1]
 
     @property
+    def messages(self) -> int:
+        """How many messages its path has, its own included."""
+        return sum(len(turn.told) + 1 for turn in self.path)
+
+    @property
     def ids(self) -> list[int]:
         """All tokens up to the end of this turn."""
         return [token for turn in self.path for token in (*turn.told_ids, *turn.generation.response_ids)]
@@ -100,6 +105,19 @@ class TurnTree:
                 if reached[turn] >= length:
                     best, length = turn, reached[turn]
         return best, length
+
+    def attach_ids(self, ids: Sequence[int]) -> Turn | None:
+        """The deepest turn with all of whose tokens `ids` begin; of equal ones the last. None: a new context."""
+        best: Turn | None = None
+        reached: dict[Turn | None, int] = {None: 0}
+        for turn in self.turns:
+            start = reached.get(turn.parent)
+            own = [*turn.told_ids, *turn.generation.response_ids]
+            if start is not None and list(ids[start : start + len(own)]) == own:
+                reached[turn] = start + len(own)
+                if best is None or reached[turn] >= reached[best]:
+                    best = turn
+        return best
 
     def undelivered(
         self, parent: Turn | None, told: Sequence[SessionMessage], tools_key: str, taken: Sequence[Turn] = ()
