@@ -42,6 +42,7 @@ TARGETS = {
     "supervisor": "the process that watches, that is the whole `megarl train`; started again with run.resume=auto",
     "rank": "a training rank",
     "engine": "a rollout engine's process",
+    "agent": "the process of the agents that act in the episodes (--agents)",
     "reward_server": "the server of rewards; started again by its own service manager, here the benchmark",
     "ray": "one of Ray's own processes: raylet, GCS, agents, monitors",
     "clock": "the time of day, for all Python code of the run (a real one would change it for the machine)",
@@ -61,6 +62,25 @@ KINDS = (
     "cut driver", "cut rank", "cut engine", "cut reward_server", "starve rank", "oom rank",
     "jump clock",
 )  # fmt: skip
+AGENT_KINDS = ("kill agent", "stop agent", "pause agent", "cut agent", "kill engine", "kill driver", "kill supervisor")
+"""Of runs in whose episodes an agent acts."""
+CHANGES = ("stop agent",)
+"""Kinds after which samples are not those of the undisturbed run: what an agent said until its time was over is kept."""
+
+
+def agents_config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
+    """The same with the agent of `examples/agents`: turns over its endpoint, calls of a tool."""
+    tree = config(folder, reward_port, steps)
+    agent = {"function": str(ROOT / "examples/agents/calculator_agent.py:solve"), "processes": 1, "timeout_s": 20}
+    task = {"source": "python", "name": str(ROOT / "examples/tools/calculator.py:word_problems")}
+    return tree | {
+        "model": {"path": str(ROOT / "models/tiny-calculator"), "dtype": "float32"},
+        "data": {"train": task | {"args": {"rows": 400, "seed": 0}}, "max_prompt_tokens": 48},
+        "rollout": tree["rollout"]
+        | {"max_new_tokens": 48, "deadlines": {"generate_s": 60, "update_s": 20}}
+        | {"episode": {"kind": "agent", "max_turns": 3, "agent": agent}},
+        "resources": {"deadlines": {"start_s": 120, "step_s": 60, "save_s": 60}},
+    }
 
 
 def config(folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
@@ -97,14 +117,16 @@ def nothing(samples):
 class RewardServer:
     """`megarl serve-reward` on a port of its own; `see_to` starts it again when it is gone, as a service manager would."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, *, agents: bool = False) -> None:
+        """`agents`: it rewards runs in whose episodes agents act."""
+        self.config = agents_config if agents else config
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self._config = folder / f"{name}.yaml"
         slow = folder / f"{name}_takes_its_time.py"
         slow.write_text(SLOW)
-        tree = config(folder, self.port, 1) | {"rewards": [{"name": "exact_number"}, {"name": f"{slow}:nothing"}]}
+        tree = self.config(folder, self.port, 1) | {"rewards": [{"name": "exact_number"}, {"name": f"{slow}:nothing"}]}
         self._config.write_text(yaml.safe_dump(tree))
         self._log = (folder / f"{name}.log").open("ab")
         self.process = self._start()
@@ -177,7 +199,7 @@ class Run:
         self.clock = self.folder / "clock"
         self.clock.mkdir()
         (self.clock / "sitecustomize.py").write_text(CLOCK.format(jump=str(self.clock / "jump")))
-        tree = config(folder, reward.port, steps)
+        tree = reward.config(folder, reward.port, steps)
         tree["run"]["name"] = name
         self._config.write_text(yaml.safe_dump(tree))
         self.output = (self.folder / "output.log").open("ab")
@@ -211,6 +233,7 @@ class Run:
                     "driver": own_child and " train " in line,
                     "rank": "ray::RankProcess" in line,
                     "engine": "ray::EngineActor" in line,
+                    "agent": "agent_process.py" in line,
                     "ray": "/ray/" in line or "ray::DashboardAgent" in line or "ray::RuntimeEnvAgent" in line,
                 }
                 if is_it[target]:
@@ -278,7 +301,7 @@ class Trial:
     @property
     def is_good(self) -> bool:
         """Whether it was hit, and nothing was lost, repeated, changed or left behind."""
-        exact = self.same_parameters and self.same_samples
+        exact = (self.same_parameters and self.same_samples) or self.kind in CHANGES
         return (
             bool(self.hit)
             and self.completed

@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from fault_trials import DEEDS, KINDS, TARGETS, RewardServer, Run, Trial, attempt, undisturbed
+from fault_trials import AGENT_KINDS, DEEDS, KINDS, TARGETS, RewardServer, Run, Trial, attempt, undisturbed
 from workload import machine, versions
 
 START_S = 12.0
@@ -92,15 +92,18 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=len(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), help="such as 'kill rank'; default: all")
+    parser.add_argument("--agents", action="store_true", help="runs whose episodes an agent acts in, and the kinds that hit it")
+    parser.add_argument("--kinds", nargs="+", help="such as 'kill rank'; default: all")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs; the same command goes on where it was stopped")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trials under way at the same time")
     parser.add_argument("--for-s", type=float, default=float("inf"), metavar="S", help="begin none later than after so long")
     parser.add_argument("--out", type=Path, help="JSON file to write, after every trial")
     arguments = parser.parse_args()
-    unknown = set(arguments.kinds) - set(KINDS)
+    known = AGENT_KINDS if arguments.agents else KINDS
+    arguments.kinds = arguments.kinds or list(known)
+    unknown = set(arguments.kinds) - set(known)
     if unknown:
-        parser.error(f"--kinds {', '.join(sorted(unknown))}: may be {', '.join(KINDS)}")
+        parser.error(f"--kinds {', '.join(sorted(unknown))}: may be {', '.join(known)}")
     return arguments
 
 
@@ -118,7 +121,7 @@ class Campaign:
         done: dict[int, Trial] = {}
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(arguments.at_once) as pool:
             for number in range(arguments.at_once):
-                stack.callback((server := RewardServer(self.folder, f"reward-{number}")).stop)
+                stack.callback((server := RewardServer(self.folder, f"reward-{number}", agents=arguments.agents)).stop)
                 self._servers.put(server)
             with self._server() as server:
                 reference, step_s = undisturbed(self.folder, server, arguments.steps)

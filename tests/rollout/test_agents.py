@@ -18,8 +18,9 @@ from megarl.config.rollout import AgentConfig
 from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, EpisodeError
-from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, open_episodes
+from megarl.rollout.scheduling.requests import episode_groups
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import Settings
 
@@ -123,12 +124,43 @@ def test_an_agent_that_floods_is_ended() -> None:
     assert episodes.take_counts()["floods"] == 1
 
 
-def test_an_agent_that_dies_leaves_its_turns() -> None:
-    episodes = opened(AgentConfig(function=f"{HERE}:dies", processes=1))
-    [[sample]] = acted(episodes)
+def test_an_agent_that_dies_leaves_its_turns_which_are_sampled_once() -> None:
+    episodes, asked = opened(AgentConfig(function=f"{HERE}:dies", processes=1)), []
+
+    async def counted(ids: list[int], most: int, media: Any = None, /) -> Generation:
+        asked.append(ids)
+        return await hello(ids, most)
+
+    [[sample]] = acted(episodes, counted)
+    assert len(asked) == 2, "its three tries asked the same"
     assert len(sample.turns) == 3
     assert sample.rewards == {"environment": 0.0}
     assert episodes.take_counts()["agent_errors"] == 1
+
+
+def test_what_is_asked_again_because_it_did_not_come_is_drawn_as_the_first_time() -> None:
+    """Equally long questions of one episode have keys of their own; one that was given up leaves its key to the next."""
+    keys: list[str] = []
+
+    class Engine:
+        async def generate(self, prompts: Any, params: Any, **given: Any) -> list[list[Generation]]:
+            keys.extend(given["keys"])
+            await asyncio.sleep(0.01)
+            return [[await hello(prompts[0], 4)]]
+
+    class Episode:
+        async def branches(self, prompt: Prompt, number: int, sample: Any) -> list[Any]:
+            first, second = asyncio.ensure_future(sample([1, 2], 4)), asyncio.ensure_future(sample([3, 4], 4))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
+            await sample([1, 2], 4)
+            await sample([5, 6], 4)
+            return []
+
+    groups = episode_groups(Episode(), SamplingParams(max_new_tokens=4), 1, 1.0)  # type: ignore[arg-type]
+    asyncio.run(groups(Engine(), [PROMPT]))  # type: ignore[arg-type]
+    assert keys == [f"train-7@2/0/2{again}" for again in ("", "/1", "", "/2")]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -145,6 +146,57 @@ def test_chat_completions_with_stops_several_answers_log_probs_and_models() -> N
     branches = acted(Says("hi! there", "yes! and", "a", "b"), act)
     assert len(branches) == 4
     assert sum(sum(sample.sampled_mask) for sample in branches) == len("hi!") + len("yes!") + 2 * len("aE")
+
+
+def test_a_stream_that_breaks_off_is_sent_again_as_it_was() -> None:
+    """The public package asks again, and says so, when a connection breaks: by then all of the stream may have been sent."""
+
+    async def act(client: openai.AsyncOpenAI) -> None:
+        ask: Any = {"model": "megarl", "messages": [{"role": "user", "content": "hello"}]}
+        body = json.dumps({**ask, "stream": True}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.api_key}\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()  # type: ignore[attr-defined]
+        again = await client.chat.completions.create(**ask, extra_headers={"x-stainless-retry-count": "1"})
+        assert again.choices[0].message.content == "hi"
+
+    sampler = Says("hi", "another")
+    [sample] = acted(sampler, act)
+    assert len(sampler.asked) == 1
+    assert sum(sample.sampled_mask) == len("hi") + 1
+
+
+def test_without_the_key_of_an_open_episode_nothing_is_answered() -> None:
+    async def act(client: openai.AsyncOpenAI) -> None:
+        stranger = client.with_options(api_key="of another episode")
+        with pytest.raises(openai.AuthenticationError, match="this key belongs to no episode that is open"):
+            await stranger.responses.create(model="megarl", input="hello")
+        await client.responses.create(model="megarl", input="hello")
+
+    [sample] = acted(Says("hi"), act)
+    assert sample.response_text == "hi"
+
+
+def test_two_agents_with_one_key_are_branches_of_one_episode() -> None:
+    """Helpers share the key of the agent that started them; whoever asks at the same time gets an answer of its own."""
+
+    async def act(client: openai.AsyncOpenAI) -> None:
+        async def one(number: int) -> str:
+            conversation: list[Any] = [{"role": "user", "content": f"I am {number}"}]
+            for _ in range(2):
+                answer = await client.chat.completions.create(model="megarl", messages=conversation)
+                said = answer.choices[0].message
+                conversation += [said.model_dump(exclude_none=True), {"role": "user", "content": "and?"}]
+            return str(said.content)
+
+        assert sorted(await asyncio.gather(one(1), one(2))) == ["c", "d"]
+
+    branches = acted(Says("a", "b", "c", "d"), act)
+    assert len(branches) == 2
+    assert [sum(sample.sampled_mask) for sample in branches] == [4, 4]
+    assert {turn["content"] for sample in branches for turn in sample.turns if turn["role"] == "assistant"} == {*"abcd"}
 
 
 @pytest.mark.parametrize(

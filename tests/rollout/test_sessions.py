@@ -258,6 +258,23 @@ def test_a_client_that_went_away_gets_what_was_sampled_for_it() -> None:
     asyncio.run(scenario())
 
 
+def test_a_client_that_says_that_it_asks_again_gets_what_was_sent_and_may_not_have_come() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        of = session(recorder)
+        request = openai_form.read_request(body([{"role": "user", "content": "hello"}], n=2))
+        sent = await of.answers(request)
+        for turn in sent:
+            turn.is_delivered = True
+        again = await of.answers(replace(request, is_retry=True))
+        assert sorted(turn.number for turn in again) == [0, 1]
+        other = openai_form.read_request(body([{"role": "user", "content": "hallo"}]))
+        [new] = await of.answers(replace(other, is_retry=True))
+        assert new.number == 2, "a first try that never came is a first try"
+
+    asyncio.run(scenario())
+
+
 def test_a_request_whose_client_went_away_while_it_was_sampled_is_joined_and_others_are_not() -> None:
     async def scenario() -> None:
         released, asked = asyncio.Event(), []

@@ -6,11 +6,15 @@ in the first of them, and is context in the others.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError
+from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.environment import REWARD
 from megarl.rollout.episodes.transcript import Transcript
@@ -18,6 +22,30 @@ from megarl.rollout.sessions.agents import AgentEnd
 from megarl.rollout.sessions.session import AgentSession, ChatRenderer, SessionLimits
 from megarl.rollout.sessions.stops import PIECE_TOKENS
 from megarl.rollout.sessions.tree import TurnTree
+
+
+class KeptTurns:
+    """Samples, and gives what an earlier try of the episode has sampled to a later one that asks the same."""
+
+    def __init__(self, sample: SampleTokens) -> None:
+        self._sample = sample
+        self._kept: dict[tuple[int, ...], list[Generation]] = {}
+        self._given: Counter[tuple[int, ...]] = Counter()
+
+    def begin_try(self) -> None:
+        """From now on everything may be given once more."""
+        self._given.clear()
+
+    async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
+        question = (most, *ids)
+        kept, number = self._kept.setdefault(question, []), self._given[question]
+        self._given[question] += 1
+        if number < len(kept):
+            return kept[number]
+        generation = await self._sample(ids, most, media)
+        kept.append(generation)
+        return generation
+
 
 TRIES = 3
 """How often an agent is begun that ends without having asked for a turn, or with the process that it shares with others."""
@@ -37,8 +65,10 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     limits = SessionLimits(context.max_turns, context.max_prompt_tokens + most, most, piece)
     end = AgentEnd()
     async with agents.place():
+        kept = KeptTurns(sample)
         for _ in range(TRIES):
-            session = AgentSession(limits, sample, agents.renderer, context.counts, agents.history)
+            kept.begin_try()
+            session = AgentSession(limits, kept, agents.renderer, context.counts, agents.history)
             end = await agents.act(session, prompt)
             if session.tree.turns and not end.with_process:
                 break

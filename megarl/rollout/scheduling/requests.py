@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from megarl.data.media import Media
@@ -41,16 +41,21 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
     for its number of tokens."""
 
     def sampler(engine: EngineState, prompt: Prompt, number: int) -> SampleTokens:
-        asked: Counter[int] = Counter()
+        asked: dict[int, set[int]] = {}
 
         async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
             length = len(token_ids)
-            again = f"/{asked[length]}" if asked[length] else ""  # branches of an agent may be equally long
-            asked[length] += 1
-            key = f"{_key(prompt)}/{number}/{length}{again}"  # a seeded engine draws by it
+            numbers = asked.setdefault(length, set())  # branches of an agent may be equally long
+            own = next(n for n in count() if n not in numbers)
+            numbers.add(own)
+            key = f"{_key(prompt)}/{number}/{length}{f'/{own}' if own else ''}"  # a seeded engine draws by it
             turn = replace(params, max_new_tokens=max_new_tokens)
             shown = [prompt.media if media is None else media]
-            answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=shown)
+            try:
+                answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=shown)
+            except BaseException:
+                numbers.discard(own)  # whoever asks again for what has not come draws the same
+                raise
             return answer[0][0]
 
         return sample

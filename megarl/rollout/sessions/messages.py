@@ -110,6 +110,8 @@ class ChatRequest:
     count: int = 1
     """Answers that are wanted."""
     stops: Stops = field(default_factory=Stops)
+    is_retry: bool = False
+    """Whether the client says that it has asked before, and has got no answer."""
     log_probs: bool = False
     """Whether the client wants those of the sampled tokens."""
 

@@ -15,6 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -117,13 +118,15 @@ class SessionServer:
                 "model_not_found", 404,
             )  # fmt: skip
 
-    async def _turns(self, session: AgentSession, asked: ChatRequest) -> list[Turn]:
+    async def _turns(self, session: AgentSession, asked: ChatRequest, request: web.Request) -> list[Turn]:
         self._check_model(asked.model)
+        # the packages of OpenAI and Anthropic say so when they ask again
+        asked = replace(asked, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answers(asked), session.loop))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         session, asked = self._session(request), openai_form.read_request(await _body(request))
-        turns, created = await self._turns(session, asked), int(time.time())
+        turns, created = await self._turns(session, asked, request), int(time.time())
         if asked.stream:
             parts = openai_form.chunks(turns, asked.model, created, with_usage=asked.with_usage)
             lines = [f"data: {json.dumps(c)}\n\n" for c in parts]
@@ -133,7 +136,7 @@ class SessionServer:
     async def _response(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
         given = responses_form.read_request(body, session.conversations)
-        turns, created = await self._turns(session, given.chat), int(time.time())
+        turns, created = await self._turns(session, given.chat, request), int(time.time())
         whole = responses_form.answer(turns[0], given, body, created)
         session.conversations[whole["id"]] = (*given.conversation, turns[0].said)
         if given.chat.stream:
@@ -143,7 +146,7 @@ class SessionServer:
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         session, asked = self._session(request), anthropic_form.read_request(await _body(request))
-        turns = await self._turns(session, asked)
+        turns = await self._turns(session, asked, request)
         if asked.stream:
             events = anthropic_form.events(turns[0], asked.model)
             return await _deliver(request, turns, _Stream([_event(event) for event in events]))

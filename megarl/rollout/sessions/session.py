@@ -141,6 +141,11 @@ class AgentSession:
             return waited_for
         question = (parent, told, request.tools_key)
         pending = next((one for one in self._pending if one.question == question and not one.waiting), None)
+        if pending is None and request.is_retry:
+            sent = self.tree.delivered(parent, told, request.tools_key, taken)
+            if sent is not None:
+                taken.append(sent)
+                return sent
         if pending is None:
             pending = self._begin(request, parent, told, ids)
         pending.waiting += 1
