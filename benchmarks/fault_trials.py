@@ -32,7 +32,7 @@ from megarl.system.atomic_files import write_text_atomically
 ROOT = Path(__file__).resolve().parents[1]
 PAUSE_S = (1.0, 4.0)
 """How long a process is held up that goes on afterwards."""
-TRIAL_S = 400.0
+TRIAL_S = 1200.0
 LOOK_S = 3.0
 LEFT_S = 20.0
 """How long processes may take to end after the run."""

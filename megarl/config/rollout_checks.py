@@ -236,6 +236,9 @@ def _check_agent(config: Config) -> None:
     if episode.tools:
         remedy = "remove rollout.episode.tools: an agent brings its own"
         raise ConfigError.needs("rollout.episode.tools", "an episode of kind 'tools' or 'environment'", remedy)
+    if config.uses_reward_model and config.reward_model.per_step:
+        why = "scores the steps of one response, and the episode of an agent may have several branches"
+        raise ConfigError.of("reward_model.per_step", "true", why, allowed="false")
     needed = config.algorithm.estimator_needs
     for name, is_needed in (
         ("values", config.uses_critic),

@@ -32,3 +32,14 @@ def test_an_agent_is_one_program_in_an_episode_of_its_kind() -> None:
 def test_estimators_that_follow_one_response_are_refused(advantage: str) -> None:
     changes = ["algorithm.name=ppo"] if advantage == "gae" else [f"algorithm.advantage={advantage}"]
     assert "the episode of an agent may have several branches" in refusal(*AGENT, *changes)
+
+
+def test_scores_of_steps_are_refused() -> None:
+    changes = ["reward_model.path=models/judge", "reward_model.per_step=true"]
+    assert "the episode of an agent may have several branches; it must be false" in refusal(*AGENT, *changes)
+
+
+def test_a_history_is_of_tokens_or_of_the_template() -> None:
+    agent = parse_config(apply_overrides(BASE, [*AGENT, "rollout.episode.agent.history=template"])).rollout.episode.agent
+    assert agent.history == "template"
+    assert "rollout.episode.agent.history" in refusal(*AGENT, "rollout.episode.agent.history=text")

@@ -72,7 +72,14 @@ class Recorder:
         turn, reason = ([*said, END][:most], "stop") if most > len(said) else (said[:most], "length")
         places = range(self.sampled, self.sampled + len(turn))
         self.sampled += len(turn)
-        generation = Generation(turn, [-n / 8 for n in places], [n // 100 for n in places], reason)  # type: ignore[arg-type]
+        drafts = DraftCounts(1, len(turn), len(self.asked))
+        generation = Generation(
+            turn,
+            [-n / 8 for n in places],
+            [n // 100 for n in places],
+            reason,
+            drafts=drafts,  # type: ignore[arg-type]
+        )
         self.asked.append((list(ids), generation))
         return generation
 
@@ -185,6 +192,8 @@ def test_a_thousand_conversations_are_reassembled_token_for_token(history: Histo
         wanted = [(asked, generation.response_ids, generation.log_probs) for asked, generation in recorder.asked]
         assert sorted(runs) == sorted(wanted), f"seed {seed}"
         assert len({sample.sample_id for sample in samples}) == len(samples)
+        drafts = [sum((one.drafts for one in made), NO_DRAFTS) for made in (samples, [turn for _, turn in recorder.asked])]
+        assert drafts[0] == drafts[1], "what a draft did for a turn counts where the turn does"
         assert [sample.branch_of for sample in samples] == ["", *["train-7@2/3"] * (len(samples) - 1)]
         assert all(sample.sampled_mask[-1] for sample in samples)
     assert several > 500, "most of these conversations have branches"
