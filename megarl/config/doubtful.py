@@ -16,6 +16,11 @@ def doubtful_choices(config: Config) -> list[str]:
             f"rollout.schedule.mode = '{rollout.schedule.mode}' trains tokens of older weights as if the policy had sampled "
             "them; set algorithm.rollout_correction, such as {mode: tis_token}"
         )
+    elif rollout.schedule.continues and not algorithm.rollout_correction and not rollout.schedule.mask_older_tokens:
+        found.append(
+            "rollout.schedule.partial_responses = 'continue' trains tokens of older weights as if the policy had sampled them; "
+            "set algorithm.rollout_correction, such as {mode: tis_token}, or rollout.schedule.mask_older_tokens: true"
+        )
     updates = config.optimizer_steps_per_step
     if updates > 1 and not algorithm.loss_needs.ratio and not algorithm.loss_needs.pairs:
         found.append(
@@ -28,9 +33,10 @@ def doubtful_choices(config: Config) -> list[str]:
             "updates, and a step has one; set algorithm.mini_batches or algorithm.epochs above 1"
         )
     limits = [f"rollout.{name} = {value}" for name, value in rollout.sampling_limits.items()]
-    if limits and rollout.schedule.mode != "sync":
+    if limits and (rollout.schedule.mode != "sync" or rollout.schedule.continues):
+        by = "partial_responses = 'continue'" if rollout.schedule.continues else f"mode = '{rollout.schedule.mode}'"
         found.append(
-            f"with rollout.schedule.mode = '{rollout.schedule.mode}' the tokens that {' and '.join(limits)} kept are those of "
+            f"with rollout.schedule.{by} the tokens that {' and '.join(limits)} kept are those of "
             "older weights, and log-probs are over what the trainer's own keep; leave them out, or train in turns"
         )
     if algorithm.loss_needs.sequence_ratio and algorithm.clip_high > WIDEST_SEQUENCE_CLIP:

@@ -39,6 +39,10 @@ class EngineCapabilities:
     """Answers prompts that show videos in the model's own way (`data.video: native`)."""
     routes: bool = False
     """Says which experts each token went to, if it is asked (`SamplingParams.routes`)."""
+    continues: bool = False
+    """Cuts responses short when it is told to (`Engine.cut`), and goes on with those that were (`begun`)."""
+    keeps_turns: bool = False
+    """Keeps what it computed of a conversation until its next turn (`conversation`), in `rollout.episode.turn_cache_bytes`."""
     starts_elsewhere: bool = False
     """May serve a folder of its own (`rollout.servers.model_path`), in which weights are stored otherwise."""
     drafts: tuple[str, ...] = ()
@@ -86,6 +90,8 @@ EMBEDDED = EngineCapabilities(
     sees=True,
     sees_videos=True,
     routes=True,
+    continues=True,
+    keeps_turns=True,
     starts_elsewhere=True,
     drafts=("mtp", "ngram", "standalone"),
     updates_drafts=True,
@@ -99,6 +105,7 @@ SGLANG = EngineCapabilities(
     over_nodes=True,
     sees=True,
     routes=True,
+    continues=True,
     starts_elsewhere=True,
     drafts=DRAFTS,
     updates_drafts=True,
@@ -107,7 +114,12 @@ SGLANG = EngineCapabilities(
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )
 RUNNING_SGLANG = EngineCapabilities(
-    concurrent=True, weights="folder", in_process=False, reads_arguments=True, set_elsewhere=_SGLANG_SET_ELSEWHERE
+    concurrent=True,
+    weights="folder",
+    in_process=False,
+    continues=True,
+    reads_arguments=True,
+    set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )
 """Of SGLang servers that somebody else started."""
 NOT_YET_KNOWN = EngineCapabilities(
@@ -116,6 +128,8 @@ NOT_YET_KNOWN = EngineCapabilities(
     sees=True,
     sees_videos=True,
     routes=True,
+    continues=True,
+    keeps_turns=True,
     drafts=DRAFTS,
     draft_trees=True,
     reads_arguments=True,

@@ -20,6 +20,16 @@ class ScheduleConfig(Section):
     over_sample: Count = 0
     """Extra prompt groups started per step. The first `prompts_per_step` to finish are trained on; the rest are kept for
     the next step."""
+    partial_responses: Literal["restart", "continue"] = "restart"
+    """What becomes of the extra groups that were not used and would be too old: they `restart`, or `continue` from the tokens
+    they have under new weights."""
+    mask_older_tokens: bool = False
+    """With `continue` in `sync` mode: leave tokens that older weights sampled out of the loss."""
+
+    @property
+    def continues(self) -> bool:
+        """Whether what was sampled is gone on with under new weights."""
+        return self.partial_responses == "continue"
 
 
 class AgentConfig(Section):
@@ -67,6 +77,9 @@ class EpisodeConfig(Section):
     """Time limit in seconds for one tool call or one step of an environment."""
     tool_max_tokens: Positive = 1024
     """Maximum number of tokens of the text of one tool or environment answer. Longer ones are cut, with a note in the text."""
+    turn_cache_bytes: Count = 2**30
+    """`rollout.engine: embedded` only: maximum size of the keys and values kept between turns. 0: none. SGLang uses its whole
+    cache for them."""
 
 
 class SpeculativeConfig(Section):

@@ -28,6 +28,7 @@ def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> N
     _check_servers(config, engine)
     _check_transport(config, engine)
     _check_schedule(config, engine)
+    _check_partial_responses(config, engine)
     _check_sampling_limits(config)
     _check_episode(config, engine)
     _check_routing(config, engine)
@@ -129,6 +130,34 @@ def _check_schedule(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of("rollout.schedule.over_sample", schedule.over_sample, why, allowed="0")
 
 
+def _check_partial_responses(config: Config, engine: EngineCapabilities) -> None:
+    rollout, schedule = config.rollout, config.rollout.schedule
+    field, mask = "rollout.schedule.partial_responses", "rollout.schedule.mask_older_tokens"
+    if schedule.continues:
+        why = ""
+        if not engine.continues:
+            why = f"asks engines to go on from what they are given, which rollout.engine = '{rollout.engine}' cannot do"
+        elif schedule.mode == "one_step_off_policy":
+            why = "makes responses of several versions, and with rollout.schedule.mode = 'one_step_off_policy' they have one"
+        elif rollout.speculative.algorithm != "none" and not engine.in_process:
+            why = "cannot tell which tokens of a draft an engine had looked at when it was cut (rollout.speculative.algorithm)"
+        if why:
+            raise ConfigError.of(field, "continue", why, allowed="'restart'")
+    if not schedule.mask_older_tokens:
+        return
+    if not schedule.continues:
+        raise ConfigError.needs(mask, f"{field} = 'continue'", f"set {field}, or remove {mask}")
+    why = ""
+    if schedule.mode != "sync":
+        why = f"would leave out most of what rollout.schedule.mode = '{schedule.mode}' samples"
+    elif config.algorithm.loss_needs.pairs:
+        why = f"leaves out tokens, and algorithm.policy_loss = '{config.algorithm.policy_loss}' compares whole responses"
+    elif config.algorithm.loss_needs.sequence_ratio:
+        why = f"leaves out tokens, and algorithm.policy_loss = '{config.algorithm.policy_loss}' has a ratio of whole responses"
+    if why:
+        raise ConfigError.of(mask, True, why, allowed="false")
+
+
 def _check_routing(config: Config, engine: EngineCapabilities) -> None:
     routing, rollout = config.policy.routing, config.rollout
     if routing.replay == "old_policy" and not config.needs_old_log_probs:
@@ -214,6 +243,10 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.needs(
             f"rollout.episode.kind = '{episode.kind}'", what, "set rollout.episode.tools to a list of 'package.module:name'"
         )
+    if episode.turn_cache_bytes != type(episode).model_fields["turn_cache_bytes"].default and not engine.keeps_turns:
+        reason = f"is the room of rollout.engine = 'embedded', and rollout.engine = '{config.rollout.engine}' has its own"
+        allowed = "left out (SGLang: rollout.engine_args.max_total_tokens or mem_fraction_static)"
+        raise ConfigError.of("rollout.episode.turn_cache_bytes", episode.turn_cache_bytes, reason, allowed=allowed)
     _check_agent(config)
     if episode.kind != "single" and engine.replays:
         why = "rollout.engine = 'replay' cannot do: it gives back whole responses"

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
+from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.data.routes import Routes, from_json, to_json
 
 FORMER_FIELDS = ("data_source",)
@@ -56,7 +57,7 @@ class Sample:
     and response together. In `turns` a content with pictures is a list of parts, each picture by the path of its kept file.
     `branch_of` is the id of the first branch of its episode, where the sample is a further one (`data/branches.py`).
     `routes` are the experts that the engine chose for each token of prompt and response (`data/routes.py`); None: not known.
-    `drafts`: what speculative decoding did for it, in all turns.
+    `drafts`: what speculative decoding did for it, in all turns; `prefill`: what engines were asked to go on from.
     """
 
     sample_id: str
@@ -80,6 +81,7 @@ class Sample:
     branch_of: str = ""
     routes: Routes | None = field(default=None, compare=False, repr=False)
     drafts: DraftCounts = NO_DRAFTS
+    prefill: PrefillCounts = field(default=NO_PREFILLS, compare=False)
 
     def __post_init__(self) -> None:
         if self.routes is not None and len(self.routes) != self.total_length:
@@ -143,12 +145,12 @@ class Sample:
         return self.finish_reason == "length"
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Routes and counts of drafts are in it only if there
-        are any."""
+        """A JSON-serialisable form; `read_record(Sample, d)` reads it back. Routes and counts are in it if there are any."""
         plain = asdict(replace(self, routes=None))
         del plain["routes"]
-        if self.drafts == NO_DRAFTS:
-            del plain["drafts"]
+        for name, none in (("drafts", NO_DRAFTS), ("prefill", NO_PREFILLS)):
+            if getattr(self, name) == none:
+                del plain[name]
         return plain if self.routes is None else plain | {"routes": to_json(self.routes)}
 
 
@@ -161,4 +163,6 @@ def read_record(kind: type[PromptOrSample], record: Mapping[str, Any]) -> Prompt
     values["media"] = [Media.of_json(one) for one in record.get("media", []) if isinstance(one, Mapping)]
     if "drafts" in record:
         values["drafts"] = DraftCounts(**record["drafts"])
+    if "prefill" in record:
+        values["prefill"] = PrefillCounts(**record["prefill"])
     return kind(**values | ({"routes": from_json(record["routes"])} if record.get("routes") is not None else {}))

@@ -11,7 +11,7 @@ import ray
 
 from megarl.data.media import Media
 from megarl.errors import DeadlineError, MegarlError, WorkerError
-from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams
+from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingParams
 
 P = ParamSpec("P")
 
@@ -52,11 +52,20 @@ class EngineCalls:
         keys: Sequence[str],
         deadline_s: float,
         media: Sequence[Sequence[Media]] | None = None,
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]:
         """The engine is told its deadline, too, and given a moment to say itself that it has passed."""
-        more = {} if media is None else {"media": media}  # an engine of the user's own need not know of pictures
+        given = {"media": media, "begun": begun, "conversation": conversation}
+        more: dict[str, Any] = {name: value for name, value in given.items() if value is not None}  # an engine need not know
         reference = submit(self.actor, Engine.generate, prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
         return await self._answer(reference, "generate", deadline_s + GRACE_S)
+
+    async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.cut, keys), "cut", deadline_s + GRACE_S)
+
+    async def end_conversations(self, names: Sequence[str], *, deadline_s: float) -> None:
+        await self._answer(submit(self.actor, Engine.end_conversations, names), "end_conversations", deadline_s + GRACE_S)
 
     async def health(self, *, deadline_s: float) -> None:
         await self._answer(submit(self.actor, Engine.health), "health", deadline_s + GRACE_S)

@@ -122,6 +122,28 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
             ["rollout.schedule.max_staleness=2"],
             ["rollout.schedule.max_staleness is 2", "'sync'", "only with rollout.schedule.mode = 'async'", "it must be 1"],
         ),
+        (
+            ["rollout.schedule={mode: one_step_off_policy, partial_responses: continue}"],
+            ["partial_responses is 'continue'", "makes responses of several versions", "it must be 'restart'"],
+        ),
+        ([*REPLAY, "rollout.schedule.partial_responses=continue"], ["partial_responses is 'continue'", "'replay' cannot do"]),
+        (
+            ["rollout.schedule.partial_responses=continue", "rollout.speculative.algorithm=ngram"],
+            ["partial_responses is 'continue'", "rollout.speculative.algorithm", "it must be 'restart'"],
+        ),
+        (
+            ["rollout.schedule.mask_older_tokens=true"],
+            ["mask_older_tokens needs rollout.schedule.partial_responses = 'continue': set", "or remove"],
+        ),
+        (
+            ["rollout.schedule={mode: async, partial_responses: continue, mask_older_tokens: true}"],
+            ["mask_older_tokens is true", "most of what rollout.schedule.mode = 'async' samples", "it must be false"],
+        ),
+        (
+            ["rollout.schedule={partial_responses: continue, mask_older_tokens: true}", "algorithm.policy_loss=gspo"],
+            ["mask_older_tokens is true", "'gspo' has a ratio of whole responses"],
+        ),
+        (["rollout.episode.turn_cache_bytes=7"], ["turn_cache_bytes is 7", "'sglang' has its own", "left out"]),
         (["rollout.schedule.over_sample=9"], ["over_sample is 9", "at most rollout.prompts_per_step = 8"]),
         ([*REPLAY, "rollout.schedule.mode=async"], ["rollout.schedule.mode is 'async'", "'replay'", "it must be 'sync'"]),
         ([*REPLAY, "rollout.schedule.over_sample=1"], ["over_sample is 1", "'replay'"]),

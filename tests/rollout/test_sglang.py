@@ -18,8 +18,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from megarl.data.prefills import PrefillCounts
 from megarl.errors import EngineError
-from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions, SglangServer
 from megarl.rollout.engines.sglang.server_process import host
@@ -36,6 +37,7 @@ from tests.rollout.tiny import (
     halves,
     largest_difference,
     load,
+    reference_log_probs,
     sync,
     weights_of,
     weights_that_never_end,
@@ -92,6 +94,72 @@ def test_weights_over_a_process_group_are_the_senders_values(sglang_engine: Sgla
         groups = await sglang_engine.generate(PROMPTS, SamplingParams(max_new_tokens=8, temperature=0.7), n=2)
         assert largest_difference(new, PROMPTS, groups, 0.7) < 1e-5
         assert {version for group in groups for one in group for version in one.weight_versions} == {12}
+
+    asyncio.run(scenario())
+
+
+def test_responses_that_are_cut_go_on_under_new_weights_and_hits_of_the_cache_are_told(
+    sglang_engine: SglangEngine, tiny_path: Path
+) -> None:
+    old, new = load(tiny_path, seed=5), load(tiny_path, seed=6)
+    params = SamplingParams(max_new_tokens=200, ignore_eos=True)
+    prompt = PROMPTS[1]
+
+    async def scenario() -> tuple[list[Generation], list[Generation]]:
+        await sync(sglang_engine, weights_of(old), 20)
+        asked = asyncio.create_task(sglang_engine.generate([prompt], params, n=2, keys=["a"]))
+        beside = asyncio.create_task(
+            sglang_engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=60, ignore_eos=True), keys=["b"])
+        )
+        await asyncio.sleep(0.5)
+        while not asked.done():
+            await sglang_engine.cut(["a"])
+            await asyncio.sleep(0.05)
+        [cut] = await asked
+        [[other]] = await beside
+        assert (other.finish_reason, len(other.response_ids)) == ("length", 60), "it was not to be cut"
+        await sync(sglang_engine, weights_of(new), 21)
+        [whole] = await sglang_engine.generate([prompt], params, n=2, keys=["a"], begun=[cut])
+        assert await sglang_engine.generate([prompt], params, n=2, keys=["a"], begun=[whole]) == [whole]
+        return cut, whole
+
+    cut, whole = asyncio.run(scenario())
+    for begun, one in zip(cut, whole, strict=True):
+        had = len(begun.response_ids)
+        assert begun.finish_reason == "abort"
+        assert 0 < had < 200
+        assert (one.response_ids[:had], one.log_probs[:had]) == (begun.response_ids, begun.log_probs)
+        assert one.weight_versions == [20] * had + [21] * (200 - had)
+        assert one.finish_reason == "length"
+        by_version = [reference_log_probs(model, prompt, one.response_ids, 1.0) for model in (old, new)]
+        expected = torch.cat([by_version[0][:had], by_version[1][had:]])
+        assert (torch.tensor(one.log_probs) - expected).abs().max() < 1e-5
+    # the first one's are those of the request that computes the prompt, too; nothing of the old weights is a hit
+    size = len(prompt)
+    assert cut[0].prefill == PrefillCounts(2 * size, size - 1)
+    assert cut[1].prefill == PrefillCounts(size, size - 1)
+    for number, (begun, one) in enumerate(zip(cut, whole, strict=True)):
+        behind = size + len(begun.response_ids)
+        again = 0 if number else size
+        assert one.prefill.asked - begun.prefill.asked == behind + again
+        assert one.prefill.cached - begun.prefill.cached in (size, size - 1), "the prompt, computed once under the new weights"
+
+
+def test_a_later_turn_finds_the_one_before_in_the_cache_and_nothing_of_other_weights(
+    sglang_engine: SglangEngine, tiny_path: Path
+) -> None:
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+    async def scenario() -> None:
+        await sync(sglang_engine, weights_of(load(tiny_path, seed=7)), 30)
+        [[first]] = await sglang_engine.generate([PROMPTS[1]], params, keys=["a"])
+        told = [*PROMPTS[1], *first.response_ids, 31, 32]
+        [[second]] = await sglang_engine.generate([told], params, keys=["b"])
+        assert first.prefill == PrefillCounts(len(PROMPTS[1]), 0)
+        assert second.prefill == PrefillCounts(len(told), len(told) - 3), "all but the last token of a turn, and what was told"
+        await sync(sglang_engine, weights_of(load(tiny_path, seed=8)), 31)
+        [[again]] = await sglang_engine.generate([told], params, keys=["b"])
+        assert again.prefill == PrefillCounts(len(told), 0)
 
     asyncio.run(scenario())
 

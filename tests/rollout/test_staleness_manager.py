@@ -15,10 +15,14 @@ from megarl.rollout.scheduling.staleness_manager import StalenessManager
 class Run:
     """A run with random luck: engines that work, die, miss updates and come back; and a book kept apart from the manager's."""
 
-    def __init__(self, seed: int, batch_size: int, staleness: int, over_sample: int, engines: int) -> None:
+    def __init__(
+        self, seed: int, batch_size: int, staleness: int, over_sample: int, engines: int, *, continues: bool = False
+    ) -> None:
+        self.continues = continues
+        self.kept: dict[int, int] = {}  # group that is queued to go on: version it was started under
         self.luck = random.Random(seed)
         self.shape = (batch_size, staleness, over_sample)
-        self.manager = StalenessManager(*self.shape)
+        self.manager = StalenessManager(*self.shape, continues=continues)
         self.version = 0
         self.engines: dict[int, int | None] = dict.fromkeys(range(engines), 0)  # version; None: down
         self.in_flight: dict[int, tuple[int, int]] = {}  # group: (engine, version it was started under)
@@ -36,7 +40,7 @@ class Run:
         numbers = self.manager.start(version, limit)
         assert len(numbers) <= limit
         assert not set(numbers) & (self.in_flight.keys() | self.finished.keys() | set(self.consumed))
-        self.in_flight |= dict.fromkeys(numbers, (engine, version))
+        self.in_flight |= {number: (engine, self.kept.pop(number, version)) for number in numbers}
         return len(numbers)
 
     def finish(self, number: int) -> None:
@@ -46,14 +50,18 @@ class Run:
     def die(self, engine: int) -> None:
         self.engines[engine] = None
         lost = [number for number, (where, _) in self.in_flight.items() if where == engine]
-        self.manager.requeue(lost)
         for number in lost:
-            del self.in_flight[number]
+            _, began = self.in_flight.pop(number)
+            if self.continues and self.luck.random() < 0.5:  # something of it was kept
+                self.kept[number] = began
+                self.manager.suspend([number])
+            else:
+                self.manager.requeue([number])
 
     def drop(self, numbers: list[int]) -> None:
         for number in numbers:
-            assert (number in self.in_flight) != (number in self.finished)
-            self.in_flight.pop(number, None), self.finished.pop(number, None)
+            assert (number in self.in_flight) + (number in self.finished) + (number in self.kept) == 1
+            self.in_flight.pop(number, None), self.finished.pop(number, None), self.kept.pop(number, None)
 
     def train(self) -> bool:
         """Consume a batch if there is one, and go on to the next step, or ask for a few groups more at this version."""
@@ -65,7 +73,7 @@ class Run:
         assert len(taken.numbers) == due
         for number, age in zip(taken.numbers, taken.staleness, strict=True):
             started = self.finished.pop(number)
-            assert started >= self.version - staleness
+            assert started >= self.version - staleness - self.continues
             assert age == self.version - started
         if not over_sample:
             assert taken.numbers == before[:due], "consumed in the order in which they were made"
@@ -99,8 +107,9 @@ class Run:
     def restore(self) -> None:
         """Save, lose everything that is in flight, and go on from the checkpoint."""
         state = json.loads(json.dumps(self.manager.state_dict()))
-        self.manager = StalenessManager(*self.shape)
-        self.manager.load_state_dict(state)
+        self.manager = StalenessManager(*self.shape, continues=self.continues)
+        self.kept |= {n: began for n, (_, began) in self.in_flight.items() if self.continues and self.luck.random() < 0.5}
+        self.manager.load_state_dict(state, self.kept)
         self.in_flight.clear()
         self.engines = dict.fromkeys(self.engines, self.version)
         self.drop(self.manager.open_step(self.version))
@@ -139,11 +148,12 @@ class Run:
     staleness=st.integers(0, 3),
     extra=st.integers(0, 3),
     engines=st.integers(1, 3),
+    continues=st.booleans(),
 )
 def test_whatever_happens_staleness_is_bounded_and_every_group_is_consumed_once(
-    seed: int, batch_size: int, staleness: int, extra: int, engines: int
+    seed: int, batch_size: int, staleness: int, extra: int, engines: int, continues: bool
 ) -> None:
-    run = Run(seed, batch_size, staleness, min(extra, batch_size), engines)
+    run = Run(seed, batch_size, staleness, min(extra, batch_size), engines, continues=continues)
     for _ in range(40):
         run.act()
         run.check()

@@ -13,7 +13,8 @@ from megarl.config import Config, parse_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.data.batch import Batch
 from megarl.data.sample import Sample
-from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
+from megarl.trainers.rl.experience import Experience, set_loss_weights
+from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
 
 BASE: dict[str, Any] = {
     "model": {"path": "nowhere"},
@@ -129,3 +130,29 @@ def test_what_is_read_before_the_update_asks_for_the_pass(override: str) -> None
     assert not config().needs_old_log_probs
     assert config(override).needs_old_log_probs
     assert not config(NLL).needs_old_log_probs
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_tokens_of_older_weights_are_counted_and_left_out_of_losses_if_they_are_to_be(mask: bool) -> None:
+    step, rows = batch(), list(range(8))
+    for sample in step.samples:
+        cut = len(sample.response_ids) // 2
+        sample.weight_versions[:] = [6] * cut + [7] * (len(sample.response_ids) - cut)
+    step.samples[3].weight_versions[:] = [6]
+    of_policy = step.mask.clone()
+    older = torch.zeros_like(of_policy)
+    for row, length in enumerate(LENGTHS):
+        older[row, : 1 if row == 3 else length // 2] = True
+    assert older_tokens(step, 7, mask=mask) == {"rollout/older_tokens": float((older & of_policy).sum())}
+    settings = config()
+    before = step.mask.clone()
+    Experience(settings).estimate(step, REWARDS, None)
+    assert step.mask.equal(before & ~older if mask else before)
+    set_loss_weights(step, rows, settings)
+    trained = before & ~older if mask else before
+    responses, tokens = trained.any(1).sum(), trained.sum(1, keepdim=True)
+    weights = {"token_mean": 1 / trained.sum(), "seq_mean_token_mean": 1 / (responses * tokens)}[settings.algorithm.aggregation]
+    assert torch.allclose(step.columns["weights"], torch.where(trained, weights, 0.0))
+    plain = batch()
+    Experience(settings).estimate(plain, REWARDS, None)
+    assert step.columns["advantages"].equal(plain.columns["advantages"]), "a masked token still counts in what is compared"

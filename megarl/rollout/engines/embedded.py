@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,33 @@ from megarl.models.hf_folder import HFFolder
 from megarl.models.quantised_tensors import Dequantiser
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
 from megarl.rollout.engines.embedded_routes import RouteRecorder
 from megarl.rollout.engines.embedded_seeing import Sight
-from megarl.rollout.engines.embedded_speculative import Speculation, SpeculativeBatch, check_drafts
-from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.embedded_speculative import Speculation, SpeculativeBatch, check_drafts, refusal
+from megarl.rollout.engines.embedded_turns import TurnCache
+from megarl.rollout.engines.protocol import Begun, Engine, EnginePlace, Generation, SamplingParams, check_request
 from megarl.weight_sync.checksums import compare, digest
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 from megarl.weight_sync.staging import NamedTensors
 from megarl.weight_sync.weight_state import WeightState
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of `generate`. `cut` are the keys of prompts whose responses are to end with what they have."""
+
+    rows: list[OpenResponse]
+    params: SamplingParams
+    begun_at: float
+    deadline_s: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    cut: set[str] = field(default_factory=set)
+
+    @property
+    def deadline(self) -> float:
+        return self.begun_at + self.deadline_s
 
 
 class EmbeddedEngine(Engine):
@@ -43,6 +62,8 @@ class EmbeddedEngine(Engine):
 
     `max_batch_samples` responses are computed at once; the rest wait. `initial_version` declares which version the weights
     in `model_path` are; None: none, weights must be sent first. `media_folder` has the pictures that prompts show.
+    `turn_cache_bytes`: room for the keys and values of conversations between their turns (0: none are kept); with drafts,
+    pictures or layers with linear attention none are kept.
     `updates_draft`: the weights of the layer for multi-token prediction that it drafts with come with every update.
 
     With a `served_path` it begins with the weights of that folder, and takes weights as the folder stores them. If that is in
@@ -66,6 +87,7 @@ class EmbeddedEngine(Engine):
             "served_path": config.rollout.servers.model_path,
             "speculative": config.rollout.speculative,
             "updates_draft": config.syncs_prediction,
+            "turn_cache_bytes": config.rollout.episode.turn_cache_bytes,
         }
 
     def __init__(
@@ -81,6 +103,7 @@ class EmbeddedEngine(Engine):
         served_path: str | Path | None = None,
         speculative: SpeculativeConfig | None = None,
         updates_draft: bool = False,
+        turn_cache_bytes: int = 0,
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
@@ -90,6 +113,8 @@ class EmbeddedEngine(Engine):
             self._speculation = Speculation.of(speculative, model_path, self._model, lambda path: _load(path, dtype, device))
             if self._speculation is not None and updates_draft:
                 self._held |= self._speculation.held
+        keeps_turns = bool(turn_cache_bytes) and self._speculation is None and refusal(self._model.config) is None
+        self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorder = RouteRecorder(self._model)
         self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft)
         self._dequantiser: Dequantiser | None = None
@@ -100,6 +125,7 @@ class EmbeddedEngine(Engine):
         self._sent: dict[str, str] = {}
         self._stopped = False
         self._calls = 0
+        self._under_way: list[_Call] = []
         self._weights_epoch = 0  # caches made in an earlier epoch are stale
         self._wanting_turn = 0
         self._turn = threading.Condition()  # held for each token, and for each change to the weights
@@ -144,6 +170,8 @@ class EmbeddedEngine(Engine):
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
         media: Sequence[Sequence[Media]] | None = None,
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]:
         check_request(prompts, n, keys, self.weight_version)
         shown = media if media is not None else [()] * len(prompts)
@@ -151,51 +179,75 @@ class EmbeddedEngine(Engine):
             raise EngineError("a prompt shows pictures, but the model takes none")
         self._calls += 1
         keys = keys or [f"call-{self._calls}-prompt-{i}" for i in range(len(prompts))]
+        given = begun if begun is not None else [[None] * n] * len(prompts)
         rows = [
-            OpenResponse(
-                list(prompt),
-                torch.Generator().manual_seed(_seed(self._seed, key, index)),
-                self._sight.prompt(prompt, of_prompt) if self._sight is not None else None,
-            )
-            for prompt, key, of_prompt in zip(prompts, keys, shown, strict=True)
+            self._open(key, index, prompt, of_prompt, of_group[index])
+            for prompt, key, of_prompt, of_group in zip(prompts, keys, shown, given, strict=True)
             for index in range(n)
         ]
-        cancelled = threading.Event()
-        deadline = time.monotonic() + deadline_s
-        work = asyncio.create_task(asyncio.to_thread(self._run, rows, params, deadline, cancelled))
+        if len(rows) == 1 and self._turns is not None and not params.routes:  # routes of what is kept are not known
+            rows[0].conversation = conversation
+        call = _Call(rows, params, time.monotonic(), deadline_s)
+        self._under_way.append(call)
+        work = asyncio.create_task(asyncio.to_thread(self._run, call))
         try:
             await asyncio.shield(work)
         except BaseException:
-            cancelled.set()
+            call.cancelled.set()
             if not work.done():
                 await asyncio.wait([work])
             raise
+        finally:
+            self._under_way.remove(call)
         generations = [_finished(row) for row in rows]
         return [generations[i : i + n] for i in range(0, len(rows), n)]
 
-    def _run(
-        self,
-        rows: list[OpenResponse],
-        params: SamplingParams,
-        deadline: float,
-        cancelled: threading.Event,
-    ) -> None:
-        """Complete `rows`, `max_batch_samples` at a time."""
-        begun = time.monotonic()
+    def _open(
+        self, key: str, index: int, prompt: Sequence[int], shown: Sequence[Media], begun: Generation | None
+    ) -> OpenResponse:
+        """Sample `index` to the prompt that is called `key`; one that is continued draws what it would have drawn uncut."""
+        seen = self._sight.prompt(prompt, shown) if self._sight is not None else None
+        had = len(begun.response_ids) if begun is not None else 0
+        generator = torch.Generator().manual_seed(_seed(self._seed, key, index))
+        if self._speculation is None:
+            random_numbers([generator], had)
+        elif had:  # how many numbers its passes drew is not known
+            generator.manual_seed(_seed(self._seed, f"{key}/{had}", index))
+        row = OpenResponse(list(prompt), generator, seen, key)
+        if begun is not None:
+            row.begin_with(begun)
+        return row
+
+    async def cut(self, keys: Sequence[str]) -> None:
+        with self._change():
+            for call in self._under_way:
+                call.cut |= {*keys}
+
+    async def end_conversations(self, names: Sequence[str]) -> None:
+        with self._change():
+            if self._turns is not None:
+                self._turns.end(names)
+
+    def _run(self, call: _Call) -> None:
+        """Complete the rows of a call, `max_batch_samples` at a time."""
+        rows = [row for row in call.rows if row.finish_reason is None]
         for start in range(0, len(rows), self._max_batch_samples):
             part = rows[start : start + self._max_batch_samples]
-            batch = self._open_batch(part, params)
+            batch = self._open_batch(part, call.params)
             epoch = -1
             while batch.rows:
                 with self._turn:
-                    self._wait_for_weights(deadline, cancelled)
-                    if cancelled.is_set():
+                    self._wait_for_weights(call)
+                    if call.cancelled.is_set():
                         return
-                    if time.monotonic() > deadline:
-                        done = sum(row.finish_reason is not None for row in rows)
-                        limit_s = deadline - begun
+                    if call.cut:
+                        batch.abort(call.cut)
+                        if not batch.rows:
+                            break
+                    if time.monotonic() > call.deadline:
+                        done = sum(row.finish_reason is not None for row in call.rows)
                         raise DeadlineError(
-                            f"generation was not complete after {limit_s:.3g} s: {done} of {len(rows)} responses"
+                            f"generation was not complete after {call.deadline_s:.3g} s: {done} of {len(call.rows)} responses"
                         )
                     if epoch != self._weights_epoch:
                         epoch = self._weights_epoch
@@ -206,16 +258,16 @@ class EmbeddedEngine(Engine):
     def _open_batch(self, rows: list[OpenResponse], params: SamplingParams) -> DecodeBatch:
         if self._speculation is not None:
             return SpeculativeBatch(self._model, rows, params, self._recorder, self._speculation)
-        return DecodeBatch(self._model, rows, params, self._sight, self._recorder)
+        return DecodeBatch(self._model, rows, params, self._sight, self._recorder, self._turns)
 
-    def _wait_for_weights(self, deadline: float, cancelled: threading.Event) -> None:
+    def _wait_for_weights(self, call: _Call) -> None:
         """Wait while there are no weights, and let whoever wants to change something have its turn; `_turn` is held."""
         while self.weight_version is None or self._wanting_turn:
             if self._stopped:
                 raise EngineError("the engine was stopped while it was generating")
-            if cancelled.is_set() or time.monotonic() > deadline:
+            if call.cancelled.is_set() or call.cut or time.monotonic() > call.deadline:
                 return
-            self._turn.wait(timeout=max(0.001, min(1.0, deadline - time.monotonic())))
+            self._turn.wait(timeout=max(0.001, min(1.0, call.deadline - time.monotonic())))
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -235,6 +287,7 @@ class EmbeddedEngine(Engine):
             if base is None and self._dequantiser is not None:
                 self._dequantiser.forget()
             self._weights_epoch += 1
+            self._forget_turns()
 
     async def apply_update(self, bucket: NamedTensors) -> None:
         self._weights.receive()
@@ -268,6 +321,7 @@ class EmbeddedEngine(Engine):
     async def sleep(self) -> None:
         with self._change():
             self._weights.sleep()
+            self._forget_turns()
 
     async def wake(self) -> None:
         self._weights.wake()
@@ -280,12 +334,17 @@ class EmbeddedEngine(Engine):
         with self._change():
             self._weights.lose()
             self._stopped = True
+            self._forget_turns()
+
+    def _forget_turns(self) -> None:
+        if self._turns is not None:
+            self._turns.clear()
 
 
 def _finished(row: OpenResponse) -> Generation:
     assert row.finish_reason is not None, "a call returns when all of its rows have ended"
     routes = np.concatenate(row.routes) if row.routes else None
-    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, routes, row.drafts)
+    return Generation(row.response, row.log_probs, row.versions, row.finish_reason, routes, row.drafts, row.prefill)
 
 
 def _load(folder: str | Path, dtype: str, device: str) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 from megarl.data.drafts import NO_DRAFTS, DraftCounts
+from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.data.routes import Routes
 from megarl.rollout.engines.drawing import sample
 from megarl.rollout.engines.embedded_routes import RouteRecorder
 from megarl.rollout.engines.embedded_seeing import SeenPrompt, Sight
-from megarl.rollout.engines.protocol import FinishReason, SamplingParams
+from megarl.rollout.engines.embedded_turns import KeptTurn, TurnCache
+from megarl.rollout.engines.protocol import FinishReason, Generation, SamplingParams
 
 
 @dataclass
@@ -22,21 +26,41 @@ class OpenResponse:
     prompt: list[int]
     generator: torch.Generator
     seen: SeenPrompt | None = None
+    key: str = ""
+    conversation: str | None = None
     response: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[Routes] = field(default_factory=list)
     """Of its tokens so far, under the weights that it is sampled by now."""
     drafts: DraftCounts = NO_DRAFTS
+    prefill: PrefillCounts = NO_PREFILLS
     finish_reason: FinishReason | None = None
+
+    def begin_with(self, begun: Generation) -> None:
+        """Go on from what there is of a response; one that was not cut is complete."""
+        self.response, self.log_probs = list(begun.response_ids), list(begun.log_probs)
+        self.versions, self.drafts, self.prefill = list(begun.weight_versions), begun.drafts, begun.prefill
+        if begun.finish_reason != "abort":
+            self.finish_reason = begun.finish_reason
+            self.routes = [begun.routes] if begun.routes is not None else []
 
 
 class DecodeBatch:
     """Rows computed together. `prefill` before the first `next_tokens` and whenever the weights have changed."""
 
     def __init__(
-        self, model: Any, rows: list[OpenResponse], params: SamplingParams, sight: Sight | None, recorder: RouteRecorder
+        self,
+        model: Any,
+        rows: list[OpenResponse],
+        params: SamplingParams,
+        sight: Sight | None,
+        recorder: RouteRecorder,
+        turns: TurnCache | None = None,
     ) -> None:
+        """`turns` keeps what is computed of a conversation, where one row with one is all there is to compute."""
+        self._turns = turns if len(rows) == 1 and rows[0].conversation is not None else None
+        self._was_counted = False
         self.rows, self._sight, self._recorder = list(rows), sight, recorder
         self._model, self._params = model, params
         ends = model.generation_config.eos_token_id
@@ -49,7 +73,35 @@ class DecodeBatch:
     @torch.inference_mode()
     def prefill(self) -> None:
         """Compute the caches of all rows from their tokens."""
-        self._prefill(None)
+        if self._turns is None:
+            self._prefill(None)
+        else:
+            self._prefill_turn(self._turns)
+
+    def _prefill_turn(self, turns: TurnCache) -> None:
+        """As `_prefill`, of one row whose earlier turns may be kept. No layer of its cache forgets: it can be cut back."""
+        [row] = self.rows
+        ids = [*row.prompt, *row.response]
+        assert row.conversation is not None, "only conversations are kept"
+        kept = turns.take(row.conversation, ids)
+        self._cache, had = (kept.cache, len(kept.ids)) if kept is not None else (DynamicCache(), 0)
+        self._mask = torch.ones(1, len(ids), dtype=torch.long, device=self._model.device)
+        output = self._computed(
+            input_ids=torch.tensor([ids[had:]], device=self._model.device),
+            attention_mask=self._mask,
+            position_ids=torch.arange(had, len(ids), device=self._model.device)[None],
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self._logits = output.logits[:, -1]
+        self._count([had])
+
+    def _count(self, cached: Sequence[int]) -> None:
+        """Once for each request: passes that an update of the weights makes necessary count no tokens again."""
+        for row, had in zip(() if self._was_counted else self.rows, cached, strict=False):
+            row.prefill += PrefillCounts(len(row.prompt) + len(row.response), had)
+        self._was_counted = True
 
     def _prefill(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Equal token sequences are computed once: returns their ids, int64 `[U, S]`, padded on the left, and the one of each
@@ -75,11 +127,20 @@ class DecodeBatch:
         if (routes := self._recorder.take(len(ids_of))) is not None:
             for row, sequence in zip(self.rows, where, strict=True):
                 row.routes = [routes[sequence, longest - len(ids_of[sequence]) :]]
+        self._count([len(ids_of[own]) if own in where[:at] else 0 for at, own in enumerate(where)])
         rows = torch.tensor(where, device=device)
         self._cache = output.past_key_values
         self._cache.reorder_cache(rows)  # batch_select_indices does the same, but not for layers with linear attention
         self._mask, self._logits = mask[rows], output.logits[rows, -1]
         return ids, rows
+
+    @torch.inference_mode()
+    def abort(self, keys: Container[str]) -> None:
+        """End the responses to the prompts called `keys` with what they have."""
+        for row in self.rows:
+            if row.key in keys:
+                row.finish_reason = "abort"
+        self._logits = self._logits[self._leave_out_ended()] if self._cache is not None else self._logits
 
     @torch.inference_mode()
     def next_tokens(self, version: int) -> None:
@@ -118,12 +179,20 @@ class DecodeBatch:
     def _leave_out_ended(self) -> torch.Tensor:
         """Go on with the rows that have not ended; returns their places among those until now, int64 `[B]`."""
         going_on = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
+        if self._turns is not None and not going_on:
+            self._keep_turn(self._turns, self.rows[0])
         kept = torch.tensor(going_on, dtype=torch.long, device=self._mask.device)
-        if going_on and len(going_on) < len(self.rows):
+        if self._cache is not None and going_on and len(going_on) < len(self.rows):
             self._cache.reorder_cache(kept)
             self._mask = self._mask[kept]
         self.rows = [self.rows[i] for i in going_on]
         return kept
+
+    def _keep_turn(self, turns: TurnCache, row: OpenResponse) -> None:
+        """All but the last token, which was not computed."""
+        ids = [*row.prompt, *row.response]
+        if self._cache is not None and row.conversation is not None:
+            turns.keep(row.conversation, KeptTurn(ids[: self._cache.get_seq_length()], self._cache))
 
     def _computed(self, **inputs: Any) -> Any:
         """What the model answers, its choices of experts taken down if they are asked for."""

@@ -202,6 +202,6 @@ class SpeculativeBatch(DecodeBatch):
     def _leave_out_ended(self) -> Tensor:
         before = len(self.rows)
         kept = super()._leave_out_ended()
-        if self.rows and len(self.rows) < before:
+        if self._cache is not None and self.rows and len(self.rows) < before:
             self._draft.keep(kept)
         return kept

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -15,6 +15,7 @@ from megarl.config import Config
 from megarl.config.engine_kinds import EngineCapabilities
 from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
+from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.data.routes import Routes
 from megarl.errors import EngineError
 from megarl.weight_sync.model_compatibility import ServedModel
@@ -63,9 +64,11 @@ class SamplingParams:
 class Generation:
     """One sampled response: per token its id, its log-prob in nats and the version of the weights that sampled it.
 
+    A response that the engine went on with (`begun`) is whole: what it had is in front. `abort`: it was cut (`Engine.cut`), or
+    the engine gave it up.
     `routes` `[tokens, expert layers, k]` are the experts of the prompt's tokens and of all but the last one of the response
     (`data/routes.py`), all from passes under the version of the last token; None: they were not asked for. `drafts`: what
-    speculative decoding did for it.
+    speculative decoding did for it. `prefill`: what was asked for it.
     """
 
     response_ids: list[int]
@@ -74,11 +77,28 @@ class Generation:
     finish_reason: FinishReason
     routes: Routes | None = None
     drafts: DraftCounts = NO_DRAFTS
+    prefill: PrefillCounts = NO_PREFILLS
 
     def __post_init__(self) -> None:
         lengths = {len(self.response_ids), len(self.log_probs), len(self.weight_versions)}
         if len(lengths) != 1:
             raise EngineError(f"the engine answered ids, log-probs and versions of different lengths: {sorted(lengths)}")
+
+
+def behind(begun: Generation, generation: Generation) -> Generation:
+    """The whole response: `generation` goes on from the tokens of `begun`, and has the routes of all."""
+    return replace(
+        generation,
+        response_ids=begun.response_ids + generation.response_ids,
+        log_probs=begun.log_probs + generation.log_probs,
+        weight_versions=begun.weight_versions + generation.weight_versions,
+        drafts=begun.drafts + generation.drafts,
+        prefill=begun.prefill + generation.prefill,
+    )
+
+
+Begun = Sequence[Sequence[Generation | None]]
+"""By prompt and sample, a response that there is something of; None: there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +192,19 @@ class Engine(ABC):
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
         media: Sequence[Sequence[Media]] | None = None,
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]:
         """Sample `n` responses to each prompt of token ids; the answer is `[prompt][sample]`.
 
         `media` are the pictures of each prompt, in the order of their places among its ids. None, and not given to engines
         whose capabilities do not say `sees`: there are none.
+
+        `begun` `[prompt][sample]` are responses to go on with under the present weights, where they ended with `abort`; others
+        are given back. None, and not given to engines whose capabilities do not say `continues`: all begin anew.
+
+        `conversation` names the one that a single prompt goes on with: the engine may keep what it computed for its next turn.
+        None, and not given to engines whose capabilities do not say `keeps_turns`: the prompts stand for themselves.
 
         `keys` names the prompts (one each); seeded and replaying engines identify a sample by (key, sample index).
         Cancelling the call stops the engine's work on it.
@@ -185,6 +213,16 @@ class Engine(ABC):
             EngineError: the engine is not able to answer, or answered something that is no generation.
             DeadlineError: not complete after `deadline_s` seconds; the engine's work on it has been stopped.
         """
+
+    async def cut(self, keys: Sequence[str]) -> None:
+        """End the responses under way to prompts with these `keys`: `generate` returns them with what they have, as `abort`.
+
+        It need not wait for that. Asked of engines whose capabilities say `continues`.
+        """
+        raise EngineError(f"{type(self).__name__} does not cut responses short")
+
+    async def end_conversations(self, names: Sequence[str]) -> None:  # noqa: B027 - most keep nothing for one by name
+        """These conversations have no further turn."""
 
     @abstractmethod
     async def health(self) -> None:

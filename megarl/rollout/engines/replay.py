@@ -15,7 +15,7 @@ from megarl.config.engine_kinds import REPLAY
 from megarl.data.media import Media
 from megarl.data.sample import Sample, read_record
 from megarl.errors import EngineError, nearest
-from megarl.rollout.engines.protocol import Engine, EnginePlace, Generation, SamplingParams, check_request
+from megarl.rollout.engines.protocol import Begun, Engine, EnginePlace, Generation, SamplingParams, check_request
 from megarl.weight_sync.staging import NamedTensors
 
 
@@ -66,6 +66,8 @@ class ReplayEngine(Engine):
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
         media: Sequence[Sequence[Media]] | None = None,
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]:
         check_request(prompts, n, keys, self._version)
         if keys is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.data.drafts import NO_DRAFTS
 from megarl.data.media import Media
+from megarl.data.prefills import NO_PREFILLS
 from megarl.data.routes import Routes, known, of_one_version, padded
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engines.protocol import Generation
@@ -27,7 +28,7 @@ class Transcript:
         self.turns: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
         self.turn_states: list[str] = []
-        self.drafts = NO_DRAFTS
+        self.drafts, self.prefill = NO_DRAFTS, NO_PREFILLS
         self._routes: Routes | None = None
         self._routes_version = -1
 
@@ -52,6 +53,7 @@ class Transcript:
         self.log_probs += generation.log_probs
         self.versions += generation.weight_versions
         self.drafts += generation.drafts
+        self.prefill += generation.prefill
         self.turns.append({"role": "assistant", "content": text})
         if generation.response_ids:
             self.turn_rewards.append(0.0)
@@ -133,4 +135,5 @@ class Transcript:
             media=self.media,
             routes=self._routes_of_all(),
             drafts=self.drafts,
+            prefill=self.prefill,
         )

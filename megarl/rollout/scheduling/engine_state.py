@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import DeadlineError
+from megarl.errors import DeadlineError, EngineError, WorkerError
 from megarl.observe.trace import BusySpans
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams
+from megarl.rollout.scheduling.partial_groups import PartialGroup
+
+CUT_POLL_S = 0.02
+"""Between two times that an engine is told to cut."""
+END_S = 10.0
+"""For an engine to free what it keeps for conversations."""
 
 
 class EngineHandle(Protocol):
@@ -29,7 +37,13 @@ class EngineHandle(Protocol):
         keys: Sequence[str],
         deadline_s: float,
         media: Sequence[Sequence[Media]] | None = None,
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]: ...
+
+    async def cut(self, keys: Sequence[str], *, deadline_s: float) -> None: ...
+
+    async def end_conversations(self, names: Sequence[str], *, deadline_s: float) -> None: ...
 
     async def health(self, *, deadline_s: float) -> None: ...
 
@@ -50,8 +64,8 @@ class EngineHandle(Protocol):
         ...
 
 
-GenerateGroups = Callable[["EngineState", Sequence[Prompt]], Awaitable[list[list[Sample]]]]
-"""Answers prompts on one engine: a group of samples for each."""
+GenerateGroups = Callable[["AskedGroups"], Awaitable[list[list[Sample]]]]
+"""Answers the prompts of a request: a group of samples for each."""
 PendingResult = asyncio.Future[list[list[Sample]]]
 
 
@@ -61,6 +75,8 @@ class EngineState:
 
     number: int
     handle: EngineHandle
+    keeps_turns: bool = False
+    """Whether it wants to know which conversation a turn goes on with."""
     version: int | None = None
     is_open: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while requests may reach the engine: not during a weight update."""
@@ -89,17 +105,29 @@ class EngineState:
         keys: Sequence[str],
         deadline_s: float,
         media: Sequence[Sequence[Media]],
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]:
-        """`Engine.generate`, once no update keeps requests out."""
+        """`Engine.generate`, with what this engine need know alone."""
+        more: dict[str, Any] = {"media": media} if any(media) else {}  # engines that do not see need not know of pictures
+        more |= {"begun": begun} if begun is not None else {}
+        more |= {"conversation": conversation} if conversation is not None and self.keeps_turns else {}
+        with self.busy:
+            return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
+
+    async def wait_until_open(self, deadline_s: float) -> None:
+        """Wait while an update keeps requests out."""
         try:
             async with asyncio.timeout(deadline_s):  # unlike wait_for in Python 3.11 it never swallows a cancellation
                 await self.is_open.wait()
         except TimeoutError:
             raise DeadlineError(f"engine {self.number} was not open for requests again within {deadline_s:.0f} s") from None
-        with self.busy:
-            if not any(media):  # engines that do not see need not know of pictures
-                return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s)
-            return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s, media=media)
+
+    async def end_conversations(self, names: Sequence[str]) -> None:
+        """Tell the engine, if it keeps anything for them; one that failed has forgotten them."""
+        if self.keeps_turns:
+            with contextlib.suppress(EngineError, WorkerError, DeadlineError):
+                await self.handle.end_conversations(names, deadline_s=END_S)
 
 
 @dataclass(eq=False)
@@ -114,3 +142,87 @@ class PromptRequest:
     answer: PendingResult | None = None
     """Who asked for it, where it is no group's."""
     failures: int = 0
+    partial: list[PartialGroup] | None = None
+    """What there is of each group."""
+    asked: AskedGroups | None = None
+    """While an engine works on it."""
+
+
+@dataclass
+class AskedGroups:
+    """Groups as they are asked of one engine. `partial`: what there is of each; None: nothing is kept of them."""
+
+    engine: EngineState
+    prompts: Sequence[Prompt]
+    partial: Sequence[PartialGroup] | None = None
+    is_cut: bool = False
+    asked_keys: list[Sequence[str]] = field(default_factory=list)
+    """Keys of the calls of the engine that are under way."""
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        names: Sequence[Sequence[str]],
+        groups: Sequence[int],
+        keys: Sequence[str],
+        deadline_s: float,
+        media: Sequence[Sequence[Media]],
+        conversation: str | None = None,
+    ) -> list[list[Generation]]:
+        """`Engine.generate` under the engine's next open moment; what was sampled before is not asked for again.
+
+        `names` `[prompt][sample]` are the turns (`turn_name`), and `groups` the places of the prompts' groups. Responses that
+        end with `abort` are gone on with; but where this request was cut it never returns: what there is has been kept, and
+        whoever waits is cancelled.
+        """
+        partial = self.partial
+        while True:
+            kept = [[partial[g].turn(name) if partial else None for name in own] for g, own in zip(groups, names, strict=True)]
+            whole = [[one for one in own if one is not None and one.finish_reason != "abort"] for own in kept]
+            if all(len(own) == len(of_prompt) for own, of_prompt in zip(whole, names, strict=True)):
+                return whole
+            await self.engine.wait_until_open(deadline_s)
+            if self.is_cut:
+                await asyncio.get_running_loop().create_future()
+            begun = kept if any(one is not None for own in kept for one in own) else None
+            more: dict[str, Any] = {"media": media, "begun": begun, "conversation": conversation}
+            self.asked_keys.append(keys)
+            try:
+                answers = await self.engine.generate(prompts, params, n=len(names[0]), keys=keys, deadline_s=deadline_s, **more)
+                if partial is None:
+                    return answers
+                for group, own, of_prompt in zip(groups, names, answers, strict=True):
+                    for name, answer in zip(own, of_prompt, strict=True):
+                        partial[group].keep(name, answer)
+            finally:
+                self.asked_keys = [asked for asked in self.asked_keys if asked is not keys]
+
+    async def end_conversations(self, names: Sequence[str]) -> None:
+        """These have no further turn."""
+        await self.engine.end_conversations(names)
+
+
+async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
+    """Have engines end what they work on for these requests, and wait until what there is of it has been kept.
+
+    What an engine does not give in `deadline_s` seconds is lost. The requests must then be cancelled.
+    """
+    for request in requests:
+        request.is_cut = True
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + deadline_s
+    while (working := [request for request in requests if request.asked_keys]) and loop.time() < ends_at:
+        calls = [one.engine.handle.cut([*chain(*one.asked_keys)], deadline_s=deadline_s) for one in working]
+        await asyncio.gather(*calls, return_exceptions=True)  # an engine that failed has nothing to give
+        await asyncio.sleep(CUT_POLL_S)  # again: the engine may have got the request after this
+
+
+def in_turn(free: Sequence[EngineState]) -> Iterator[EngineState]:
+    """Least-loaded first; after one for whose weights there was nothing to start, only those with newer ones."""
+    newest = -1
+    for engine in sorted(free, key=lambda engine: (engine.load, engine.number)):
+        if engine.version is not None and engine.version > newest:
+            yield engine
+            newest = engine.version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -13,17 +13,29 @@ from megarl.data.sample import Prompt, Sample
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.episodes import Episodes, SampleTokens
 from megarl.rollout.episodes.single import single_sample
-from megarl.rollout.scheduling.engine_state import EngineState, GenerateGroups
+from megarl.rollout.scheduling.engine_state import AskedGroups, GenerateGroups
+from megarl.rollout.scheduling.partial_groups import turn_name
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A batch: prompts in order, each one's samples, and how many versions old its start is."""
+
+    prompts: list[Prompt]
+    samples: list[list[Sample]]
+    staleness: list[int]
 
 
 def single_turns(params: SamplingParams, n: int, deadline_s: float, tokenizer: Any) -> GenerateGroups:
     """`n` responses to each prompt."""
 
-    async def generate_groups(engine: EngineState, prompts: Sequence[Prompt]) -> list[list[Sample]]:
-        answers = await engine.generate(
+    async def generate_groups(request: AskedGroups) -> list[list[Sample]]:
+        prompts = request.prompts
+        answers = await request.generate(
             [prompt.prompt_ids for prompt in prompts],
             params,
-            n=n,
+            names=[[turn_name(number, prompt.prompt_ids) for number in range(n)] for prompt in prompts],
+            groups=range(len(prompts)),
             keys=[_key(prompt) for prompt in prompts],
             deadline_s=deadline_s,
             media=[prompt.media for prompt in prompts],
@@ -40,41 +52,59 @@ def episode_groups(kind: Episodes, params: SamplingParams, n: int, deadline_s: f
     """`n` episodes for each prompt, all at once, the branches of each behind one another; `params` are those of every turn but
     for its number of tokens."""
 
-    def sampler(engine: EngineState, prompt: Prompt, number: int) -> SampleTokens:
-        asked: dict[int, set[int]] = {}
+    def sampler(request: AskedGroups, place: int, number: int) -> SampleTokens:
+        prompt = request.prompts[place]
+        asked: dict[int | str, set[int]] = {}
 
         async def sample(token_ids: list[int], max_new_tokens: int, media: Sequence[Media] | None = None, /) -> Generation:
-            length = len(token_ids)
-            numbers = asked.setdefault(length, set())  # branches of an agent may be equally long
-            own = next(n for n in count() if n not in numbers)
-            numbers.add(own)
-            key = f"{_key(prompt)}/{number}/{length}{f'/{own}' if own else ''}"  # a seeded engine draws by it
-            turn = replace(params, max_new_tokens=max_new_tokens)
-            shown = [prompt.media if media is None else media]
+            length, same = len(token_ids), turn_name(number, token_ids)
+            of_length, of_same = asked.setdefault(length, set()), asked.setdefault(same, set())
+            own, again = _taken(of_length), _taken(of_same)  # branches of an agent may be equally long, or equal
             try:
-                answer = await engine.generate([token_ids], turn, n=1, keys=[key], deadline_s=deadline_s, media=shown)
+                answer = await request.generate(
+                    [token_ids],
+                    replace(params, max_new_tokens=max_new_tokens),
+                    names=[[turn_name(number, token_ids, again)]],
+                    groups=[place],
+                    keys=[f"{_key(prompt)}/{number}/{length}{f'/{own}' if own else ''}"],  # a seeded engine draws by it
+                    deadline_s=deadline_s,
+                    media=[prompt.media if media is None else media],
+                    conversation=f"{_key(prompt)}/{number}",
+                )
             except BaseException:
-                numbers.discard(own)  # whoever asks again for what has not come draws the same
+                of_length.discard(own)  # whoever asks again for what has not come draws the same
+                of_same.discard(again)
                 raise
             return answer[0][0]
 
         return sample
 
-    async def generate_groups(engine: EngineState, prompts: Sequence[Prompt]) -> list[list[Sample]]:
-        tasks = [
-            asyncio.ensure_future(kind.branches(prompt, number, sampler(engine, prompt, number)))
-            for prompt in prompts
-            for number in range(n)
-        ]
+    async def generate_groups(request: AskedGroups) -> list[list[Sample]]:
+        async def episode(place: int, number: int) -> list[Sample]:
+            made = await kind.branches(request.prompts[place], number, sampler(request, place, number))
+            await request.end_conversations([f"{_key(request.prompts[place])}/{number}"])
+            return made
+
+        places = [(place, number) for place in range(len(request.prompts)) for number in range(n)]
+        tasks = [asyncio.ensure_future(episode(*where)) for where in places]
         try:
             samples = await asyncio.gather(*tasks)
-        finally:
+        except BaseException:
             for task in tasks:
-                task.cancel()  # where one failed, or nobody waits any more
+                task.cancel()  # one failed, or nobody waits any more
+            await request.end_conversations([f"{_key(request.prompts[place])}/{number}" for place, number in places])
+            raise
         of_groups = (samples[start : start + n] for start in range(0, len(samples), n))
         return [[branch for branches in group for branch in branches] for group in of_groups]
 
     return generate_groups
+
+
+def _taken(numbers: set[int]) -> int:
+    """The smallest number that is not among `numbers`, which it is now."""
+    own = next(number for number in count() if number not in numbers)
+    numbers.add(own)
+    return own
 
 
 def _key(prompt: Prompt) -> str:

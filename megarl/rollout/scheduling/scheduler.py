@@ -9,30 +9,35 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain
 from typing import Any, TypeVar
 
 from megarl.data.sample import Prompt, Sample, read_record
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
 from megarl.observe.trace import Span
-from megarl.rollout.scheduling.engine_state import EngineHandle, EngineState, GenerateGroups, PendingResult, PromptRequest
+from megarl.rollout.scheduling.engine_state import (
+    AskedGroups,
+    EngineHandle,
+    EngineState,
+    GenerateGroups,
+    PendingResult,
+    PromptRequest,
+    cut_short,
+    in_turn,
+)
+from megarl.rollout.scheduling.partial_groups import PartialGroups
+from megarl.rollout.scheduling.requests import RolloutBatch
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
 
 T = TypeVar("T")
+CUT_S = 20.0
+"""For an engine to say what it has of responses that are cut."""
 HEALTH_S = 10.0
 """For an engine to say that it is well."""
 FAILURES = 3
 """Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
-
-
-@dataclass(frozen=True)
-class RolloutBatch:
-    """A batch: prompts in order, each one's samples, and how many versions old its start is."""
-
-    prompts: list[Prompt]
-    samples: list[list[Sample]]
-    staleness: list[int]
 
 
 class Scheduler:
@@ -53,16 +58,23 @@ class Scheduler:
         groups_per_request: int = 1,
         groups_per_engine: int = 64,
         restart_deadline_s: float = 300.0,
+        cuts: bool = False,
+        keeps_turns: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`groups_per_request`: more than 1 for an engine that computes one request after the other.
 
-        `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first. `say` is
-        told in a line, from another thread, when an engine fails.
+        `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first. `cuts`:
+        engines that are to stop are asked for what they have (`Engine.cut`), which is counted, or kept if the manager
+        `continues`. `keeps_turns`: they are told of conversations. `say` is told in a line, from another thread, when an engine
+        fails.
         """
         self.manager, self.generate_groups = manager, generate_groups
         self.groups_per_request, self.groups_per_engine = groups_per_request, groups_per_engine
         self.restart_deadline_s, self._say = restart_deadline_s, say
+        self.cuts = cuts
+        self.partial = PartialGroups(continues=manager.continues)
+        self._ending: dict[asyncio.Task[None], asyncio.Task[None]] = {}
         self._prompts: dict[int, Prompt] = {}
         self._groups: dict[int, list[Sample]] = {}
         self._asked: deque[PromptRequest] = deque()
@@ -72,6 +84,9 @@ class Scheduler:
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-scheduler", daemon=True)
         self._thread.start()
         self._changed, self.engines = self._in_loop(self._make(handles), 30)
+
+        for engine in self.engines:
+            engine.keeps_turns = keeps_turns
 
     async def _make(self, handles: Sequence[EngineHandle]) -> tuple[asyncio.Event, list[EngineState]]:
         return asyncio.Event(), [EngineState(number, handle) for number, handle in enumerate(handles)]
@@ -125,7 +140,12 @@ class Scheduler:
             batch = self.manager.pop_batch()
             prompts = [self._prompts.pop(number) for number in batch.numbers]
             samples = [self._groups.pop(number) for number in batch.numbers]
+            for number, group in zip(batch.numbers, samples, strict=True):
+                self.partial.consume(number, group)
             self._discard(batch.dropped)
+            if self.manager.continues and not self.manager.staleness:  # nothing is sampled while the trainer works
+                await self._suspend()
+            await asyncio.gather(*self._ending.values())
             return RolloutBatch(prompts, samples, batch.staleness)
 
         return self._in_loop(taken())
@@ -133,12 +153,7 @@ class Scheduler:
     def stop_all(self) -> None:
         """Put what is under way back into the queue, and have the engines stop working on it."""
 
-        async def stopped() -> None:
-            numbers = [n for engine in self.engines for r in engine.requests.values() for n in r.numbers if n is not None]
-            self.manager.requeue(numbers)
-            self._forget(numbers)
-
-        self._in_loop(stopped())
+        self._in_loop(self._suspend())
 
     def ask(self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int) -> list[PendingResult]:
         """Have `prompts` answered by whatever weights the engines have, before any queued group; `wait` for what it returns.
@@ -238,21 +253,23 @@ class Scheduler:
     # checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The manager's state, the prompts of all unconsumed groups and the samples of finished ones, JSON-able."""
+        """The manager's state, the prompts of all unconsumed groups, the samples of finished ones and what there is of those
+        that go on, JSON-able."""
 
         async def state() -> dict[str, Any]:
             manager = self.manager.state_dict()
             prompts = [asdict(self._prompts[number]) for number in self.manager.unconsumed]
             samples = [[sample.to_dict() for sample in self._groups[number]] for number, *_ in manager["finished"]]
-            return {"ledger": manager, "prompts": prompts, "samples": samples}  # its name in checkpoints
+            partial = self.partial.state_dict(self._groups)
+            return {"ledger": manager, "prompts": prompts, "samples": samples, "partial": partial}  # its name in checkpoints
 
         return self._in_loop(state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`'s answer: what was finished is, and every other unconsumed prompt is queued."""
+        """Continue from `state_dict()`'s answer: what was finished is, every other unconsumed prompt is queued."""
 
         async def load() -> None:
-            self.manager.load_state_dict(state["ledger"])
+            self.manager.load_state_dict(state["ledger"], self.partial.load_state_dict(state.get("partial", {})))
             finished = (number for number, *_ in state["ledger"].get("finished", []))
             groups = ([read_record(Sample, sample) for sample in group] for group in state.get("samples", []))
             self._groups = dict(zip(finished, groups, strict=True))
@@ -294,18 +311,15 @@ class Scheduler:
                 ) from None
 
     def _progress_text(self) -> str:
-        engines = ", ".join(
-            f"engine {engine.number} {'is down' if engine.version is None else f'works on {engine.load}'}"
-            for engine in self.engines
-        )
-        manager = self.manager
+        does = {e.number: "is down" if e.version is None else f"works on {e.load}" for e in self.engines}
+        engines, manager = ", ".join(f"engine {number} {what}" for number, what in does.items()), self.manager
         return f"{manager.count('finished')} groups are finished, {manager.count('queued')} wait, {engines}"
 
     def _dispatch(self) -> None:
         """Start whatever may start now, the least-loaded engine first."""
         while self._error is None:
             free = [engine for engine in self.engines if engine.is_open.is_set() and engine.load < self.groups_per_engine]
-            if not any(self._start_on(engine) for engine in _in_turn(free)):
+            if not any(self._start_on(engine) for engine in in_turn(free)):
                 break
         self._changed.set()
 
@@ -319,6 +333,8 @@ class Scheduler:
             if not numbers:
                 return False
             request = PromptRequest([self._prompts[n] for n in numbers], self.generate_groups, len(numbers), list(numbers))
+            request.partial = [self.partial.of(number) for number in numbers] if self.cuts else None
+        request.asked = AskedGroups(engine, request.prompts, request.partial)
         engine.requests[self._loop.create_task(self._serve(engine, request))] = request
         return True
 
@@ -326,7 +342,8 @@ class Scheduler:
         task = asyncio.current_task()
         assert task is not None
         try:
-            groups = await request.generate_groups(engine, request.prompts)
+            assert request.asked is not None, "an engine works on it"
+            groups = await request.generate_groups(request.asked)
         except (EngineError, WorkerError) as error:
             if engine.requests.pop(task, None) is not None:  # else nobody waits for it any more
                 await self._retry(engine, request, error)
@@ -345,8 +362,10 @@ class Scheduler:
             if not request.answer.done():
                 request.answer.set_result(groups)
             return
-        for number, group in zip(request.numbers, groups, strict=True):
-            if number is not None:
+        for place, (number, group) in enumerate(zip(request.numbers, groups, strict=True)):
+            if number is None:
+                self.partial.aborted_tokens += request.partial[place].empty() if request.partial is not None else 0
+            else:
                 self._groups[number] = group
                 self.manager.finish(number)
 
@@ -354,7 +373,7 @@ class Scheduler:
         """A request came to nothing: it is queued again, and its engine looked at."""
         self._queue_again(request)
         if engine.version is None:
-            return  # the engine is being seen to already
+            return  # it is being seen to already
         try:
             await engine.handle.health(deadline_s=HEALTH_S)
         except (EngineError, WorkerError, DeadlineError):
@@ -370,10 +389,30 @@ class Scheduler:
         return self._retried[number]
 
     def _queue_again(self, request: PromptRequest) -> None:
+        """Groups go on from what there is of them, if there is something and the manager lets them."""
         if request.answer is not None:
             self._asked.appendleft(request)
-        else:
-            self.manager.requeue([number for number in request.numbers if number is not None])
+            return
+        for number in (number for number in request.numbers if number is not None):
+            if self.partial.goes_on(number):
+                self.manager.suspend([number])
+            else:
+                self.partial.throw_away(number)
+                self.manager.requeue([number])
+
+    async def _suspend(self) -> None:
+        """Put what is under way back into the queue, and have the engines stop working on it."""
+        of_groups = [(engine, task, r) for engine in self.engines for task, r in engine.requests.items() if r.answer is None]
+        if self.cuts:
+            await cut_short([request.asked for *_, request in of_groups if request.asked is not None], CUT_S)
+        for engine, task, _ in of_groups:
+            if task in engine.requests:
+                self._interrupt(engine, [task])
+
+    def _interrupt(self, engine: EngineState, tasks: Sequence[asyncio.Task[None]]) -> None:
+        for task in tasks:
+            task.cancel()
+            self._queue_again(engine.requests.pop(task))
 
     def _take_down(self, engine: EngineState, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
@@ -383,10 +422,7 @@ class Scheduler:
                 self._say(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
         engine.version, engine.error, engine.fell_behind = None, error, True
         engine.is_open.clear()
-        for task, request in list(engine.requests.items()):
-            del engine.requests[task]
-            task.cancel()
-            self._queue_again(request)
+        self._interrupt(engine, list(engine.requests))
         if engine.failures > FAILURES:
             self._give_up(EngineError(f"engine {engine.number} failed {engine.failures} times in a row, at last with: {error}"))
         elif engine.restarting is None:
@@ -420,6 +456,7 @@ class Scheduler:
         """These groups are queued again; what there is of their responses is thrown away."""
         for number in numbers:
             self._groups.pop(number, None)
+            self.partial.throw_away(number)
         self._forget(numbers)
         self._dispatch()
 
@@ -431,7 +468,17 @@ class Scheduler:
                     request.numbers = [None if number in gone else number for number in request.numbers]
                     if set(request.numbers) == {None}:
                         del engine.requests[task]
-                        task.cancel()
+                        self._ending[task] = self._loop.create_task(self._end(task, request))
+
+    async def _end(self, task: asyncio.Task[None], request: PromptRequest) -> None:
+        """Stop the work on a request that nobody wants any more, and count what there is of it."""
+        try:
+            if self.cuts and request.asked is not None:
+                await cut_short([request.asked], CUT_S)
+            self.partial.aborted_tokens += sum(group.empty() for group in request.partial or ())
+        finally:
+            task.cancel()
+            del self._ending[task]
 
     def _give_up(self, error: BaseException) -> None:
         self._error = self._error or error
@@ -441,6 +488,7 @@ class Scheduler:
         tasks = [
             *(task for engine in self.engines for task in engine.requests),
             *(s.restarting for s in self.engines if s.restarting),
+            *chain(*self._ending.items()),
         ]
         for task in tasks:
             task.cancel()
@@ -450,12 +498,3 @@ class Scheduler:
 def failures(answers: Mapping[int, object]) -> dict[int, Exception]:
     """The engines that raised something, of those that `Scheduler.on_each` asked."""
     return {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}
-
-
-def _in_turn(free: Sequence[EngineState]) -> Iterator[EngineState]:
-    """Least-loaded first; after one for whose weights there was nothing to start, only those with newer ones."""
-    newest = -1
-    for engine in sorted(free, key=lambda engine: (engine.load, engine.number)):
-        if engine.version is not None and engine.version > newest:
-            yield engine
-            newest = engine.version

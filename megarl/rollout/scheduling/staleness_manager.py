@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ State = Literal["queued", "in_flight", "finished"]
 
 @dataclass
 class _GroupState:
-    """One unconsumed group. `version` is that of the weights it was started under, `order` counts finished groups."""
+    """One unconsumed group. `version` is that of the weights it was started under, also of one that is queued to go on from
+    what it has (-1: it has nothing); `order` counts finished groups."""
 
     state: State = "queued"
     version: int = -1
@@ -29,7 +30,7 @@ class _GroupState:
 class ConsumedBatch:
     """A batch: group `numbers` in order, each one's `staleness` in versions, and the groups that were `dropped`.
 
-    What was dropped is back in the queue: its responses, under way or finished, must be thrown away.
+    What was dropped is back in the queue: its responses, under way, finished or kept, must be thrown away.
     """
 
     numbers: list[int]
@@ -49,10 +50,14 @@ class StalenessManager:
     batch. The k others are passed over, which happens to a group once: its next batch waits for it. Of these, the ones
     that would exceed η in the next batch go back into the queue.
 
-    So the bound holds whatever happens, and without over-sampling no group is ever thrown away for its age.
+    **Continuing.** With `continues`, these are consumed with what they have, one version older than η allows: a group that is
+    suspended goes on from there, and counts as started when it was started first.
+
+    So the bound (η + 1 with `continues`) holds whatever happens, and without over-sampling no group is ever thrown away for its
+    age.
     """
 
-    def __init__(self, batch_size: int, staleness: int, over_sample: int = 0) -> None:
+    def __init__(self, batch_size: int, staleness: int, over_sample: int = 0, *, continues: bool = False) -> None:
         """`over_sample` may be at most `batch_size`, or a batch could not hold all groups that were passed over."""
         if batch_size < 1 or staleness < 0 or not 0 <= over_sample <= batch_size:
             raise ValueError(
@@ -60,12 +65,15 @@ class StalenessManager:
                 "at least 0 and from 0 to batch_size"
             )
         self.batch_size, self.staleness, self.over_sample = batch_size, staleness, over_sample
+        self.continues = continues
         self.version = 0
         self.due = 0
         self.requeued = 0
         """Times that a started group went back into the queue, for any reason."""
         self.aborted = 0
         """Those of them in which it would have become too old."""
+        self.suspended = 0
+        """Times that a started group went back into the queue with what there was of its responses."""
         self._made = 0
         self._finished = 0
         self._groups: dict[int, _GroupState] = {}  # unconsumed, by number
@@ -123,7 +131,8 @@ class StalenessManager:
                 break
             del self._queued[0]
             self._put(number, "in_flight")
-            self._groups[number].version = version
+            if self._groups[number].version < 0:
+                self._groups[number].version = version
             started.append(number)
         return started
 
@@ -139,9 +148,20 @@ class StalenessManager:
     def requeue(self, numbers: Iterable[int]) -> None:
         """These groups in flight came to nothing, as when an engine died; they are queued again, at their old places."""
         for number in numbers:
-            if self._groups[number].state != "in_flight":
-                raise ValueError(f"group {number} is {self._groups[number].state}, and cannot be put back")
+            self._check_in_flight(number)
             self._queue(number)
+
+    def suspend(self, numbers: Iterable[int]) -> None:
+        """These groups in flight were stopped, and what there is of their responses is kept; they are queued to go on."""
+        for number in numbers:
+            self._check_in_flight(number)
+            self._put(number, "queued")
+            insort(self._queued, number)
+            self.suspended += 1
+
+    def _check_in_flight(self, number: int) -> None:
+        if self._groups[number].state != "in_flight":
+            raise ValueError(f"group {number} is {self._groups[number].state}, and cannot be put back")
 
     # figures and checkpoints --------------------------------------------------------------------------------------
 
@@ -159,15 +179,17 @@ class StalenessManager:
 
         `finished` has number, version and order of each finished group.
         """
-        groups = [[number, self._groups[number].deferred] for number in self._places]
+        groups = [[number, self._groups[number].deferred, self._groups[number].version] for number in self._places]
         finished = [[n, t.version, t.order] for n, t in sorted(self._groups.items()) if t.state == "finished"]
         return {"made": self._made, "version": self.version, "tickets": groups, "finished": finished}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`'s answer: every unconsumed group that is not finished is queued."""
+    def load_state_dict(self, state: dict[str, Any], kept: Container[int] = ()) -> None:
+        """Continue from `state_dict()`'s answer: every unconsumed group that is not finished is queued; those whose responses
+        are `kept` are queued to go on."""
         self._made, self.version, self.due = state["made"], state["version"], 0
         self._groups, self._places, self._queued, self._counts = {}, [], [], Counter()
-        self._enter({number: _GroupState(deferred=deferred) for number, deferred in state["tickets"]})
+        for number, deferred, *version in state["tickets"]:  # earlier versions wrote none
+            self._enter({number: _GroupState(deferred=deferred, version=version[0] if number in kept else -1)})
         for number, version, order in state.get("finished", []):
             self._put(number, "finished")
             self._queued.remove(number)
@@ -199,7 +221,8 @@ class StalenessManager:
         return sorted([*owed, *others[: self.due - len(owed)]])
 
     def _drop_older_than(self, version: int) -> list[int]:
-        old = [n for n, group in self._groups.items() if group.state != "queued" and group.version < version]
+        oldest = version - self.continues
+        old = [n for n, group in self._groups.items() if -1 < group.version < oldest]
         for number in old:
             self._queue(number)
         self.aborted += len(old)
@@ -215,8 +238,9 @@ class StalenessManager:
     def _queue(self, number: int) -> None:
         """Back to its old place, as if it had not been started."""
         group = self._groups[number]
-        self._put(number, "queued")
-        insort(self._queued, number)
+        if group.state != "queued":
+            self._put(number, "queued")
+            insort(self._queued, number)
         group.version, group.order = -1, -1
         self.requeued += 1
 

@@ -112,7 +112,7 @@ class Experience:
 
         A response that is alone in its group under a group estimator, that was rejected by the correction, or that was
         truncated where `truncated_responses` is 'mask', leaves the mask, and so every denominator; where it is 'exclude', every
-        baseline and running mean too.
+        baseline and running mean too. Tokens that the column `older` names leave the mask once the advantages are there.
 
         Args:
             batch: with `old_log_probs` where they are needed, `reference_log_probs` where KL is in the reward, `values`
@@ -171,6 +171,8 @@ class Experience:
             metrics["reward/lone_responses"] = float(outputs.dropped.sum())
         if algorithm.truncated_responses == "mask":
             batch.mask[batch.truncated] = False
+        if "older" in batch.columns:
+            batch.mask = batch.mask & (batch.columns["older"] == 0)
         return metrics | {"reward/shaped_mean": float(scores.mean())}
 
     def _estimated(self, needed: EstimatorNeeds, inputs: AdvantageInputs) -> AdvantageOutputs:

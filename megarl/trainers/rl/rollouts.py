@@ -21,8 +21,8 @@ from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
-from megarl.rollout.scheduling.requests import episode_groups, single_turns
-from megarl.rollout.scheduling.scheduler import RolloutBatch, Scheduler
+from megarl.rollout.scheduling.requests import RolloutBatch, episode_groups, single_turns
+from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
@@ -78,7 +78,7 @@ class Rollouts:
         self.scheduler = self._schedule(say)
         self._updates: WeightUpdates | None = None
         self._taken: list[RolloutBatch] = []
-        self._counted = (0, 0)
+        self._counted = (0, 0, 0, 0)
 
     def _schedule(self, say: Callable[[str], None] | None) -> Scheduler:
         rollout, schedule = self.config.rollout, self.config.rollout.schedule
@@ -92,11 +92,13 @@ class Rollouts:
             at_once, at_most = 1, min(rollout.groups_per_engine, max(1, CALLS_PER_ENGINE // calls))
         return Scheduler(
             [EngineCalls(engine, number) for number, engine in enumerate(self.engines)],
-            StalenessManager(rollout.prompts_per_step, staleness, schedule.over_sample),
+            StalenessManager(rollout.prompts_per_step, staleness, schedule.over_sample, continues=schedule.continues),
             self._respond(self._params(greedy=False), rollout.samples_per_prompt),
             groups_per_request=at_once,
             groups_per_engine=at_most,
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
+            cuts=able.continues,
+            keeps_turns=able.keeps_turns,
             say=say,
         )
 
@@ -172,7 +174,8 @@ class Rollouts:
         """Metrics of the batches taken since the last call."""
         manager, staleness = self.scheduler.manager, [age for groups in self._taken for age in groups.staleness]
         self._taken = []
-        before, self._counted = self._counted, (manager.requeued, manager.aborted)
+        aborted_tokens = self.scheduler.partial.aborted_tokens
+        before, self._counted = self._counted, (manager.requeued, manager.aborted, manager.suspended, aborted_tokens)
         counts = self.episodes.take_counts() if self.episodes is not None else {}
         return {
             "staleness/mean": sum(staleness) / len(staleness),
@@ -180,6 +183,8 @@ class Rollouts:
             "rollout/weight_version": self.version,
             "rollout/requeued": manager.requeued - before[0],
             "rollout/dropped_stale": manager.aborted - before[1],
+            "rollout/suspended": manager.suspended - before[2],
+            "rollout/aborted_tokens": aborted_tokens - before[3],
             "rollout/in_flight": manager.count("in_flight"),
             **{f"episode/{name}": count for name, count in counts.items()},
         }

@@ -15,6 +15,7 @@ from megarl.data.batch import Batch
 from megarl.data.branches import JoinedEpisodes, first_branches, spread_rewards
 from megarl.data.drafts import draft_figures
 from megarl.data.mixture import mixture_weights, place_of_row
+from megarl.data.prefills import prefill_figures
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler
 from megarl.observe import MetricsFile, distributions
@@ -40,7 +41,7 @@ from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.routing_figures import RoutingFigures
 from megarl.trainers.rl.samples_file import SamplesFile
 from megarl.trainers.rl.source_figures import DataSources
-from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, set_token_columns
+from megarl.trainers.rl.step_tokens import TOKEN_COLUMNS, loss_arguments, older_tokens, set_token_columns
 from megarl.trainers.rl.teachers import COLUMNS, Teachers
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.roles import CRITIC, POLICY, REFERENCE, REWARD_MODEL, group_requests
@@ -206,7 +207,9 @@ class RlRun(Run):
     def prepare(self, samples: Sequence[Sample]) -> Batch:
         """The batch with whatever the step needs to know before it updates: old and reference log-probs, values."""
         config, batch = self.config, Batch(samples)
-        self.metrics |= self.rollouts.figures()
+        self.metrics |= self.rollouts.figures() | older_tokens(
+            batch, self.rollouts.version, mask=config.rollout.schedule.mask_older_tokens
+        )
         with self.phases("log_probs"):
             if config.needs_old_log_probs:
                 limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
@@ -325,6 +328,7 @@ class RlRun(Run):
             "response/truncated": sum(sample.truncated for sample in samples) / len(samples),
             "rollout/samples": len(samples),
             **draft_figures(sample.drafts for sample in samples),
+            **prefill_figures(sample.prefill for sample in samples),
             "reward/failures": sum(self.inputs.rewards.failures.values()),
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,

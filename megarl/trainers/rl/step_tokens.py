@@ -50,6 +50,19 @@ def set_token_columns(
         columns["nll_weights"] = token_weights(mask & is_right[:, None], "token_mean")
 
 
+def older_tokens(batch: Batch, version: int, *, mask: bool) -> dict[str, float]:
+    """Metrics of the tokens that weights before `version` sampled. `mask`: they get the column `older`, 1 where they are, and
+    the losses leave them out."""
+    older = torch.zeros(batch.mask.shape)
+    for row, sample in enumerate(batch.samples):
+        versions = torch.tensor(sample.weight_versions or [version] * len(sample.response_ids))
+        older[row, : len(versions)] = (versions < version).float()
+    older = older * batch.mask
+    if mask:
+        batch.columns["older"] = older
+    return {"rollout/older_tokens": float(older.sum())}
+
+
 def loss_arguments(algorithm: AlgorithmConfig) -> dict[str, Any]:
     """Those of `algorithm.policy_loss_args` that the loss itself takes, and not the choice of its tokens."""
     of_choice = {one.name for one in algorithm.loss_needs.choice}

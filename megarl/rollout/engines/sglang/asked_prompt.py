@@ -40,6 +40,12 @@ class AskedPrompt:
         pictures = [str(file) for one in media for file in one.files(folder)]
         return cls(ids, {"input_ids": short, "image_data": pictures, "return_prompt_token_ids": True})
 
+    def followed_by(self, ids: Sequence[int]) -> AskedPrompt:
+        """This prompt and, behind it, what was sampled of a response: it shows no further pictures."""
+        whole = AskedPrompt([*self.ids, *ids], {**self.body, "input_ids": [*self.body["input_ids"], *ids]})
+        whole.shows_pictures = self.shows_pictures
+        return whole
+
     def check(self, answer: Mapping[str, Any], url: str) -> None:
         """Raise EngineError if pictures came out as other tokens than the trainer computes with."""
         if not self.shows_pictures:

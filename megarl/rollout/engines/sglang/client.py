@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import aiohttp
 
 from megarl.data.drafts import DraftCounts
+from megarl.data.prefills import NO_PREFILLS, PrefillCounts
 from megarl.errors import DeadlineError, EngineError
-from megarl.rollout.engines.protocol import Generation, SamplingParams
+from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams, behind
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
 
@@ -52,6 +53,7 @@ class SglangClient:
         """`expert_layers`: those of the model it serves; None: it has none, or its choices are not asked for."""
         self.server, self.expert_layers = server, expert_layers
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
+        self._under_way: dict[str, str] = {}  # keys of prompts by request
 
     async def generate(
         self,
@@ -61,12 +63,18 @@ class SglangClient:
         n: int,
         version: int,
         deadline_s: float,
+        keys: Sequence[str] | None = None,
+        begun: Begun | None = None,
     ) -> list[list[Generation]]:
         """`Engine.generate`; `version` is that of tokens for which the server names none."""
         ids = [[next(self._request_ids) for _ in range(n)] for _ in prompts]
+        begun = begun or [[None] * n for _ in prompts]
+        under_way = {rid: key for key, group in zip(keys or (), ids, strict=False) for rid in group}
+        self._under_way |= under_way
         async with self._session(None) as session:
             call = _GenerateCall(session, params, version)
-            work = asyncio.gather(*(self._group(call, p, group) for p, group in zip(prompts, ids, strict=True)))
+            groups = zip(prompts, ids, begun, strict=True)
+            work = asyncio.gather(*(self._group(call, prompt, group, of_group) for prompt, group, of_group in groups))
             try:
                 return await asyncio.wait_for(work, deadline_s)
             except BaseException as error:
@@ -77,25 +85,46 @@ class SglangClient:
                         f"responses had come from {self.server.url}"
                     ) from error
                 raise
+            finally:
+                for rid in under_way:
+                    del self._under_way[rid]
 
-    async def _group(self, call: _GenerateCall, prompt: AskedPrompt, ids: Sequence[str]) -> list[Generation]:
+    async def cut(self, keys: Sequence[str]) -> None:
+        """`Engine.cut`."""
+        wanted = {*keys}
+        await self._abort([rid for rid, key in self._under_way.items() if key in wanted])
+
+    async def _group(
+        self, call: _GenerateCall, prompt: AskedPrompt, ids: Sequence[str], begun: Sequence[Generation | None]
+    ) -> list[Generation]:
         """All samples of one prompt. The prompt is prefilled once; the samples find it in the radix cache."""
-        if len(ids) > 1:
+        given = {rid: one for rid, one in zip(ids, begun, strict=True) if one is not None}
+        prefill = NO_PREFILLS
+        if sum(rid not in given or given[rid].finish_reason == "abort" for rid in ids) > 1:
             warm_up = {"sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
-            await self._post(call.session, "generate", prompt.body | warm_up)
-        return list(await asyncio.gather(*(self._sample(call, prompt, rid) for rid in ids)))
+            answer = await self._post(call.session, "generate", prompt.body | warm_up)
+            prefill = _prefill(answer, prompt)
+        samples = await asyncio.gather(*(self._sample(call, prompt, rid, given.get(rid)) for rid in ids))
+        first = replace(samples[0], prefill=samples[0].prefill + prefill)
+        return [first, *samples[1:]]
 
-    async def _sample(self, call: _GenerateCall, prompt: AskedPrompt, rid: str) -> Generation:
-        body = prompt.body | {"sampling_params": call.sampling, "rid": rid, "return_logprob": True}
+    async def _sample(self, call: _GenerateCall, prompt: AskedPrompt, rid: str, begun: Generation | None) -> Generation:
+        if begun is not None and begun.finish_reason != "abort":
+            return begun
+        had = len(begun.response_ids) if begun is not None else 0
+        asked = prompt.followed_by(begun.response_ids) if begun is not None else prompt
+        sampling = call.sampling | {"max_new_tokens": call.sampling["max_new_tokens"] - had}
+        body = asked.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
         answer = await self._post(call.session, "generate", body | ({"return_routed_experts": True} if call.routes else {}))
-        prompt.check(answer, self.server.url)
+        asked.check(answer, self.server.url)
         generation = _generation(answer, call, self.server.url)
-        if call.routes:
+        if call.routes and generation.finish_reason != "abort":
             assert self.expert_layers is not None, "routes are asked of mixtures of experts"
-            routes = self.expert_layers.routes(answer, len(prompt.ids) + len(generation.response_ids) - 1, self.server.url)
+            routes = self.expert_layers.routes(answer, len(asked.ids) + len(generation.response_ids) - 1, self.server.url)
             generation = replace(generation, routes=routes)
+        generation = replace(generation, prefill=_prefill(answer, asked))
         call.answered += 1
-        return generation
+        return generation if begun is None else behind(begun, generation)
 
     async def _abort(self, ids: Any) -> None:
         """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
@@ -224,8 +253,16 @@ def _generation(answer: Mapping[str, Any], call: _GenerateCall, url: str) -> Gen
         raise EngineError(f"{url}/generate answered something that is no generation: {str(answer)[:500]}") from error
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"{url}/generate ended a response with the unknown reason {reason!r}")
+    if reason == "abort":  # the pass that ends it samples a last token, which may be an end token that nobody looked at
+        ids, log_probs, versions = ids[:-1], log_probs[:-1], versions[:-1]
     is_cut = reason == "stop" and ids[-1:] and ids[-1] in call.cut_token_ids
     return Generation(ids, log_probs, versions, "length" if is_cut else reason, drafts=drafts)
+
+
+def _prefill(answer: Mapping[str, Any], asked: AskedPrompt) -> PrefillCounts:
+    """What the server says it had of `asked`; nothing of a request that it never began."""
+    cached = answer.get("meta_info", {}).get("cached_tokens")
+    return PrefillCounts(len(asked.ids), int(cached)) if cached is not None else NO_PREFILLS
 
 
 def _version_spans(spans: Any) -> list[tuple[int, int, str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.data.media import Media
-from megarl.rollout.engines.protocol import Engine, Generation, SamplingParams, check_request
+from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingParams, check_request
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
@@ -42,11 +42,16 @@ class ServedEngine(Engine):
         keys: Sequence[str] | None = None,
         deadline_s: float = 1800.0,
         media: Sequence[Sequence[Media]] | None = None,
+        begun: Begun | None = None,
+        conversation: str | None = None,
     ) -> list[list[Generation]]:
         version = check_request(prompts, n, keys, self.weight_version)
         shown = media if media is not None else [()] * len(prompts)
         asked = [AskedPrompt.seeing(*both, self.media_folder) for both in zip(prompts, shown, strict=True)]
-        return await self._client.generate(asked, params, n=n, version=version, deadline_s=deadline_s)
+        return await self._client.generate(asked, params, n=n, version=version, deadline_s=deadline_s, keys=keys, begun=begun)
+
+    async def cut(self, keys: Sequence[str]) -> None:
+        await self._client.cut(keys)
 
     async def abandon_update(self) -> None:
         # sampling stays paused, and an update that the server has begun stays open, until the next one

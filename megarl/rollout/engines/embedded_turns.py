@@ -1,0 +1,69 @@
+"""Keys and values of conversations between their turns, in the embedded engine: the next turn computes what is new alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """What the model computed for `ids`: a cache of one row, without padding."""
+
+    ids: list[int]
+    cache: DynamicCache
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the keys and values."""
+        return sum(part.nbytes for layer in self.cache.layers for part in (layer.keys, layer.values) if part is not None)
+
+
+class TurnCache:
+    """At most `max_bytes` of them, those used last. Whoever changes the weights must `clear` it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._kept: dict[str, KeptTurn] = {}  # by conversation, the one used last at the end
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def take(self, conversation: str, ids: Sequence[int]) -> KeptTurn | None:
+        """What there is of the tokens that `ids` begin with, all but one at most; None: nothing. It is then no longer kept."""
+        found = self._remove(conversation)
+        if found is None:
+            return None
+        pairs = zip(found.ids, ids[:-1], strict=False)
+        common = next((at for at, (had, asked) in enumerate(pairs) if had != asked), min(len(found.ids), len(ids) - 1))
+        if not common:
+            return None
+        if common < len(found.ids):
+            found.cache.crop(common)
+        return KeptTurn(list(ids[:common]), found.cache)
+
+    def keep(self, conversation: str, turn: KeptTurn) -> None:
+        """Keep it in place of what there is of the conversation; those used longest ago make room."""
+        self._remove(conversation)
+        while self._kept and self.nbytes + turn.nbytes > self.max_bytes:
+            self._remove(next(iter(self._kept)))
+        if turn.nbytes <= self.max_bytes:
+            self._kept[conversation] = turn
+            self.nbytes += turn.nbytes
+
+    def end(self, conversations: Iterable[str]) -> None:
+        """These have no further turn."""
+        for conversation in conversations:
+            self._remove(conversation)
+
+    def clear(self) -> None:
+        """Keep nothing."""
+        self._kept, self.nbytes = {}, 0
+
+    def _remove(self, conversation: str) -> KeptTurn | None:
+        found = self._kept.pop(conversation, None)
+        self.nbytes -= found.nbytes if found is not None else 0
+        return found
