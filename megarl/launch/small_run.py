@@ -52,7 +52,7 @@ def small_run(config: AnyConfig, folder: Path, ray_address: str) -> AnyConfig:
 def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
     rollout = config.rollout
     sequences = config.algorithm.mini_batches * math.lcm(*(layout.dp for layout in config.layouts.values()))
-    prompts = math.lcm(sequences, rollout.engines)
+    prompts, schedule = math.lcm(sequences, rollout.engines), rollout.schedule.model_dump(mode="json")
     engine_args = {name: value for name, value in rollout.engine_args.items() if name in ENGINE_ARGUMENTS}
     target = engine_target(rollout.tp, engine_args)
     _write_model(folder / "model", _small_model(config, target.ranks, target.ep))
@@ -64,7 +64,7 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
             "engines": rollout.engines,
             "tp": rollout.tp,
             "weight_transport": rollout.weight_transport,
-            "schedule": rollout.schedule.model_dump(mode="json"),
+            "schedule": schedule | {"over_sample": min(rollout.schedule.over_sample, prompts)},
             "engine_args": engine_args,
             "prompts_per_step": prompts,
             "samples_per_prompt": 2,
