@@ -248,12 +248,45 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
         allowed = "left out (SGLang: rollout.engine_args.max_total_tokens or mem_fraction_static)"
         raise ConfigError.of("rollout.episode.turn_cache_bytes", episode.turn_cache_bytes, reason, allowed=allowed)
     _check_agent(config)
+    _check_sandbox(config)
     if episode.kind != "single" and engine.replays:
         why = "rollout.engine = 'replay' cannot do: it gives back whole responses"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
     if episode.kind != "single" and config.algorithm.estimator_needs.greedy:
         why = f"algorithm.advantage = '{config.algorithm.advantage}' cannot use: it compares with one greedy turn"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
+
+
+def _check_sandbox(config: Config) -> None:
+    episode, sandbox = config.rollout.episode, config.rollout.episode.sandbox
+    tools = [name for name in episode.tools if name.startswith("sandbox:")]
+    if sandbox.kind == "none":
+        if tools:
+            remedy = "set rollout.episode.sandbox.kind to 'auto', 'seccomp', 'docker' or 'apptainer'"
+            raise ConfigError.needs(f"the tool '{tools[0]}'", "a sandbox", remedy)
+        if sandbox != type(sandbox)():
+            raise ConfigError.needs(
+                "rollout.episode.sandbox", "a kind", "set rollout.episode.sandbox.kind, or remove the section"
+            )
+        return
+    if not tools and episode.kind != "agent":
+        remedy = "name a tool such as 'sandbox:bash' in rollout.episode.tools, or remove rollout.episode.sandbox"
+        raise ConfigError.needs("rollout.episode.sandbox", "a tool or an agent that works in it", remedy)
+    if tools and episode.kind in ("environment", "agent"):
+        why = "only episodes with tools call"
+        raise ConfigError.of(
+            "rollout.episode.tools", tools[0], why, allowed="a class" if episode.kind == "environment" else "left out"
+        )
+    if sandbox.kind in ("docker", "apptainer") and sandbox.image is None:
+        raise ConfigError.needs(
+            f"rollout.episode.sandbox.kind = '{sandbox.kind}'", "an image", "set rollout.episode.sandbox.image"
+        )
+    if sandbox.kind == "seccomp" and sandbox.image is not None:
+        why = "rollout.episode.sandbox.kind = 'seccomp' does not use"
+        raise ConfigError.of("rollout.episode.sandbox.image", sandbox.image, why, allowed="left out")
+    if episode.agent.command and sandbox.kind in ("docker", "apptainer", "auto") and sandbox.image and not sandbox.network:
+        why = "keeps an agent in a container from its endpoint"
+        raise ConfigError.of("rollout.episode.sandbox.network", False, why, allowed="true, or set kind to 'seccomp'")
 
 
 def _check_agent(config: Config) -> None:

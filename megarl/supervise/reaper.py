@@ -12,11 +12,10 @@ import select
 import sys
 import time
 
-import psutil
+from megarl.system.process_tree import end_session
 
 GRACE_S = 2.0
 """For what ends by itself, and for those that remove its shared memory."""
-TRIES = 20
 
 
 def start_reaper(session: int) -> None:
@@ -32,24 +31,6 @@ def wait_for_parent(pid: int) -> None:
         handle = os.pidfd_open(pid)
         if os.getppid() == pid:
             select.select([handle], [], [])
-
-
-def end_session(session: int) -> None:
-    """Kill every process in the session."""
-    for _ in range(TRIES):
-        found = [process for process in psutil.process_iter() if _lives_in(process, session)]
-        if not found:
-            return
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(found, timeout=1)
-
-
-def _lives_in(process: psutil.Process, session: int) -> bool:
-    with contextlib.suppress(psutil.Error, OSError):
-        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import psutil
 
 # Python's and torch's caretakers: they remove semaphores and shared memory when the processes they serve are gone, then end.
 HELPER_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager")
+SESSION_TRIES = 20
 
 
 def end_tree(root_pid: int, *, spare_root: bool = False, caretakers_s: float = 5.0) -> None:
@@ -21,6 +23,24 @@ def end_tree(root_pid: int, *, spare_root: bool = False, caretakers_s: float = 5
     _kill(others)
     _, left = psutil.wait_procs(caretakers, timeout=caretakers_s)
     _kill(left)
+
+
+def end_session(session: int) -> None:
+    """Kill every process in the session, those that have lost their parents too."""
+    for _ in range(SESSION_TRIES):
+        found = [process for process in psutil.process_iter() if _lives_in(process, session)]
+        if not found:
+            return
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(found, timeout=1)
+
+
+def _lives_in(process: psutil.Process, session: int) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        return os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def tree_of(root_pid: int) -> list[psutil.Process]:

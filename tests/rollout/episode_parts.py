@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.rollout import AgentConfig
+from megarl.config.rollout import AgentConfig, SandboxConfig
 from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureSettings
@@ -32,6 +32,7 @@ class Settings:
     tool_timeout_s: float = 5.0
     tool_max_tokens: int = 100
     agent: AgentConfig = field(default_factory=AgentConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
 
 
 def opened(

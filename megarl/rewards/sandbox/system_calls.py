@@ -1,4 +1,6 @@
-"""The seccomp filter of the sandbox: the system calls that code under it may make; every other one is refused.
+"""The seccomp filters of the sandboxes: the system calls that code under one may make; every other one is refused.
+
+`COMPUTE` is for a process that only computes. Commands that work in a folder have `command_calls.rules`.
 
 Imported by path from the children, so it imports nothing of megarl. Numbers are those of Linux's system call tables.
 """
@@ -10,9 +12,14 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+Numbers = tuple[int | None, int | None]
+"""Of a system call on x86_64 and on aarch64; None: the machine has no such call."""
 
 # name: number on x86_64, number on aarch64 (None: the machine has no such call)
-ALLOWED: dict[str, tuple[int | None, int | None]] = {
+ALLOWED: dict[str, Numbers] = {
     # files that are open, and looking at others
     **{"read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "pwrite64": (18, 68)},
     **{"preadv": (295, 69), "pwritev": (296, 70), "lseek": (8, 62), "close": (3, 57), "getdents64": (217, 61)},
@@ -49,15 +56,18 @@ MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _LOAD, _EQUAL, _AT_LEAST, _HAS_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _FILTER_MODE = 22, 38, 2
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
+_READ_PERSONALITY = 0xFFFFFFFF  # a call with no effect that no rules allow
 _X32 = 0x40000000  # x86_64 answers to a second set of numbers above this one
 _NEW = 424  # from here on the numbers are the same everywhere, and C libraries have another way where the kernel is older
 
 _REFUSE = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
 _UNKNOWN = (_RETURN, 0, 0, _ERRNO | errno.ENOSYS)
 _PASS = (_RETURN, 0, 0, _ALLOW)
+_SUCCEED = (_RETURN, 0, 0, _ERRNO)
 
 # Calls that do much or little by their arguments: (numbers, argument, values that are allowed).
-_COMMANDS: list[tuple[tuple[int, int], int, tuple[int, ...]]] = [
+COMMANDS: list[tuple[Numbers, int, tuple[int, ...]]] = [
     # fcntl: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC. Not F_SETOWN, F_SETSIG, leases, locks, seals, pipe sizes.
     ((72, 25), 1, (0, 1, 2, 3, 1030)),
     # ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX. Not FIOASYNC, nor what changes a file's attributes.
@@ -74,7 +84,30 @@ _O_ASYNC = 0x2000  # FASYNC, which the os module does not name everywhere
 Instruction = tuple[int, int, int, int]
 
 
-def instructions(machine: str) -> list[Instruction]:
+@dataclass(frozen=True)
+class Rules:
+    """What a filter lets through. Each system call is in one of the fields at most."""
+
+    allowed: Mapping[str, Numbers]
+    values: Sequence[tuple[Numbers, Sequence[tuple[int, Sequence[int]]]]] = ()
+    """Calls of which each (argument, values) must have one of the values."""
+    without: Sequence[tuple[Numbers, int, int]] = ()
+    """Calls of which an argument must have none of the bits."""
+    only_with: Sequence[tuple[Numbers, int, int]] = ()
+    """Calls of which an argument must have one of the bits."""
+    pretended: Mapping[str, Numbers] = field(default_factory=dict)
+    """Calls that are answered with success and do nothing."""
+
+
+COMPUTE = Rules(
+    ALLOWED,
+    [(numbers, [(argument, values)]) for numbers, argument, values in COMMANDS],
+    [(_OPEN, 1, _WRITING), (_OPENAT, 2, _WRITING)],
+    [(_CLONE, 0, _CLONE_THREAD)],
+)
+
+
+def instructions(machine: str, rules: Rules = COMPUTE) -> list[Instruction]:
     """The filter as classic BPF: (code, jump if true, jump if false, operand) per instruction.
 
     Raises:
@@ -85,28 +118,33 @@ def instructions(machine: str) -> list[Instruction]:
     audit, column = MACHINES[machine]
     program: list[Instruction] = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL_PROCESS), (_LOAD, 0, 0, 0)]
     program += [(_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL_PROCESS)]
-    for numbers in ALLOWED.values():
-        if (number := numbers[column]) is not None:
-            program += [(_EQUAL, 0, 1, number), _PASS]
+    for calls, answer in ((rules.allowed, _PASS), (rules.pretended, _SUCCEED)):
+        for numbers in calls.values():
+            if (number := numbers[column]) is not None:
+                program += [(_EQUAL, 0, 1, number), answer]
 
-    def case(numbers: tuple[int | None, int | None], body: list[Instruction]) -> None:
+    def case(numbers: Numbers, body: list[Instruction]) -> None:
         """`body`, which must end in a return, for one call."""
         if (number := numbers[column]) is not None:
             program.extend([(_EQUAL, 0, len(body), number), *body])
 
-    for opening, flags in ((_OPEN, 1), (_OPENAT, 2)):
-        case(opening, [_argument(flags), (_HAS_BITS, 0, 1, _WRITING), _REFUSE, _PASS])
-    case(_CLONE, [_argument(0), (_HAS_BITS, 0, 1, _CLONE_THREAD), _PASS, _REFUSE])
+    for numbers, argument, bits in rules.without:
+        case(numbers, [_argument(argument), (_HAS_BITS, 0, 1, bits), _REFUSE, _PASS])
+    for numbers, argument, bits in rules.only_with:
+        case(numbers, [_argument(argument), (_HAS_BITS, 0, 1, bits), _PASS, _REFUSE])
     # prlimit64 of this process, with no new limits (a null pointer)
     own = [(_EQUAL, 0, 4, 0), _argument(2), (_EQUAL, 0, 2, 0), _argument(2, high=True), (_EQUAL, 1, 0, 0), _REFUSE, _PASS]
     case(_PRLIMIT, [_argument(0), *own])
-    for numbers, argument, values in _COMMANDS:
-        body = [_argument(argument)]
-        for value in values:
-            body += [(_EQUAL, 0, 1, value), _PASS]
-        if numbers == _FCNTL:  # other flags, but not that a signal comes
-            body += [(_EQUAL, 0, 3, _F_SETFL), _argument(2), (_HAS_BITS, 1, 0, _O_ASYNC), _PASS]
-        case(numbers, [*body, _REFUSE])
+    for numbers, conditions in rules.values:
+        body: list[Instruction] = []
+        for argument, values in conditions:
+            others = [_REFUSE]
+            if numbers == _FCNTL:  # other flags, but not that a signal comes
+                others = [(_EQUAL, 1, 0, _F_SETFL), _REFUSE, _argument(2), (_HAS_BITS, 0, 1, _O_ASYNC), _REFUSE]
+            body.append(_argument(argument))
+            body += [(_EQUAL, len(values) - 1 - place + len(others), 0, value) for place, value in enumerate(values)]
+            body += others
+        case(numbers, [*body, _PASS])
     # openat2 and clone3 have their flags behind a pointer: they too are unknown, and the older call is made instead.
     return [*program, (_AT_LEAST, 0, 1, _NEW), _UNKNOWN, _REFUSE]
 
@@ -116,28 +154,37 @@ def _argument(number: int, *, high: bool = False) -> Instruction:
     return (_LOAD, 0, 0, 16 + 8 * number + 4 * high)
 
 
-def install() -> None:
-    """Put this process, for good, under the filter, without capabilities and without a way to new privileges.
+def keep_capabilities(capabilities: int) -> None:
+    """Give up all capabilities but these (bits below 32), for this process and the programs that it starts.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, kept = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0)), struct.pack("3I12x", *[capabilities] * 3)
+    _must("capset (giving up capabilities)", libc.capset(header, kept))
+    for bit in (bit for bit in range(32) if capabilities >> bit & 1):
+        _must("prctl(PR_CAP_AMBIENT)", libc.prctl(_PR_CAP_AMBIENT, *map(ctypes.c_ulong, (_PR_CAP_AMBIENT_RAISE, bit, 0, 0))))
+
+
+def install(rules: Rules = COMPUTE, *, capabilities: int = 0) -> None:
+    """Put this process, for good, under the filter, with `capabilities` and no way to new ones.
 
     Raises:
         OSError: the kernel refuses, or lets through what the filter refuses; the message says which.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-
-    def must(what: str, result: int) -> None:
-        if result != 0:
-            raise OSError(f"{what} failed: {os.strerror(ctypes.get_errno())}")
-
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions(platform.machine()))
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in instructions(platform.machine(), rules))
     buffer = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)))
-    must("prctl(PR_SET_NO_NEW_PRIVS)", libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))))
-    header, nothing = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0)), ctypes.create_string_buffer(24)
-    must("capset (giving up capabilities)", libc.capset(header, nothing))
+    _must("prctl(PR_SET_NO_NEW_PRIVS)", libc.prctl(_PR_SET_NO_NEW_PRIVS, *map(ctypes.c_ulong, (1, 0, 0, 0))))
+    keep_capabilities(capabilities)
     mode = ctypes.c_ulong(_FILTER_MODE)
-    must("prctl(PR_SET_SECCOMP), the filter of system calls,", libc.prctl(_PR_SET_SECCOMP, mode, program))
-    try:
-        os.kill(os.getpid(), 0)
-    except PermissionError:
-        return
-    raise OSError("the kernel took the filter of system calls (seccomp) and does not apply it")
+    _must("prctl(PR_SET_SECCOMP), the filter of system calls,", libc.prctl(_PR_SET_SECCOMP, mode, program))
+    if libc.personality(ctypes.c_ulong(_READ_PERSONALITY)) != -1:
+        raise OSError("the kernel took the filter of system calls (seccomp) and does not apply it")
+
+
+def _must(what: str, result: int) -> None:
+    if result != 0:
+        raise OSError(f"{what} failed: {os.strerror(ctypes.get_errno())}")

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.config.rollout import AgentConfig
+from megarl.config.rollout import AgentConfig, SandboxConfig
 from megarl.config.sections import DataConfig
 from megarl.data.picture_reader import PictureSettings
 from megarl.data.sample import Prompt, Sample
 from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError
 from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, SampleTokens, load_episode
+from megarl.rollout.episodes.tools.functions import FunctionTools
+from megarl.rollout.episodes.tools.sandbox_tools import PREFIX, SandboxTools
+from megarl.rollout.episodes.tools.source import ToolSource
 from megarl.rollout.episodes.tools.toolbox import ToolBox
 from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
-from megarl.rollout.sessions.agents import Agents, open_agent
+from megarl.rollout.sandboxes import open_sandboxes
+from megarl.rollout.sessions.agents import Agent, Agents, open_agent
+from megarl.rollout.sessions.sandboxed_agent import SandboxedAgent
 from megarl.rollout.sessions.server import SessionServer
 from megarl.system.user_code import absolute_name, load_user_function
 
@@ -36,6 +42,8 @@ class EpisodeSettings(Protocol):
     def tool_max_tokens(self) -> int: ...
     @property
     def agent(self) -> AgentConfig: ...
+    @property
+    def sandbox(self) -> SandboxConfig: ...
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ def open_episodes(
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
     if kind == "agent":
-        context.agents = _open_agents(settings.agent, data.prompt_key, tokenizer)
+        context.agents = _open_agents(settings.agent, settings.sandbox, data.prompt_key, tokenizer)
     elif kind == "environment":
         if len(settings.tools) != 1:
             raise EpisodeError(
@@ -108,7 +116,7 @@ def open_episodes(
         context.environment = load_user_function(settings.tools[0], EpisodeError)
     elif settings.tools:
         characters = settings.tool_max_tokens * CHARACTERS_PER_TOKEN
-        context.tools = ToolBox(settings.tools, timeout_s, characters, context.pictures)
+        context.tools = _open_tools(settings, characters, context.pictures)
     elif kind == "tools":
         raise EpisodeError("rollout.episode.tools is empty, but rollout.episode.kind = 'tools' needs at least one")
     if kind in BUILT_IN or tokenizer.chat_template:
@@ -117,8 +125,29 @@ def open_episodes(
     return Episodes(episode, context)
 
 
-def _open_agents(settings: AgentConfig, prompt_key: str, tokenizer: Any) -> Agents:
-    """The agents of a run and their endpoint.
+def _open_tools(settings: EpisodeSettings, max_characters: int, pictures: PictureKeeper | None) -> ToolBox:
+    """The tools of a run.
+
+    Raises:
+        EpisodeError: a tool is not there, or this machine has no sandbox of the kind that is wanted.
+    """
+    of_sandbox = [name for name in settings.tools if name.startswith(PREFIX)]
+    functions = [name for name in settings.tools if name not in of_sandbox]
+    sources: list[ToolSource] = []
+    try:
+        if functions:
+            sources.append(FunctionTools(functions, settings.tool_timeout_s, max_characters, pictures))
+        if of_sandbox:
+            sources.append(SandboxTools(of_sandbox, open_sandboxes(settings.sandbox)))
+        return ToolBox(sources)
+    except BaseException:
+        for source in sources:
+            source.close()
+        raise
+
+
+def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str, tokenizer: Any) -> Agents:
+    """The agents of a run, their endpoint and their sandboxes.
 
     Raises:
         EpisodeError: the agent cannot be started, nothing can listen, or the chat template does not serve.
@@ -135,7 +164,20 @@ def _open_agents(settings: AgentConfig, prompt_key: str, tokenizer: Any) -> Agen
     if settings.function is not None:
         load_user_function(settings.function, EpisodeError)
     function = absolute_name(settings.function) if settings.function is not None else None
-    agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)
     server = SessionServer(("megarl", *settings.models), settings.host)
+    try:
+        sandboxes = None
+        if sandbox.kind != "none":
+            sandboxes = open_sandboxes(sandbox, server.port if settings.command else None)
+        if sandboxes is not None and settings.command:
+            given = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
+            environment = {**given, **settings.environment}
+            agent: Agent = SandboxedAgent(settings.command, environment, sandboxes, settings.timeout_s)
+        else:
+            agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)
+    except BaseException:
+        server.close()
+        raise
+    asked = sandboxes if function is not None else None
     limits: dict[str, Any] = {"timeout_s": settings.timeout_s, "at_once": settings.at_once}
-    return Agents(agent, server, renderer, question, **limits, history=settings.history)
+    return Agents(agent, server, renderer, question, **limits, history=settings.history, sandboxes=asked)

@@ -7,6 +7,7 @@ import asyncio
 from megarl.data.sample import Prompt, Sample
 from megarl.rollout.episodes.base import EpisodeContext, SampleTokens
 from megarl.rollout.episodes.tools.answers import ToolAnswer
+from megarl.rollout.episodes.tools.source import CallTool
 from megarl.rollout.episodes.transcript import Transcript
 from megarl.rollout.episodes.turns import ToldMessage
 from megarl.rollout.sessions.tool_calls import ToolCall, parse_tool_calls
@@ -18,6 +19,12 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, con
     The calls of one turn run at the same time. What no longer fits the budget, with a token of an answer, is not told: the
     last token of a response is always a sampled one.
     """
+    assert context.tools is not None
+    async with context.tools.begun(prompt.row) as call_tool:
+        return await _chat(prompt, number, sample, context, call_tool)
+
+
+async def _chat(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext, call_tool: CallTool) -> Sample:
     assert context.chat is not None
     transcript = Transcript(prompt, context.max_new_tokens)
     for turn in range(1, context.max_turns + 1):
@@ -29,7 +36,7 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, con
             return transcript.sample(prompt, number, "stop")
         if turn == context.max_turns:
             break
-        answers = await asyncio.gather(*(_answer(call, place, context) for place, call in enumerate(calls)))
+        answers = await asyncio.gather(*(_answer(call, place, context, call_tool) for place, call in enumerate(calls)))
         told = context.chat.between(answers, generation.response_ids[-1])
         if len(told.ids) >= transcript.room:
             break
@@ -37,7 +44,7 @@ async def chat_with_tools(prompt: Prompt, number: int, sample: SampleTokens, con
     return transcript.sample(prompt, number, "length")
 
 
-async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> ToldMessage:
+async def _answer(call: ToolCall, place: int, context: EpisodeContext, call_tool: CallTool) -> ToldMessage:
     """The message that answers `call`, whatever comes of it."""
     assert context.chat is not None
     assert context.tools is not None
@@ -46,7 +53,7 @@ async def _answer(call: ToolCall, place: int, context: EpisodeContext) -> ToldMe
         context.counts["malformed_calls"] += 1
         answer = ToolAnswer.whole(f"error: {call.problem}")
     else:
-        answer = await context.tools.call(call.name, call.arguments)
+        answer = await call_tool(call.name, call.arguments)
         if answer.failure is not None:
             context.counts[answer.failure] += 1
     told, was_cut = context.chat.cut(answer.told, context.tool_max_tokens, answer.characters)

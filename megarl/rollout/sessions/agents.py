@@ -26,6 +26,7 @@ import psutil
 
 from megarl.data.sample import Prompt
 from megarl.errors import EpisodeError
+from megarl.rollout.sandboxes import Sandbox, Sandboxes
 from megarl.rollout.sessions.server import SessionServer
 from megarl.rollout.sessions.session import AgentSession, ChatRenderer, History
 from megarl.rollout.sessions.task import AgentTask
@@ -86,10 +87,12 @@ class Agents:
         timeout_s: float,
         at_once: int,
         history: History = "tokens",
+        sandboxes: Sandboxes | None = None,
     ) -> None:
         """`renderer` makes the chat template for a set of tools, `question` says what a prompt asks; `history` as in
-        `AgentSession`."""
+        `AgentSession`. `sandboxes`: each episode has one, in which its agent may run commands."""
         self.history: History = history
+        self._sandboxes = sandboxes
         self._agent, self._server, self._question = agent, server, question
         self._timeout_s, self._at_once = timeout_s, asyncio.Semaphore(at_once)
         self._make_renderer = renderer
@@ -124,7 +127,14 @@ class Agents:
             MegarlError: an engine failed meanwhile, or the agent's processes do not start.
         """
         await self._agent.get_ready()
-        key = self._server.open(session)
+        async with contextlib.AsyncExitStack() as stack:
+            sandbox = None
+            if self._sandboxes is not None:
+                sandbox = await stack.enter_async_context(self._sandboxes.opened(prompt.row))
+            return await self._act(session, prompt, sandbox)
+
+    async def _act(self, session: AgentSession, prompt: Prompt, sandbox: Sandbox | None) -> AgentEnd:
+        key = self._server.open(session, sandbox)
         task = AgentTask(f"{self._server.url}/v1", key, self._server.models[0], self._question(prompt), prompt.row)
         acting: asyncio.Future[AgentEnd] = asyncio.ensure_future(self._agent.run(task))
         awaited: list[asyncio.Future[Any]] = [acting, session.failure]
@@ -147,6 +157,8 @@ class Agents:
         """End the agents and the endpoint."""
         self._agent.close()
         self._server.close()
+        if self._sandboxes is not None:
+            self._sandboxes.close()
 
 
 class CommandAgent:
@@ -187,24 +199,15 @@ class CommandAgent:
         return AgentEnd()
 
     def _start(self, task: AgentTask, folder: Path) -> subprocess.Popen[bytes]:
-        fields = {"prompt": task.prompt, **{f"row.{key}": value for key, value in task.row.items()}}
         given = {name: os.environ[name] for name in self._passed if name in os.environ}
         environment = {
-            **given,
-            "HOME": str(folder),
-            "TMPDIR": str(folder),
-            "OPENAI_BASE_URL": task.base_url,
-            "OPENAI_API_KEY": task.api_key,
-            "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": task.api_key,
-            "MEGARL_MODEL": task.model,
-            **self._environment,
-        }
+            **given, "HOME": str(folder), "TMPDIR": str(folder), **endpoint_variables(task), **self._environment
+        }  # fmt: skip
         with tempfile.TemporaryFile() as question:  # a pipe would have to be read
             question.write(json.dumps(task.to_json()).encode())
             question.seek(0)
             return subprocess.Popen(
-                [filled(argument, fields) for argument in self._command],
+                filled(self._command, task),
                 stdin=question,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -218,9 +221,22 @@ class CommandAgent:
             _end_session(pid, key)
 
 
-def filled(argument: str, fields: Mapping[str, Any]) -> str:
-    """`argument` with `{prompt}` and `{row.KEY}` replaced; braces around anything else stay."""
-    return re.sub(r"\{(prompt|row\.[\w-]+)\}", lambda found: str(fields.get(found[1], found[0])), argument)
+def filled(command: Sequence[str], task: AgentTask) -> list[str]:
+    """`command` with `{prompt}` and `{row.KEY}` replaced; braces around anything else stay."""
+    fields = {"prompt": task.prompt, **{f"row.{key}": value for key, value in task.row.items()}}
+    pattern = re.compile(r"\{(prompt|row\.[\w-]+)\}")
+    return [pattern.sub(lambda found: str(fields.get(found[1], found[0])), argument) for argument in command]
+
+
+def endpoint_variables(task: AgentTask) -> dict[str, str]:
+    """The environment variables that clients of OpenAI and Anthropic read."""
+    return {
+        "OPENAI_BASE_URL": task.base_url,
+        "OPENAI_API_KEY": task.api_key,
+        "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": task.api_key,
+        "MEGARL_MODEL": task.model,
+    }
 
 
 class _LastWords:

@@ -1,9 +1,9 @@
 """The endpoint at which agents act, for whoever has the key of an episode: OpenAI's chat completions and responses, and
 Anthropic's messages.
 
-`POST /v1/chat/completions`, `POST /v1/responses`, `POST /v1/messages`, `GET /v1/models`, and `POST /v1/reward` with
-`{"reward": number}`, by which an agent says what its episode is worth. It runs in a thread and an event loop of its own;
-sessions are asked in theirs.
+`POST /v1/chat/completions`, `POST /v1/responses`, `POST /v1/messages`, `GET /v1/models`, `POST /v1/reward` with
+`{"reward": number}`, by which an agent says what its episode is worth, and `POST /v1/sandbox/run`, by which it runs commands in
+its episode's sandbox. It runs in a thread and an event loop of its own; sessions are asked in theirs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from aiohttp import web
 
 from megarl.errors import EpisodeError
+from megarl.rollout.sandboxes import Sandbox
 from megarl.rollout.sessions import anthropic_form, openai_form, responses_form
 from megarl.rollout.sessions.messages import ChatRequest, RequestError
 from megarl.rollout.sessions.session import AgentSession
@@ -43,6 +44,7 @@ class SessionServer:
         """
         self.models, self._host = tuple(models), host
         self._sessions: dict[str, AgentSession] = {}
+        self._sandboxes: dict[str, Sandbox] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="agent-endpoint", daemon=True)
         self._thread.start()
@@ -59,14 +61,17 @@ class SessionServer:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self.port}"
 
-    def open(self, session: AgentSession) -> str:
-        """Serve `session`; returns its key."""
+    def open(self, session: AgentSession, sandbox: Sandbox | None = None) -> str:
+        """Serve `session`, and run commands in `sandbox` for it; returns its key."""
         key = f"megarl-{secrets.token_urlsafe(32)}"
+        if sandbox is not None:
+            self._sandboxes[key] = sandbox
         self._sessions[key] = session
         return key
 
     def end(self, key: str) -> None:
         """Answer requests with `key` no longer."""
+        self._sandboxes.pop(key, None)
         session = self._sessions.pop(key, None)
         if session is not None:
             session.close()
@@ -91,6 +96,7 @@ class SessionServer:
         app.router.add_post("/v1/responses", _guarded(self._response, openai_form.error))
         app.router.add_post("/v1/messages", _guarded(self._message, anthropic_form.error))
         app.router.add_post("/v1/reward", _guarded(self._reward, openai_form.error))
+        app.router.add_post("/v1/sandbox/run", _guarded(self._run_in_sandbox, openai_form.error))
         app.router.add_get("/v1/models", _guarded(self._list_models, openai_form.error))
         app.router.add_get("/v1/models/{name:.+}", _guarded(self._tell_model, openai_form.error))
         # a client that goes away must be noticed: what was sampled for it waits for its next try
@@ -103,9 +109,7 @@ class SessionServer:
     # requests -----------------------------------------------------------------------------------------------------
 
     def _session(self, request: web.Request) -> AgentSession:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        key = bearer or request.headers.get("x-api-key", "")
-        session = self._sessions.get(key)  # a random key of 256 bits: its hash is looked up, no prefix is compared
+        session = self._sessions.get(_key(request))  # a random key of 256 bits: its hash is looked up, no prefix is compared
         if session is None:
             raise RequestError("this key belongs to no episode that is open", "no_such_key", 401)
         return session
@@ -160,6 +164,20 @@ class SessionServer:
         session.loop.call_soon_threadsafe(setattr, session, "reward", float(reward))
         return web.json_response({"reward": reward})
 
+    async def _run_in_sandbox(self, request: web.Request) -> web.StreamResponse:
+        session, sandbox = self._session(request), self._sandboxes.get(_key(request))
+        if sandbox is None:
+            raise RequestError(
+                "this episode has no sandbox that its agent may ask for (rollout.episode.sandbox)", "no_sandbox", 404
+            )
+        command, stdin, timeout_s = read_command(await _body(request))
+        running = asyncio.run_coroutine_threadsafe(sandbox.run(command, stdin, timeout_s), session.loop)
+        try:
+            result = await asyncio.wrap_future(running)
+        except EpisodeError as error:
+            raise RequestError(str(error), "sandbox_gone", 503) from None
+        return web.json_response(asdict(result))
+
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         return web.json_response({"object": "list", "data": [_model(name) for name in self.models]})
@@ -196,6 +214,31 @@ async def _deliver(request: web.Request, turns: Sequence[Turn], response: web.St
     for turn in turns:
         turn.is_delivered = True
     return response
+
+
+def _key(request: web.Request) -> str:
+    bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    return bearer or request.headers.get("x-api-key", "")
+
+
+def read_command(body: dict[str, Any]) -> tuple[str | list[str], str, float | None]:
+    """The command, its input and its time limit (None: as configured) in the body of a request.
+
+    Raises:
+        RequestError: one of them is missing or of another kind.
+    """
+    command: Any = body.get("command")
+    stdin: Any = body.get("stdin", "")
+    timeout_s: Any = body.get("timeout_s")
+    is_list = isinstance(command, list) and command and all(isinstance(part, str) for part in command)
+    if not is_list and not (isinstance(command, str) and command):
+        raise RequestError("command must be a shell's text, or a list of a program and its arguments")
+    if not isinstance(stdin, str):
+        raise RequestError("stdin must be a text")
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
+        raise RequestError(f"timeout_s is {timeout_s!r}; it must be a number above 0, or left out")
+    return command, stdin, timeout_s
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

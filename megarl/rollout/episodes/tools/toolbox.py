@@ -1,101 +1,63 @@
-"""Python functions as tools: their schemas, and calls that end by their deadline whatever the function does.
-
-An `async def` runs on the event loop and is cancelled; a `def` runs in a process of its own, which is killed.
-"""
+"""All tools of a run, wherever they come from, and the tools of one episode."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from megarl.data.told_pictures import PictureKeeper
-from megarl.errors import EpisodeError, nearest
-from megarl.rollout.episodes.tools.answers import ToolAnswer, failure_text, late, told_answer
-from megarl.rollout.episodes.tools.processes import ToolProcesses
-from megarl.system.user_code import load_user_function
+from megarl.errors import nearest
+from megarl.rollout.episodes.tools.answers import ToolAnswer
+from megarl.rollout.episodes.tools.source import CallTool, ToolSource, two_of
 
 
 class ToolBox:
     """The tools of a run by name. `schemas` is what the chat template's `tools=` takes."""
 
-    def __init__(
-        self, paths: Sequence[str], timeout_s: float, max_characters: int, pictures: PictureKeeper | None = None
-    ) -> None:
-        """Import the functions at `paths` (`package.module:function` or `path/to/file.py:function`).
-
-        A call has `timeout_s` seconds from when it begins; no more than `max_characters` of an answer leave a process.
-        `pictures` keeps those of answers; None: the model takes none.
-
-        Raises:
-            EpisodeError: a function cannot be imported or has no schema, or two have one name.
+    def __init__(self, sources: Sequence[ToolSource]) -> None:
+        """Raises:
+        EpisodeError: two tools have one name.
         """
-        self.timeout_s, self._pictures = timeout_s, pictures
-        self._functions: dict[str, Callable[..., Any]] = {}
-        self.schemas: list[dict[str, Any]] = []
-        in_process: dict[str, str] = {}
-        for path in paths:
-            function = load_user_function(path, EpisodeError)
-            name = getattr(function, "__name__", path.rpartition(":")[2])
-            if name in self._functions:
-                raise EpisodeError(f"rollout.episode.tools has two tools called '{name}'; their names must differ")
-            self._functions[name] = function
-            self.schemas.append(schema_of(function, path))
-            if not inspect.iscoroutinefunction(function):
-                in_process[name] = path
-        self._processes = ToolProcesses(in_process, timeout_s, max_characters, pictures) if in_process else None
+        self._sources = list(sources)
+        self.schemas = [schema for source in sources for schema in source.schemas]
+        self._home: dict[str, ToolSource] = {}
+        for source in sources:
+            for schema in source.schemas:
+                name = schema["function"]["name"]
+                if name in self._home:
+                    raise two_of(name)
+                self._home[name] = source
 
     def __contains__(self, name: object) -> bool:
-        return name in self._functions
+        return name in self._home
+
+    @contextlib.asynccontextmanager
+    async def begun(self, row: Mapping[str, Any]) -> AsyncIterator[CallTool]:
+        """The tools of one episode, on a prompt's row; what they keep for it goes with the block."""
+        async with contextlib.AsyncExitStack() as stack:
+            calls = [(source, await stack.enter_async_context(source.begun(row))) for source in self._sources]
+
+            async def call(name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
+                home = self._home.get(name)
+                if home is None:
+                    known = ", ".join(self._home)
+                    hint = nearest(name, self._home)
+                    return ToolAnswer.whole(f"error: there is no tool '{name}'{hint}; there are {known}", "tool_errors")
+                return await next(made for source, made in calls if source is home)(name, arguments)
+
+            yield call
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """What the tool called `name` answers to `arguments`, or what went wrong.
+        """What the tool called `name` answers to `arguments`, or what went wrong, in an episode of this call's own.
 
         Raises:
-            EpisodeError: the process of the tools did not start, or the media folder cannot be written. Whatever a tool does is
-                an answer.
+            EpisodeError: a tool's process did not start, or the media folder cannot be written. Whatever a tool does is an
+                answer.
         """
-        function = self._functions.get(name)
-        if function is None:
-            hint = nearest(name, self._functions)
-            known = ", ".join(self._functions)
-            return ToolAnswer.whole(f"error: there is no tool '{name}'{hint}; there are {known}", "tool_errors")
-        try:
-            inspect.signature(function).bind(**arguments)
-        except TypeError as error:
-            return ToolAnswer.whole(f"error: {name}: {error}", "tool_errors")
-        if self._processes is not None and name in self._processes.names:
-            return await self._processes.call(name, arguments)
-        try:
-            async with asyncio.timeout(self.timeout_s) as deadline:
-                answer = await function(**arguments)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy is told
-            if isinstance(error, TimeoutError) and deadline.expired():
-                return late(name, self.timeout_s)
-            return ToolAnswer.whole(failure_text(error), "tool_errors")
-        return await asyncio.to_thread(told_answer, answer, self._pictures)
+        async with self.begun({}) as call:
+            return await call(name, arguments)
 
     def close(self) -> None:
-        """End the tools' processes."""
-        if self._processes is not None:
-            self._processes.close()
-
-
-def schema_of(function: Callable[..., Any], path: str) -> dict[str, Any]:
-    """The JSON schema of `function` by its type hints and its docstring with an `Args:` section, as chat templates take it.
-
-    Raises:
-        EpisodeError: a type hint, the docstring or the description of an argument is missing.
-    """
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
-
-    try:
-        schema: dict[str, Any] = get_json_schema(function)
-    except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
-        raise EpisodeError(
-            f"the tool '{path}' has no schema: {error}; it needs type hints and a docstring that describes every argument "
-            "under 'Args:'"
-        ) from None
-    schema["function"].pop("return", None)
-    return schema
+        """End what the tools run in."""
+        for source in self._sources:
+            source.close()

@@ -1,0 +1,104 @@
+"""The command lines of Docker and Apptainer that run one command in an episode's folder, and what tells whether they are there.
+
+Every command is a container of its own, so nothing but the folder lasts from one to the next. The keeper fills in `{name}`,
+`{work}` (the folder), `{user}` and `{environment}`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.rollout import SandboxConfig
+from megarl.errors import EpisodeError
+
+ANSWER_S = 30.0
+"""For the container program to say what there is."""
+FAILED = 125
+"""Docker's exit code for a container that could not be started."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """How commands become containers."""
+
+    wrap: Sequence[str]
+    """What stands before a command."""
+    variable: str
+    """The option before `NAME=value`."""
+    remove: Sequence[str] = ()
+    """Ends a container and removes it."""
+    has_own_user: bool = True
+    """Whether it can run as a user that is not the run's."""
+
+
+def docker(settings: SandboxConfig) -> Container:
+    """`docker run` as in https://docs.docker.com/reference/cli/docker/container/run/."""
+    memory = f"{settings.memory_mb}m"
+    limits = ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(settings.processes)]
+    rights = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "{user}", "--read-only"]
+    files = ["--tmpfs", f"/tmp:rw,exec,size={settings.disk_mb}m", "--volume", "{work}:/work", "--workdir", "/work"]
+    network = ["--network", "host" if settings.network else "none"]
+    start = ["docker", "run", "--rm", "--interactive", "--pull", "never", "--name", "{name}", "--entrypoint", ""]
+    wrap = [*start, *network, *limits, *rights, *files, "--env", "HOME=/work", "{environment}", str(settings.image)]
+    return Container(wrap, "--env", ["docker", "rm", "--force", "{name}"])
+
+
+def apptainer(settings: SandboxConfig) -> Container:
+    """`apptainer exec` as in https://apptainer.org/docs/user/latest/cli/apptainer_exec.html."""
+    limits = ["--memory", f"{settings.memory_mb}M", "--pids-limit", str(settings.processes)]
+    rights = ["--containall", "--no-privs", "--no-home", "--bind", "{work}:/work", "--pwd", "/work"]
+    network = [] if settings.network else ["--net", "--network", "none"]
+    wrap = ["apptainer", "--silent", "exec", *rights, *network, *limits, "--env", "HOME=/work", "{environment}"]
+    return Container([*wrap, str(settings.image)], "--env", has_own_user=False)
+
+
+def found_container(settings: SandboxConfig) -> Container | None:
+    """What `settings.kind` asks for: None for `seccomp`, and for `auto` where no container program is of use.
+
+    Raises:
+        EpisodeError: the kind that is named is not there, or its image is not.
+    """
+    kind = settings.kind
+    if kind == "seccomp" or settings.image is None:
+        return None
+    problems = {"docker": _problem_of_docker, "apptainer": _problem_of_apptainer}
+    makers = {"docker": docker, "apptainer": apptainer}
+    for name in ("docker", "apptainer"):
+        if kind in (name, "auto"):
+            problem = problems[name](settings.image)
+            if not problem:
+                return makers[name](settings)
+            if kind == name:
+                raise EpisodeError(f"rollout.episode.sandbox.kind is '{name}', but {problem}")
+    return None
+
+
+def _problem_of_docker(image: str) -> str:
+    if shutil.which("docker") is None:
+        return "there is no program 'docker'"
+    if said := _failure("docker", "version", "--format", "{{.Server.Version}}"):
+        return f"its daemon does not answer: {said}"
+    if _failure("docker", "image", "inspect", "--format", "{{.Id}}", image):
+        return f"the image '{image}' (rollout.episode.sandbox.image) is not on this machine; try `docker pull {image}`"
+    return ""
+
+
+def _problem_of_apptainer(image: str) -> str:
+    if shutil.which("apptainer") is None:
+        return "there is no program 'apptainer'"
+    if not Path(image).exists():
+        return f"there is no file '{image}' (rollout.episode.sandbox.image); try `apptainer pull`"
+    return ""
+
+
+def _failure(*argv: str) -> str:
+    """What a command says that fails; an empty text if it does not."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=ANSWER_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr.strip().splitlines() or [f"it exited with {done.returncode}"])[-1] if done.returncode else ""

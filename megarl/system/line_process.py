@@ -1,0 +1,111 @@
+"""A child process that answers lines of JSON, one for each line it is given: started when needed, killed when it is late."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+class EndedError(Exception):
+    """The process ended by itself."""
+
+
+class LineProcess:
+    """One process, in a session of its own; it must end by itself when its input closes."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = list(argv)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._left = b""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, and of its session; None where none runs."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self, first: str, timeout_s: float) -> Any:
+        """Start it unless it runs, and give it the line `first`; its answer, or None if it had been started.
+
+        Raises:
+            TimeoutError: no answer came in time, and the process was killed.
+            EndedError: it ended without one.
+        """
+        if self._process is not None:
+            return None
+        self._left = b""
+        self._process = subprocess.Popen(
+            self._argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # so that what it starts is killed with it
+        )
+        return self.ask(first, timeout_s)
+
+    def ask(self, line: str, timeout_s: float) -> Any:
+        """The answer to `line`; the process is killed if it does not come. Raises as `start`."""
+        try:
+            self._write(line)
+            return self._read(timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _write(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise EndedError from None
+
+    def _read(self, timeout_s: float) -> Any:
+        """The next line of the process, read as JSON."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        until = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._left:
+                if not selector.select(max(until - time.monotonic(), 0)):
+                    raise TimeoutError
+                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    raise EndedError
+                self._left += chunk
+        line, _, self._left = self._left.partition(b"\n")
+        return json.loads(line)
+
+    def end(self, timeout_s: float) -> bool:
+        """Close its input and wait for it to end; kill it after `timeout_s`. Whether it ended by itself."""
+        if self._process is None:
+            return True
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        ended = self._process.returncode == 0
+        self.kill()
+        return ended
+
+    def kill(self) -> None:
+        """End the process and what it started."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # its own group, made by start_new_session
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._process = None
