@@ -86,6 +86,10 @@ DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
 VIDEO = ["av>=18.1,<19"]
 MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 
+# servers of tools; pure Python: 2.3 brings mcp-types, httpx2, httpcore2, sse-starlette, truststore and PyJWT, and no pin that
+# SGLang's contradict
+MCP = ["mcp>=2.3,<3"]
+
 TEST = [
     "ruff==0.17.5",
     "mypy==2.4.1",
@@ -99,6 +103,7 @@ TEST = [
     "hypothesis==6.170.15",
     "types-PyYAML",
     *VIDEO,
+    *MCP,
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
     "scikit-learn>=1.5",  # the handwritten digits of examples/vision
 ]
@@ -121,6 +126,7 @@ setup(
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "video": VIDEO,
+        "mcp": MCP,
         "docs": DOCS,
         "test": TEST,
     },

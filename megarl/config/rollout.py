@@ -93,6 +93,42 @@ class SandboxConfig(Section):
     """Maximum number of commands that run at the same time."""
 
 
+class McpServerConfig(Section):
+    """An MCP server whose tools the policy may call, as `mcp:NAME` (docs/sandboxes.md)."""
+
+    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Command line of a server that speaks over its input and output."""
+    url: str | None = None
+    """In place of `command`: address of a server that speaks streamable HTTP, such as `http://host:8000/mcp`."""
+    tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of the tools that the policy is shown. Empty: all."""
+    per_episode: bool = False
+    """Whether each episode has a server (or, with `url`, a session) of its own. false: all share one."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Further environment variables of `command`."""
+    pass_environment: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Names of environment variables of the run that `command` gets too."""
+    token_env: str | None = None
+    """Name of the environment variable that has the bearer token for `url`."""
+
+
+class OpenEnvConfig(Section):
+    """An environment of an OpenEnv server, in place of a class of yours (docs/sandboxes.md)."""
+
+    url: str = ""
+    """Address of the server, such as `http://host:8000`. Empty: none."""
+    action_key: str | None = "message"
+    """Field of an action that has what the policy says. null: the policy says the whole action, as a JSON object."""
+    observation_key: str | None = None
+    """Field of an observation that the policy is told. null: its only text, or all of it as JSON."""
+    reset_key: str | None = None
+    """Key of a row that has further arguments for `reset`. The seed follows from the row, so a group begins alike."""
+    at_once: Positive = 64
+    """Maximum number of episodes, and so of the server's sessions, at the same time."""
+    token_env: str | None = None
+    """Name of the environment variable that has the server's bearer token."""
+
+
 class EpisodeConfig(Section):
     """How a response is produced: one turn, or several with tools, an environment or an agent (docs/episodes.md)."""
 
@@ -102,10 +138,14 @@ class EpisodeConfig(Section):
     agent: AgentConfig = AgentConfig()
     """The program of `kind: agent`."""
     tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Tools as a list of `package.module:function`, or `sandbox:bash`, `sandbox:python`, `sandbox:write_file` and
-    `sandbox:read_file`; for an environment, its class."""
+    """Tools as a list of `package.module:function`, or `sandbox:bash`, `sandbox:python`, `sandbox:write_file`,
+    `sandbox:read_file`, or `mcp:NAME`; for an environment, its class."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where `sandbox:` tools and agents run commands."""
+    openenv: OpenEnvConfig = OpenEnvConfig()
+    """The server of `kind: environment`, in place of a class in `tools`."""
+    mcp: dict[str, McpServerConfig] = Field(default_factory=dict)
+    """MCP servers by the NAME that `mcp:NAME` in `tools` uses."""
     max_turns: Positive = 8
     """Maximum number of turns of the policy."""
     tool_timeout_s: Seconds = 10.0

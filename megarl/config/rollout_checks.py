@@ -238,7 +238,8 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
             "an episode that calls them",
             "set rollout.episode.kind to 'tools', or remove rollout.episode.tools",
         )
-    if episode.kind in ("tools", "environment") and not episode.tools:
+    _check_openenv(config)
+    if episode.kind in ("tools", "environment") and not episode.tools and not episode.openenv.url:
         what = "at least one function" if episode.kind == "tools" else "the class of an environment"
         raise ConfigError.needs(
             f"rollout.episode.kind = '{episode.kind}'", what, "set rollout.episode.tools to a list of 'package.module:name'"
@@ -249,12 +250,49 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of("rollout.episode.turn_cache_bytes", episode.turn_cache_bytes, reason, allowed=allowed)
     _check_agent(config)
     _check_sandbox(config)
+    _check_mcp(config)
     if episode.kind != "single" and engine.replays:
         why = "rollout.engine = 'replay' cannot do: it gives back whole responses"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
     if episode.kind != "single" and config.algorithm.estimator_needs.greedy:
         why = f"algorithm.advantage = '{config.algorithm.advantage}' cannot use: it compares with one greedy turn"
         raise ConfigError.of("rollout.episode.kind", episode.kind, why, allowed="'single'")
+
+
+def _check_openenv(config: Config) -> None:
+    episode, openenv = config.rollout.episode, config.rollout.episode.openenv
+    if openenv != type(openenv)() and episode.kind != "environment":
+        remedy = "set rollout.episode.kind to 'environment', or remove rollout.episode.openenv"
+        raise ConfigError.needs("rollout.episode.openenv", "an episode in an environment", remedy)
+    if openenv != type(openenv)() and not openenv.url.startswith(("http://", "https://")):
+        raise ConfigError.of(
+            "rollout.episode.openenv.url", openenv.url, allowed="an address that begins with http:// or https://"
+        )
+    if openenv.url and episode.tools:
+        remedy = "remove rollout.episode.tools, or rollout.episode.openenv"
+        raise ConfigError.needs("rollout.episode.openenv", "an episode without a class of its own", remedy)
+
+
+def _check_mcp(config: Config) -> None:
+    episode = config.rollout.episode
+    named = [name.removeprefix("mcp:") for name in episode.tools if name.startswith("mcp:")]
+    if named and episode.kind in ("environment", "agent"):
+        why = "only episodes with tools call"
+        raise ConfigError.of("rollout.episode.tools", f"mcp:{named[0]}", why, allowed="a class or a function")
+    for name in named:
+        if name not in episode.mcp:
+            remedy = f"name it there, or remove 'mcp:{name}' from rollout.episode.tools"
+            raise ConfigError.needs(f"the tool 'mcp:{name}'", f"a server '{name}' in rollout.episode.mcp", remedy)
+    for name, server in episode.mcp.items():
+        field = f"rollout.episode.mcp.{name}"
+        if name not in named:
+            raise ConfigError.needs(
+                field, "a tool that uses it", f"add 'mcp:{name}' to rollout.episode.tools, or remove {field}"
+            )
+        if bool(server.command) == (server.url is not None):
+            raise ConfigError.needs(field, "one way to reach it", f"set one of {field}.command and {field}.url")
+        if server.url is None and server.token_env is not None:
+            raise ConfigError.needs(f"{field}.token_env", "a url", f"set {field}.url, or remove {field}.token_env")
 
 
 def _check_sandbox(config: Config) -> None:

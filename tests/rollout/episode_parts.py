@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.config.rollout import AgentConfig, SandboxConfig
+from megarl.config.rollout import AgentConfig, McpServerConfig, OpenEnvConfig, SandboxConfig
 from megarl.config.sections import DataConfig, SourceConfig
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureSettings
@@ -33,6 +33,8 @@ class Settings:
     tool_max_tokens: int = 100
     agent: AgentConfig = field(default_factory=AgentConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    openenv: OpenEnvConfig = field(default_factory=OpenEnvConfig)
+    mcp: dict[str, McpServerConfig] = field(default_factory=dict)
 
 
 def opened(

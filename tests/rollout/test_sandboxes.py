@@ -26,7 +26,7 @@ from megarl.rollout.sandboxes import CommandResult, Sandbox, Sandboxes, open_san
 from megarl.rollout.sandboxes.containers import Container, apptainer, docker, found_container
 from tests.rewards.sandboxed import landlock_version
 
-SMALL: dict[str, Any] = {"memory_mb": 1024, "processes": 16, "disk_mb": 8, "output_kb": 8, "timeout_s": 2}
+SMALL: dict[str, Any] = {"memory_mb": 256, "processes": 16, "disk_mb": 8, "output_kb": 8, "timeout_s": 2}
 IMAGE = os.environ.get("MEGARL_SANDBOX_IMAGE")
 """A Docker image with sh and python3 that is on this machine, for the tests in containers."""
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
@@ -109,7 +109,7 @@ ENDLESS = {
     "floods_fast": ("yes", {"output"}),
     "eats": ("python3 -c 'x = [bytearray(1 << 20) for _ in range(4000)]'", {"memory", ""}),
     "eats_in_parts": (
-        "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"x\" * (400 << 20); import time; time.sleep(60)' & done; wait",
+        "for i in 1 2 3 4 5 6; do python3 -c 'x = b\"x\" * (100 << 20); import time; time.sleep(60)' & done; wait",
         {"memory", ""},
     ),
     "bomb": ("f() { f | f & }; f; sleep 60", {"time", "processes", ""}),
@@ -376,12 +376,12 @@ def test_many_sandboxes_at_once_see_nothing_of_each_other() -> None:
             r"a row's 'files' \(rollout.episode.sandbox.files_key\) is a dict; it must be an object whose keys",
         ),
         (None, r"a row's 'files' .* is a NoneType; it must be an object"),
-        ({"x": "a" * (9 << 20)}, "the files that it begins with are more than its disk_mb"),
+        ({"x": "a" * (2 << 20)}, "the files that it begins with are more than its disk_mb"),
     ],
 )
 def test_files_of_a_row_are_checked(files: Any, sentence: str) -> None:
     with pytest.raises(EpisodeError, match=sentence):
-        ran("true", row={"files": files}, files_key="files")
+        ran("true", row={"files": files}, files_key="files", disk_mb=1)
 
 
 def test_what_a_command_prints_is_text_and_nothing_else() -> None:
@@ -400,24 +400,39 @@ def test_a_machine_without_the_kind_is_told_so(monkeypatch: pytest.MonkeyPatch) 
     assert found_container(SandboxConfig(kind="auto", image="x")) is None
 
 
-def test_a_wrapped_command_runs_as_its_container_and_is_removed(tmp_path: Path) -> None:
-    """A program in Docker's place: what is put before a command is filled in, and ended by name."""
-    (tmp_path / "box").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\n[ "$1" = rm ] && exit 0\nshift 3; exec "$@"\n')
-    (tmp_path / "box").chmod(0o755)
+BOX = """#!/bin/sh
+echo "$@" >> {folder}/log
+case $1 in
+  run) shift 2; exec "$@" ;;
+  after) [ -e {folder}/full ] && exit 1 ;;
+esac
+exit 0
+"""
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_commands_run_in_a_container_that_is_cleared_after_each_and_removed(tmp_path: Path, is_full: bool) -> None:
+    """A program in Docker's place: what is put before a command is filled in, and what is done when."""
     box = str(tmp_path / "box")
-    container = Container([box, "{name}", "{work}", "{user}", "{environment}"], "--env", [box, "rm", "{name}"])
+    Path(box).write_text(BOX.format(folder=tmp_path))
+    Path(box).chmod(0o755)
+    if is_full:
+        (tmp_path / "full").touch()
+    steps = {step: [box, step, "{name}"] for step in ("start", "after", "recover", "remove")}
+    container = Container([box, "run", "{name}", "{environment}"], **steps)
     settings = SandboxConfig(kind="docker", image="x", **{**SMALL, "timeout_s": 1})
     first, second = in_sandbox(Sandboxes(settings, container), ["echo", "hi"], ["sleep", "600"])
     assert (first.stdout, second.ended_by) == ("hi\n", "time")
-    started, late, removed = (tmp_path / "log").read_text().splitlines()
-    assert started.split()[1].endswith("/work")
-    assert removed.split() == ["rm", late.split()[0]]
+    after = ["after", "recover"] if is_full else ["after"]
+    lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line[0] for line in lines] == ["start", "run", *after, "run", *after, "remove"]
+    assert len({line[1] for line in lines}) == 1
 
 
 DOCKER = """
-    docker run --rm --interactive --pull never --name {name} --entrypoint '' --network none --memory 512m --memory-swap 512m
+    docker run --detach --rm --pull never --name {name} --entrypoint '' --network none --memory 512m --memory-swap 512m
     --pids-limit 9 --cap-drop ALL --security-opt no-new-privileges --user {user} --read-only --tmpfs /tmp:rw,exec,size=7m
-    --volume {work}:/work --workdir /work --env HOME=/work {environment} python:3.11
+    --volume {work}:/work --workdir /work python:3.11 sh -c 'while :; do sleep 3600; done'
 """
 APPTAINER = """
     apptainer --silent exec --containall --no-privs --no-home --bind {work}:/work --pwd /work --net --network none
@@ -427,11 +442,11 @@ APPTAINER = """
 
 def test_command_lines_of_containers_close_the_network_and_set_every_limit() -> None:
     settings = SandboxConfig(kind="docker", image="python:3.11", memory_mb=512, processes=9, disk_mb=7)
-    assert docker(settings).wrap == shlex.split(DOCKER)
+    assert docker(settings).start == shlex.split(DOCKER)
     assert docker(settings).remove == ["docker", "rm", "--force", "{name}"]
     assert apptainer(settings).wrap == shlex.split(APPTAINER)
     wide = settings.model_copy(update={"network": True})
-    assert "host" in docker(wide).wrap
+    assert "host" in docker(wide).start
     assert "--net" not in apptainer(wide).wrap
 
 

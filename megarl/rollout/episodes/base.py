@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -60,6 +61,8 @@ class EpisodeContext:
     """Makes the environment of one episode."""
     environment_name: str = ""
     """What the config calls it."""
+    environments_at_once: AbstractAsyncContextManager[Any] = field(default_factory=nullcontext)
+    """Entered by each episode in an environment: a semaphore where they are limited."""
     agents: Agents | None = None
     """The agents that act, and where they ask."""
     pictures: PictureKeeper | None = None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from megarl.config.rollout import AgentConfig, SandboxConfig
+from megarl.config.rollout import AgentConfig, McpServerConfig, OpenEnvConfig, SandboxConfig
 from megarl.config.sections import DataConfig
 from megarl.data.picture_reader import PictureSettings
 from megarl.data.sample import Prompt, Sample
 from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError
 from megarl.rollout.episodes.base import BUILT_IN, Episode, EpisodeContext, SampleTokens, load_episode
+from megarl.rollout.episodes.openenv import OpenEnvironment
+from megarl.rollout.episodes.tools import mcp_servers
 from megarl.rollout.episodes.tools.functions import FunctionTools
 from megarl.rollout.episodes.tools.sandbox_tools import PREFIX, SandboxTools
 from megarl.rollout.episodes.tools.source import ToolSource
@@ -44,6 +48,10 @@ class EpisodeSettings(Protocol):
     def agent(self) -> AgentConfig: ...
     @property
     def sandbox(self) -> SandboxConfig: ...
+    @property
+    def openenv(self) -> OpenEnvConfig: ...
+    @property
+    def mcp(self) -> Mapping[str, McpServerConfig]: ...
 
 
 @dataclass(frozen=True)
@@ -107,13 +115,18 @@ def open_episodes(
     if kind == "agent":
         context.agents = _open_agents(settings.agent, settings.sandbox, data.prompt_key, tokenizer)
     elif kind == "environment":
-        if len(settings.tools) != 1:
+        if settings.openenv.url:
+            context.environment_name = f"at {settings.openenv.url}"
+            context.environment = partial(OpenEnvironment, settings.openenv)
+            context.environments_at_once = asyncio.Semaphore(settings.openenv.at_once)
+        elif len(settings.tools) != 1:
             raise EpisodeError(
                 f"rollout.episode.tools has {len(settings.tools)} names, but rollout.episode.kind = 'environment' needs one: "
                 "the environment as 'package.module:Class'"
             )
-        context.environment_name = settings.tools[0]
-        context.environment = load_user_function(settings.tools[0], EpisodeError)
+        else:
+            context.environment_name = settings.tools[0]
+            context.environment = load_user_function(settings.tools[0], EpisodeError)
     elif settings.tools:
         characters = settings.tool_max_tokens * CHARACTERS_PER_TOKEN
         context.tools = _open_tools(settings, characters, context.pictures)
@@ -132,13 +145,15 @@ def _open_tools(settings: EpisodeSettings, max_characters: int, pictures: Pictur
         EpisodeError: a tool is not there, or this machine has no sandbox of the kind that is wanted.
     """
     of_sandbox = [name for name in settings.tools if name.startswith(PREFIX)]
-    functions = [name for name in settings.tools if name not in of_sandbox]
+    of_servers = [name for name in settings.tools if name.startswith(mcp_servers.PREFIX)]
+    functions = [name for name in settings.tools if name not in (*of_sandbox, *of_servers)]
     sources: list[ToolSource] = []
     try:
         if functions:
             sources.append(FunctionTools(functions, settings.tool_timeout_s, max_characters, pictures))
         if of_sandbox:
             sources.append(SandboxTools(of_sandbox, open_sandboxes(settings.sandbox)))
+        sources += mcp_servers.open_mcp_tools(of_servers, settings.mcp, settings.tool_timeout_s, pictures)
         return ToolBox(sources)
     except BaseException:
         for source in sources:

@@ -37,6 +37,11 @@ async def in_environment(prompt: Prompt, number: int, sample: SampleTokens, cont
     A turn that was cut is no action: the environment does not see it, and gives it nothing. The rewards of all steps are summed
     under `environment` in the sample's rewards. What no longer fits the budget, with a token of an answer, is not told.
     """
+    async with context.environments_at_once:
+        return await _episode(prompt, number, sample, context)
+
+
+async def _episode(prompt: Prompt, number: int, sample: SampleTokens, context: EpisodeContext) -> Sample:
     assert context.chat is not None
     assert context.environment is not None
     environment = await _ask(context.environment, context.tool_timeout_s)

@@ -1,7 +1,7 @@
-"""The command lines of Docker and Apptainer that run one command in an episode's folder, and what tells whether they are there.
+"""The command lines of Docker and Apptainer that run commands in an episode's folder, and what tells whether they are there.
 
-Every command is a container of its own, so nothing but the folder lasts from one to the next. The keeper fills in `{name}`,
-`{work}` (the folder), `{user}` and `{environment}`.
+Docker has one container for an episode, in which every process is ended after each command; Apptainer one for each command. The
+keeper fills in `{name}`, `{work}` (the folder), `{user}` and `{environment}`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from megarl.errors import EpisodeError
 
 ANSWER_S = 30.0
 """For the container program to say what there is."""
-FAILED = 125
-"""Docker's exit code for a container that could not be started."""
 
 
 @dataclass(frozen=True)
@@ -27,24 +25,40 @@ class Container:
 
     wrap: Sequence[str]
     """What stands before a command."""
-    variable: str
-    """The option before `NAME=value`."""
+    start: Sequence[str] = ()
+    """Starts a container in which commands are run."""
+    after: Sequence[str] = ()
+    """Ends all processes of a command."""
+    recover: Sequence[str] = ()
+    """The same where `after` fails."""
     remove: Sequence[str] = ()
-    """Ends a container and removes it."""
+    """Ends the container and removes it."""
+    variable: str = "--env"
+    """The option before `NAME=value`."""
     has_own_user: bool = True
     """Whether it can run as a user that is not the run's."""
 
 
+WAIT = "while :; do sleep 3600; done"
+"""The first process of a container, which cannot be ended from inside."""
+
+
 def docker(settings: SandboxConfig) -> Container:
-    """`docker run` as in https://docs.docker.com/reference/cli/docker/container/run/."""
+    """`docker run` and `docker exec` as in https://docs.docker.com/reference/cli/docker/container/run/."""
     memory = f"{settings.memory_mb}m"
     limits = ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(settings.processes)]
     rights = ["--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "{user}", "--read-only"]
     files = ["--tmpfs", f"/tmp:rw,exec,size={settings.disk_mb}m", "--volume", "{work}:/work", "--workdir", "/work"]
     network = ["--network", "host" if settings.network else "none"]
-    start = ["docker", "run", "--rm", "--interactive", "--pull", "never", "--name", "{name}", "--entrypoint", ""]
-    wrap = [*start, *network, *limits, *rights, *files, "--env", "HOME=/work", "{environment}", str(settings.image)]
-    return Container(wrap, "--env", ["docker", "rm", "--force", "{name}"])
+    begin = ["docker", "run", "--detach", "--rm", "--pull", "never", "--name", "{name}", "--entrypoint", ""]
+    image = str(settings.image)
+    return Container(
+        wrap=["docker", "exec", "--interactive", "--env", "HOME=/work", "{environment}", "{name}"],
+        start=[*begin, *network, *limits, *rights, *files, image, "sh", "-c", WAIT],
+        after=["docker", "exec", "{name}", "sh", "-c", "kill -9 -1"],
+        recover=["docker", "restart", "--time", "0", "{name}"],
+        remove=["docker", "rm", "--force", "{name}"],
+    )
 
 
 def apptainer(settings: SandboxConfig) -> Container:
@@ -53,7 +67,7 @@ def apptainer(settings: SandboxConfig) -> Container:
     rights = ["--containall", "--no-privs", "--no-home", "--bind", "{work}:/work", "--pwd", "/work"]
     network = [] if settings.network else ["--net", "--network", "none"]
     wrap = ["apptainer", "--silent", "exec", *rights, *network, *limits, "--env", "HOME=/work", "{environment}"]
-    return Container([*wrap, str(settings.image)], "--env", has_own_user=False)
+    return Container([*wrap, str(settings.image)], has_own_user=False)
 
 
 def found_container(settings: SandboxConfig) -> Container | None:

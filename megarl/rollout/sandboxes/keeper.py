@@ -29,6 +29,8 @@ FLOOD = 64
 """Times of what is kept of its output after which a command is ended."""
 ENTRY_BYTES = 4096
 """What each file and folder counts at least."""
+CONTAINER_S = 60.0
+"""For each of a container's own commands."""
 DEEPEST = 3000
 """Bytes of a path below which folders are looked into; deeper ones count as too much."""
 _SUBREAPER, _PDEATHSIG = 36, 1
@@ -41,6 +43,7 @@ class Keeper:
 
     def __init__(self, setting: dict[str, Any]) -> None:
         self.setting = setting
+        self.container: dict[str, Any] = setting["container"] or {}
         self.user = _free_user() if setting["has_own_user"] else None
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
         self.work = self.folder / "work"
@@ -64,6 +67,8 @@ class Keeper:
         if self.user is not None:
             for place in (self.folder, *self.folder.rglob("*")):
                 os.chown(place, self.user, self.user, follow_symlinks=False)
+        if self.container and self.container["start"]:
+            return self._tell("start")
         return ""
 
     def lines(self) -> Iterator[str]:
@@ -84,8 +89,7 @@ class Keeper:
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run a command until it ends, is out of time, or uses too much; nothing that it started outlives it."""
         deadline = time.monotonic() + asked["timeout_s"]
-        name = f"{self.folder.name}-{random.getrandbits(32):08x}"
-        process = _Started(self, asked, name)
+        process = _Started(self, asked)
         ended_by = ""
         next_check = time.monotonic() + CHECK_S
         with selectors.DefaultSelector() as selector:
@@ -108,17 +112,32 @@ class Keeper:
                 elif now >= next_check:
                     ended_by = self._excess()
                     next_check = time.monotonic() + max(CHECK_S, 4 * (time.monotonic() - now))
-        code = process.end(self._filled(self.setting["remove"], name))
+        code, is_lost = process.end(), not self._end_in_container()
         if not ended_by and _used_bytes(self.folder) > self.setting["disk_bytes"]:
             ended_by = "disk"
-        return {**process.said(), "exit_code": code, "ended_by": ended_by}
+        return {**process.said(), "exit_code": code, "ended_by": ended_by, "is_lost": is_lost}
+
+    def _end_in_container(self) -> bool:
+        """End what a command left in the container; whether it is ended."""
+        if not self.container or not self.container["after"] or self._ended:
+            return True
+        return not self._tell("after") or not self._tell("recover")
+
+    def _tell(self, what: str) -> str:
+        """Run one of the container's own commands; what is wrong, or an empty text."""
+        argv = self._filled(self.container[what])
+        try:
+            done = subprocess.run(argv, capture_output=True, text=True, timeout=CONTAINER_S, check=False, errors="replace")
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
 
     def _excess(self) -> str:
         """What the processes use too much of, if anything."""
         limits = self.setting
         if _used_bytes(self.folder) > limits["disk_bytes"]:
             return "disk"
-        if limits["wrap"]:  # a container holds its own limits
+        if self.container:  # it holds its own limits
             return ""
         found = list(_descendants(os.getpid()))
         if len(found) > limits["processes"]:
@@ -128,21 +147,21 @@ class Keeper:
         deleted = sum(_deleted_bytes(pid) for pid in found)
         return "disk" if deleted + _used_bytes(self.folder) > limits["disk_bytes"] else ""
 
-    def _filled(self, argv: list[str], name: str) -> list[str]:
+    def _filled(self, argv: list[str]) -> list[str]:
         user = self.user if self.user is not None else os.getuid()
-        fields = {"{name}": name, "{work}": str(self.work), "{user}": f"{user}:{user}"}
+        fields = {"{name}": self.folder.name, "{work}": str(self.work), "{user}": f"{user}:{user}"}
         for field, value in fields.items():
             argv = [argument.replace(field, value) for argument in argv]
         return argv
 
-    def become(self, asked: dict[str, Any], name: str) -> None:
+    def become(self, asked: dict[str, Any]) -> None:
         """In the fork: be the command."""
         os.chdir(self.work)
         limits = self.setting
         environment = {**limits["environment"], **asked["environment"]}
-        if limits["wrap"]:
-            given = [part for key, value in environment.items() for part in (limits["wrap_variable"], f"{key}={value}")]
-            wrap = self._filled(limits["wrap"], name)
+        if self.container:
+            given = [part for key, value in environment.items() for part in (self.container["variable"], f"{key}={value}")]
+            wrap = self._filled(self.container["wrap"])
             place = wrap.index("{environment}")
             argv = [*wrap[:place], *given, *wrap[place + 1 :], *asked["command"]]
             os.execvp(argv[0], argv)
@@ -159,7 +178,9 @@ class Keeper:
         os.execvpe(asked["command"][0], asked["command"], {**environment, **own})
 
     def remove(self) -> None:
-        """Remove the folder, however deep and under whatever names."""
+        """Remove the container, and the folder, however deep and under whatever names."""
+        if self.container and self.container["remove"]:
+            self._tell("remove")
         for _ in range(3):
             subprocess.run(["rm", "-rf", "--", str(self.folder)], stderr=subprocess.DEVNULL, check=False)
             if not self.folder.exists():
@@ -170,7 +191,7 @@ class Keeper:
 class _Started:
     """One command that runs, in a process group of its own that nothing in it can leave."""
 
-    def __init__(self, keeper: Keeper, asked: dict[str, Any], name: str) -> None:
+    def __init__(self, keeper: Keeper, asked: dict[str, Any]) -> None:
         self._kept_bytes = keeper.setting["output_bytes"]
         self.has_ended, self.read_bytes = False, 0
         given = os.memfd_create("stdin")
@@ -186,7 +207,7 @@ class _Started:
                     os.dup2(file, place)
                 os.dup2(pipes[2][1], 3, inheritable=False)
                 os.closerange(4, 1 << 16)
-                keeper.become(asked, name)
+                keeper.become(asked)
             except BaseException as error:  # noqa: BLE001 - told on the pipe that a started program no longer has
                 os.write(3, f"{type(error).__name__}: {error}"[:2000].encode())
             finally:
@@ -212,10 +233,8 @@ class _Started:
         self._texts[file] += chunk[: self._kept_bytes - len(self._texts[file])]
         return bool(chunk)
 
-    def end(self, remove: list[str]) -> int:
+    def end(self) -> int:
         """End it with all that it started; its exit code, or minus the signal that ended it."""
-        if remove and not self.has_ended:
-            subprocess.run(remove, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60, check=False)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         code = 0

@@ -13,20 +13,20 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from megarl.config.rollout import SandboxConfig
 from megarl.errors import EpisodeError
 from megarl.rewards import sandbox as confining
-from megarl.rollout.sandboxes.containers import FAILED, Container, found_container
+from megarl.rollout.sandboxes.containers import Container, found_container
 from megarl.system.line_process import EndedError, LineProcess
 from megarl.system.process_tree import end_session
 
-START_S = 60.0
+START_S = 120.0
 """For a keeper to start and lay out the first files."""
-KEEPER_S = 90.0
+KEEPER_S = 150.0
 """Given to a keeper, on top of a command's own seconds, to end it and look at the folder."""
 SHELL = 'if command -v bash >/dev/null 2>&1; then exec bash -c "$0"; else exec sh -c "$0"; fi'
 
@@ -77,7 +77,7 @@ class Sandbox:
         """Run a shell's text or a program with its arguments in the folder, for at most `timeout_s` (null: as configured).
 
         Raises:
-            EpisodeError: the sandbox is gone, or its container cannot be started.
+            EpisodeError: the sandbox is gone, or what a command started in its container cannot be ended.
         """
         argv = ["sh", "-c", SHELL, command] if isinstance(command, str) else list(command)
         limit_s = self._settings.timeout_s if timeout_s is None else timeout_s
@@ -86,13 +86,12 @@ class Sandbox:
         line = json.dumps({"command": argv, "stdin": stdin, "timeout_s": limit_s, "environment": dict(environment or {})})
         async with self._turn:
             answer = await _in_thread(self._threads, lambda: self._ask(line, limit_s))
+        if answer.pop("is_lost"):
+            raise EpisodeError("what a command started in its container (rollout.episode.sandbox) cannot be ended")
         problem = answer.pop("problem")
         if problem:
             return CommandResult(127, "", f"it did not start: {problem}")
-        result = CommandResult(**answer)
-        if result.exit_code == FAILED and result.stderr.startswith("docker: "):
-            raise EpisodeError(f"a container of rollout.episode.sandbox cannot be started: {result.stderr.strip()[:500]}")
-        return result
+        return CommandResult(**answer)
 
     def _ask(self, line: str, limit_s: float) -> dict[str, Any]:
         try:
@@ -138,9 +137,7 @@ class Sandboxes:
             "readable": [os.path.abspath(folder) for folder in settings.readable],
             "port": port,
             "environment": {**({} if container is not None else {"PATH": path}), **settings.environment},
-            "wrap": list(container.wrap) if container is not None else [],
-            "wrap_variable": container.variable if container is not None else "",
-            "remove": list(container.remove) if container is not None else [],
+            "container": asdict(container) if container is not None else None,
             "has_own_user": container is None or container.has_own_user,
         }
 
