@@ -32,6 +32,17 @@ class ScheduleConfig(Section):
         return self.partial_responses == "continue"
 
 
+class VerifiersConfig(Section):
+    """An environment of the `verifiers` package that acts by itself (docs/sandboxes.md)."""
+
+    environment: str = ""
+    """Name of the environment, as `verifiers.load_environment` takes it. Empty: none."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the environment."""
+    python: str | None = None
+    """Python that has `verifiers` 0.1 and the environment. null: the one of megarl."""
+
+
 class AgentConfig(Section):
     """A program that acts by itself: it asks an endpoint of megarl for turns of the policy, as OpenAI's or Anthropic's
     (docs/agents.md)."""
@@ -41,8 +52,10 @@ class AgentConfig(Section):
     function: str | None = None
     """In place of `command`: a function `agent(task)` as `package.module:function` or `path/to/file.py:function`. An `async
     def` serves many episodes at once."""
+    verifiers: VerifiersConfig = VerifiersConfig()
+    """In place of `command`: an environment of the `verifiers` package, whose rubric gives the reward."""
     processes: Positive | None = None
-    """Number of processes that run `function`. null: half as many as cores."""
+    """Number of processes that run `function` or `verifiers`. null: half as many as cores."""
     at_once: Positive = 64
     """Maximum number of agents that act at the same time."""
     timeout_s: Seconds = 600.0
@@ -74,7 +87,7 @@ class SandboxConfig(Section):
     processes: Positive = 64
     """Maximum number of processes (and threads) of a command."""
     disk_mb: Positive = 256
-    """Size of the folder in MiB; a command that fills it further is ended."""
+    """Size of the folder in MiB; a command that fills it further is ended. A folder with more than twice as much is emptied."""
     output_kb: Positive = 64
     """KiB of a command's output and of its errors that are kept; one that prints 64 times as much is ended."""
     timeout_s: Seconds = 30.0

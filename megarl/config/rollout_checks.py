@@ -307,6 +307,9 @@ def _check_sandbox(config: Config) -> None:
                 "rollout.episode.sandbox", "a kind", "set rollout.episode.sandbox.kind, or remove the section"
             )
         return
+    if episode.agent.verifiers.environment:
+        remedy = "remove rollout.episode.sandbox: what the environment runs, it runs by itself"
+        raise ConfigError.needs("rollout.episode.sandbox", "an agent that is a command or a function", remedy)
     if not tools and episode.kind != "agent":
         remedy = "name a tool such as 'sandbox:bash' in rollout.episode.tools, or remove rollout.episode.sandbox"
         raise ConfigError.needs("rollout.episode.sandbox", "a tool or an agent that works in it", remedy)
@@ -334,8 +337,8 @@ def _check_agent(config: Config) -> None:
             remedy = "set rollout.episode.kind to 'agent', or remove rollout.episode.agent"
             raise ConfigError.needs("rollout.episode.agent", "an episode in which it acts", remedy)
         return
-    if bool(agent.command) == (agent.function is not None):
-        remedy = "set one of rollout.episode.agent.command and rollout.episode.agent.function"
+    if [bool(agent.command), agent.function is not None, bool(agent.verifiers.environment)].count(True) != 1:
+        remedy = "set one of command, function and verifiers.environment in rollout.episode.agent"
         raise ConfigError.needs("rollout.episode.kind = 'agent'", "one program", remedy)
     if episode.tools:
         remedy = "remove rollout.episode.tools: an agent brings its own"

@@ -97,7 +97,7 @@ def test_files_stay_between_commands_and_nothing_else_does(kinds: Callable[..., 
     assert results[1] == CommandResult(3, "made\nlost\nwork\n", "wrong\n")
     assert results[2] == CommandResult(0, "hello\n", "")
     assert results[3] == CommandResult(0, "21\n", "")
-    assert results[4].exit_code == 127
+    assert results[4].exit_code in (126, 127)
     assert (tmp_path / "given" / "src" / "a.txt").read_text() == "a file of the folder\n"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +27,8 @@ from megarl.rollout.episodes.tools.source import ToolSource
 from megarl.rollout.episodes.tools.toolbox import ToolBox
 from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
 from megarl.rollout.sandboxes import open_sandboxes
-from megarl.rollout.sessions.agents import Agent, Agents, open_agent
+from megarl.rollout.sessions import verifiers_agent
+from megarl.rollout.sessions.agents import Agent, Agents, FunctionAgent, OtherPython, open_agent
 from megarl.rollout.sessions.sandboxed_agent import SandboxedAgent
 from megarl.rollout.sessions.server import SessionServer
 from megarl.system.user_code import absolute_name, load_user_function
@@ -184,10 +187,13 @@ def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str,
         sandboxes = None
         if sandbox.kind != "none":
             sandboxes = open_sandboxes(sandbox, server.port if settings.command else None)
-        if sandboxes is not None and settings.command:
+        agent: Agent
+        if settings.verifiers.environment:
+            agent = _verifiers_agent(settings)
+        elif sandboxes is not None and settings.command:
             given = {name: os.environ[name] for name in settings.pass_environment if name in os.environ}
             environment = {**given, **settings.environment}
-            agent: Agent = SandboxedAgent(settings.command, environment, sandboxes, settings.timeout_s)
+            agent = SandboxedAgent(settings.command, environment, sandboxes, settings.timeout_s)
         else:
             agent = open_agent(settings.command, function, settings.processes, settings.environment, settings.pass_environment)
     except BaseException:
@@ -196,3 +202,13 @@ def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str,
     asked = sandboxes if function is not None else None
     limits: dict[str, Any] = {"timeout_s": settings.timeout_s, "at_once": settings.at_once}
     return Agents(agent, server, renderer, question, **limits, history=settings.history, sandboxes=asked)
+
+
+def _verifiers_agent(settings: AgentConfig) -> Agent:
+    named = {"environment": settings.verifiers.environment, "arguments": settings.verifiers.arguments}
+    python = settings.verifiers.python or sys.executable
+    if shutil.which(python) is None:
+        raise EpisodeError(f"rollout.episode.agent.verifiers.python is '{python}', which is no program that can be found")
+    function = f"{verifiers_agent.__file__}:{verifiers_agent.solve.__name__}"
+    other = OtherPython(python, {verifiers_agent.VARIABLE: json.dumps(named)})
+    return FunctionAgent(function, settings.processes or 1, other)

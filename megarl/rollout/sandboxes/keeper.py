@@ -27,6 +27,8 @@ CHECK_S = 0.2
 """Between two looks at what the processes of a command use."""
 FLOOD = 64
 """Times of what is kept of its output after which a command is ended."""
+OVERFULL = 2
+"""Times of its size above which the folder is emptied."""
 ENTRY_BYTES = 4096
 """What each file and folder counts at least."""
 CONTAINER_S = 60.0
@@ -47,7 +49,7 @@ class Keeper:
         self.user = _free_user() if setting["has_own_user"] else None
         self.folder = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
         self.work = self.folder / "work"
-        self._left, self._ended = b"", False
+        self._left, self._ended, self._room_bytes = b"", False, 0
         ctypes.CDLL(None).prctl(_SUBREAPER, *map(ctypes.c_ulong, (1, 0, 0, 0)))  # what loses its parent becomes a child here
 
     def prepare(self) -> str:
@@ -89,6 +91,7 @@ class Keeper:
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Run a command until it ends, is out of time, or uses too much; nothing that it started outlives it."""
         deadline = time.monotonic() + asked["timeout_s"]
+        self._room_bytes = max(self.setting["disk_bytes"], _used_bytes(self.folder))  # a full folder can still be cleared
         process = _Started(self, asked)
         ended_by = ""
         next_check = time.monotonic() + CHECK_S
@@ -113,9 +116,18 @@ class Keeper:
                     ended_by = self._excess()
                     next_check = time.monotonic() + max(CHECK_S, 4 * (time.monotonic() - now))
         code, is_lost = process.end(), not self._end_in_container()
-        if not ended_by and _used_bytes(self.folder) > self.setting["disk_bytes"]:
+        used_bytes = _used_bytes(self.folder)
+        if not ended_by and used_bytes > self._room_bytes:
             ended_by = "disk"
+        if used_bytes > OVERFULL * self.setting["disk_bytes"]:
+            self._empty()
         return {**process.said(), "exit_code": code, "ended_by": ended_by, "is_lost": is_lost}
+
+    def _empty(self) -> None:
+        """Remove what is in the folder, which was filled faster than it is looked at."""
+        for folder in (self.work, self.folder / "tmp"):
+            argv = ["find", str(folder), "-mindepth", "1", "-delete"]
+            subprocess.run(argv, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
 
     def _end_in_container(self) -> bool:
         """End what a command left in the container; whether it is ended."""
@@ -135,7 +147,7 @@ class Keeper:
     def _excess(self) -> str:
         """What the processes use too much of, if anything."""
         limits = self.setting
-        if _used_bytes(self.folder) > limits["disk_bytes"]:
+        if _used_bytes(self.folder) > self._room_bytes:
             return "disk"
         if self.container:  # it holds its own limits
             return ""
@@ -145,7 +157,7 @@ class Keeper:
         if sum(map(_resident_bytes, found)) > limits["memory_bytes"] < sum(map(_proportional_bytes, found)):
             return "memory"
         deleted = sum(_deleted_bytes(pid) for pid in found)
-        return "disk" if deleted + _used_bytes(self.folder) > limits["disk_bytes"] else ""
+        return "disk" if deleted + _used_bytes(self.folder) > self._room_bytes else ""
 
     def _filled(self, argv: list[str]) -> list[str]:
         user = self.user if self.user is not None else os.getuid()

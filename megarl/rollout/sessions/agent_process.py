@@ -1,7 +1,8 @@
 """The program of a process in which a user's agent acts, in several episodes at once if it is an `async def`. Run by path.
 
-In: lines of JSON, first `{"path": sys.path, "function": import path}`, then `{"number", "task"}` or `{"cancel": number}`. Out:
-`{"number": -1}` when it is ready, and for each number once `{"number", "reward", "failed", "why"}`.
+In: lines of JSON, first `{"path": sys.path, or null for its own, "megarl": where megarl lies, "function": import path}`, then
+`{"number", "task"}` or `{"cancel": number}`. Out: `{"number": -1}` when it is ready, and for each number once `{"number",
+"reward", "failed", "why"}`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ async def main() -> None:
     os.dup2(2, 1)  # whatever an agent prints must not look like an answer
     lines = await _input()
     setting = json.loads(await lines.readline())
-    sys.path[:] = setting["path"]
+    if setting["path"] is not None:
+        sys.path[:] = setting["path"]
+    else:  # a Python with packages of its own
+        sys.path.append(setting["megarl"])
     from megarl.errors import EpisodeError
     from megarl.rollout.sessions.task import AgentTask
     from megarl.system.user_code import describe, load_user_function

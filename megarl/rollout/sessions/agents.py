@@ -290,16 +290,23 @@ def _end_session(pid: int, key: str) -> None:
                 process.kill()
 
 
+class OtherPython(NamedTuple):
+    """A Python with packages of its own, and what its environment has besides the run's."""
+
+    program: str
+    environment: Mapping[str, str]
+
+
 class FunctionAgent:
     """A function of the user's, `agent(task)`, in processes of their own that serve one episode after the other.
 
     An `async def` serves many at once. It returns None, or the reward of its episode.
     """
 
-    def __init__(self, path: str, processes: int) -> None:
-        """`path` as `package.module:function` or `path/to/file.py:function`."""
+    def __init__(self, path: str, processes: int, other: OtherPython | None = None) -> None:
+        """`path` as `package.module:function` or `path/to/file.py:function`; `other`: the Python that runs it."""
         self.name = f"the agent {path}"
-        self._processes = [_AgentProcess(path) for _ in range(processes)]
+        self._processes = [_AgentProcess(path, other) for _ in range(processes)]
 
     async def get_ready(self) -> None:
         await asyncio.gather(*(process.get_ready() for process in self._processes))
@@ -324,8 +331,8 @@ class _Waiting(NamedTuple):
 class _AgentProcess:
     """One process, started when it is needed; it ends by itself when its input closes."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, other: OtherPython | None = None) -> None:
+        self._path, self._other = path, other
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting: dict[int, _Waiting] = {}
         self._numbers = count()
@@ -368,14 +375,17 @@ class _AgentProcess:
 
     def _start(self) -> None:
         program = Path(__file__).with_name("agent_process.py")
+        other = self._other or OtherPython(sys.executable, {})
         self._is_ready.clear()
         self._process = process = subprocess.Popen(
-            [sys.executable, "-P", str(program)],  # -P: this folder must not become an import path
+            [other.program, "-P", str(program)],  # -P: this folder must not become an import path
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={**os.environ, **other.environment},
             start_new_session=True,
         )
-        self._write({"path": sys.path, "function": self._path})
+        path = sys.path if self._other is None else None
+        self._write({"path": path, "megarl": str(Path(__file__).parents[3]), "function": self._path})
         threading.Thread(target=self._read, args=(process,), name="agent-process", daemon=True).start()
 
     def _write(self, line: dict[str, Any]) -> None:
