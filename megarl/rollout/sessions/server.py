@@ -175,7 +175,7 @@ class SessionServer:
         try:
             result = await asyncio.wrap_future(running)
         except EpisodeError as error:
-            raise RequestError(str(error), "sandbox_gone", 503) from None
+            raise RequestError(f"the command was not run: {error}", "sandbox_gone", 503) from None
         return web.json_response(asdict(result))
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:

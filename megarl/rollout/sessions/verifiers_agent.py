@@ -31,8 +31,8 @@ async def solve(task: Any) -> float:
     import openai
     from verifiers.clients.openai_chat_completions_client import OpenAIChatCompletionsClient
 
-    row = {key: task.row[key] for key in ("prompt", "answer", "info", "task", "example_id") if task.row.get(key) is not None}
-    given = {"example_id": 0, "task": "default", "info": {}, **row}
+    row = {key: task.row[key] for key in ("prompt", "answer", "info", "example_id") if task.row.get(key) is not None}
+    given = {"example_id": 0, "info": {}, **row}
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as client:
         acting = environment(os.environ[VARIABLE]).run_rollout(given, OpenAIChatCompletionsClient(client), task.model, {})
         output = await acting
