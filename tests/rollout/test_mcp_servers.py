@@ -24,6 +24,7 @@ from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
 
 pytest.importorskip("mcp")
+pytestmark = pytest.mark.slow
 PROGRAM = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = McpServerConfig(command=(sys.executable, PROGRAM, "stdio"), environment={"GIVEN": "yes"})
 

@@ -22,6 +22,7 @@ from megarl.errors import EpisodeError
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
 
+pytestmark = pytest.mark.slow
 TOKENIZER = byte_tokenizer(CHATML)
 PYTHON = os.environ.get("MEGARL_OPENENV_PYTHON", sys.executable)
 """The Python of an environment that has openenv-core, which wants packages that megarl's must not have."""

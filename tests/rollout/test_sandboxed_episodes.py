@@ -22,7 +22,7 @@ from tests.rewards.sandboxed import landlock_version
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
 from tests.rollout.test_sandboxes import processes_in
 
-pytestmark = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")]
 TOKENIZER = byte_tokenizer(CHATML)
 SANDBOX = SandboxConfig(kind="seccomp", memory_mb=512, timeout_s=3)
 TOOLS = ("sandbox:bash", "sandbox:python", "sandbox:write_file", "sandbox:read_file")

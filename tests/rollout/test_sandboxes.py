@@ -30,7 +30,7 @@ SMALL: dict[str, Any] = {"memory_mb": 256, "processes": 16, "disk_mb": 8, "outpu
 IMAGE = os.environ.get("MEGARL_SANDBOX_IMAGE")
 """A Docker image with sh and python3 that is on this machine, for the tests in containers."""
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
-pytestmark = needs_landlock
+pytestmark = [pytest.mark.slow, needs_landlock]
 
 
 def ran(*commands: Any, row: dict[str, Any] | None = None, port: int | None = None, **settings: Any) -> list[CommandResult]:

@@ -25,6 +25,7 @@ from tests.rollout.episode_parts import Settings
 
 PYTHON = os.environ.get("MEGARL_VERIFIERS_PYTHON", sys.executable)
 """The Python of an environment that has verifiers 0.1, which wants packages that megarl's must not have."""
+pytestmark = pytest.mark.slow
 TOKENIZER = byte_tokenizer(CHATML)
 needs_verifiers = pytest.mark.skipif(
     sys.executable == PYTHON and importlib.util.find_spec("verifiers") is None,
