@@ -22,7 +22,8 @@ def start_reaper(session: int) -> None:
     """Start the program that ends everything in `session`, the id of an attempt that leads one, when this process is gone."""
     program = [sys.executable, "-P", __file__, str(os.getpid()), str(session)]
     silent = [(os.POSIX_SPAWN_OPEN, output, os.devnull, os.O_RDWR, 0) for output in range(3)]  # nobody waits for its output
-    os.posix_spawn(sys.executable, program, os.environ, file_actions=silent, setsid=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # megarl may not be installed
+    os.posix_spawn(sys.executable, program, environment, file_actions=silent, setsid=True)
 
 
 def wait_for_parent(pid: int) -> None:
