@@ -102,6 +102,7 @@ TEST = [
     "pytest-xdist==3.8.0",  # two files of tests at a time: most of a test's time is processes starting
     "hypothesis==6.170.15",
     "types-PyYAML",
+    "peft==0.21.2",  # the reference of adapters; other versions change which layers of experts they take
     *VIDEO,
     *MCP,
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
