@@ -51,6 +51,8 @@ class EngineCapabilities:
     """Takes the weights of the policy's layer for multi-token prediction with every update, if it drafts with it."""
     draft_trees: bool = False
     """Verifies drafts that are trees (`rollout.speculative.topk` above 1)."""
+    adapters: bool = False
+    """Takes the policy's adapters alone, and adds them to the weights of the model's folder (`policy.lora.sync: adapters`)."""
     reads_arguments: bool = False
     """Reads `rollout.engine_args`."""
     set_elsewhere: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +97,7 @@ EMBEDDED = EngineCapabilities(
     starts_elsewhere=True,
     drafts=("mtp", "ngram", "standalone"),
     updates_drafts=True,
+    adapters=True,
 )
 REPLAY = EngineCapabilities(weights="nothing", replays=True, sees=True, sees_videos=True)
 SGLANG = EngineCapabilities(
@@ -110,6 +113,7 @@ SGLANG = EngineCapabilities(
     drafts=DRAFTS,
     updates_drafts=True,
     draft_trees=True,
+    adapters=True,
     reads_arguments=True,
     set_elsewhere=_SGLANG_SET_ELSEWHERE,
 )
@@ -132,6 +136,7 @@ NOT_YET_KNOWN = EngineCapabilities(
     keeps_turns=True,
     drafts=DRAFTS,
     draft_trees=True,
+    adapters=True,
     reads_arguments=True,
 )
 """Stands for the user's own engine while a config is read, which runs nobody's code: it contradicts no field."""

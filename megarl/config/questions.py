@@ -95,6 +95,11 @@ class Questions(Section):
         return False
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether engines are sent the policy's adapters, and keep the weights beside them."""
+        return False
+
+    @property
     def needs_collision(self) -> bool:
         """Whether that pass answers the collision probabilities of the policy's distributions, too."""
         return False

@@ -201,6 +201,17 @@ class Config(Questions):
         return drafts and self.policy.mtp.train
 
     @property
+    def sends_adapters(self) -> bool:
+        """Whether engines are sent the policy's adapters, and keep the weights beside them."""
+        lora = self.policy.lora
+        return lora.on and lora.sync == "adapters" and declared_capabilities(self.rollout).weights != "nothing"
+
+    @property
+    def other_weights(self) -> str | None:
+        """The field by which the engines start with other weights than the policy's, and are sent these first."""
+        return self.rollout.other_weights or ("policy.lora.adapter" if self.policy.lora.adapter is not None else None)
+
+    @property
     def rewards_by_branch(self) -> bool:
         """Whether each branch of an agent's episode has a reward of its own."""
         episode = self.rollout.episode

@@ -76,6 +76,7 @@ class ModelOptions:
     a scale of INT4, to which forward passes round them; 0: they do not.
     `lora`: the adapters that are trained in place of the weights, from the PEFT folder `adapter` or drawn from `lora_seed`.
     `begins`: the role is what this one, which has adapters, was before training; it has no weights of its own.
+    `sends_adapters`: engines are sent these alone.
     `prediction`: how the layer for multi-token prediction is trained; None: the model is built without it.
     `megatron`: fields of megatron-core's configs by their names, checked when the config was read; `section` has them there.
     """
@@ -108,6 +109,7 @@ class ModelOptions:
     adapter: str | None = None
     lora_seed: int = 0
     begins: str | None = None
+    sends_adapters: bool = False
     megatron: Mapping[str, Any] = field(default_factory=dict)
     section: str = "policy.megatron"
 

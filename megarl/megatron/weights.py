@@ -147,6 +147,12 @@ def local_shards(
     return {name: values(name, tensor) for name, tensor in found.items()} if at_once else _PlainInTurn(found, values)
 
 
+def adapter_shards(chunks: Sequence[torch.nn.Module], weight_map: WeightMap) -> dict[str, Tensor]:
+    """What this rank holds of adapters, by the weight map's names."""
+    rules = ((weight_map.rule_for(name), tensor) for name, tensor in global_tensors(chunks) if is_adapter(name))
+    return {rule.megatron_name: plain(tensor) for rule, tensor in rules}
+
+
 class _PlainInTurn(Mapping[str, Tensor]):
     """Tensors by name, of which one in FP8 is made plain when it is asked for. The last one is remembered."""
 

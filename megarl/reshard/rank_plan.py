@@ -81,6 +81,11 @@ class RankPlan:
         self._loads = [(engines, list(self._boxes(buckets))) for engines, buckets in _batches(sends, limit)]
 
     @property
+    def load_bytes(self) -> int:
+        """What is staged at once, at most."""
+        return self._plan.load_bytes
+
+    @property
     def engines(self) -> set[int]:
         """The engines that this rank sends something to."""
         return {engine for engines, _ in self._loads for engine in engines}

@@ -18,12 +18,14 @@ import xxhash
 
 from megarl.errors import EngineError
 from megarl.models.architecture import HFConfig
+from megarl.models.lora import Lora
 from megarl.models.registry import architecture_for
 from megarl.models.weight_map import WeightMap
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.slices import engine_slices
 from megarl.reshard.targets import EngineTarget
 from megarl.reshard.tensors import TensorTable
+from megarl.weight_sync.adapter_place import is_adapter_tensor
 from megarl.weight_sync.cuda_ipc import checksum
 from megarl.weight_sync.model_compatibility import ServedModel
 
@@ -50,17 +52,18 @@ class EngineLayout:
         target: EngineTarget | None = None,
         *,
         predicts: bool = False,
+        lora: Lora | None = None,
     ) -> EngineLayout:
         """Layout for the Hugging Face folder `model_path` in an engine of `tp` ranks that computes in `dtype` on `device`.
 
         `target` says how they share the model if not by tensor parallelism alone. `predicts`: its draft has the layer for
-        multi-token prediction, whose weights come with the others.
+        multi-token prediction, whose weights come with the others. `lora`: the adapters that it adds.
 
         Raises:
             EngineError: config.json cannot be read, or SGLang would not hold this model's weights as they are sent.
         """
         check_model(model_path, tp, device)
-        return cls(ServedModel(_config(model_path), dtype, predicts), target or EngineTarget(tp=tp))
+        return cls(ServedModel(_config(model_path), dtype, predicts, lora), target or EngineTarget(tp=tp))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,8 +91,15 @@ class EngineLayout:
 
     @cached_property
     def slices(self) -> dict[str, list[SliceKey]]:
-        """What the ranks hold of each tensor, by name."""
-        weight_map = self._weight_map
+        """What the ranks hold of each tensor of the weights, by name."""
+        return self._slices_of(self._weight_map)
+
+    @cached_property
+    def adapter_slices(self) -> dict[str, list[SliceKey]]:
+        """What the ranks hold of each tensor of the adapters, by name."""
+        return self._slices_of(self.model.adapter_map) if self.model.lora is not None else {}
+
+    def _slices_of(self, weight_map: WeightMap) -> dict[str, list[SliceKey]]:
         tensors = TensorTable.of(weight_map, 1)
         found: dict[str, list[SliceKey]] = {name: [] for name in tensors.names}
         held = engine_slices(tensors, self.target, weight_map.num_experts)
@@ -104,10 +114,11 @@ class EngineLayout:
         Raises:
             EngineError: the engine's model has no such tensor, or one of another shape.
         """
-        if name not in self.slices:
+        slices = self.adapter_slices if is_adapter_tensor(name) else self.slices
+        if name not in slices:
             raise EngineError(f"the engine's model has no tensor {name} of its own; leave it out")
         found = []
-        for held in self.slices[name]:
+        for held in slices[name]:
             # `row, col` are where the slice lies in the whole tensor
             rows = weight[held.row : held.row + held.rows]
             part = rows if weight.ndim == 1 else rows.flatten(1)[:, held.col : held.col + held.cols]
@@ -116,13 +127,14 @@ class EngineLayout:
             found.append(WeightSlice(held._replace(row=0, col=0), part))
         return found
 
-    def missing(self, sent: Collection[SliceKey]) -> list[SliceKey]:
+    def missing(self, sent: Collection[SliceKey], *, adapters_alone: bool = False) -> list[SliceKey]:
         """The slices of which not every element is in `sent`, boxes that do not overlap."""
         elements: dict[tuple[str, int], int] = {}
         for box in sent:
             key = box.tensor, box.engine_rank
             elements[key] = elements.get(key, 0) + box.rows * box.cols
-        wanted = (held for of_tensor in self.slices.values() for held in of_tensor)
+        tensors = self.adapter_slices if adapters_alone else self.slices | self.adapter_slices
+        wanted = (held for of_tensor in tensors.values() for held in of_tensor)
         return [
             held._replace(row=0, col=0)
             for held in wanted

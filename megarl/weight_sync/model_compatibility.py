@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.errors import EngineError
+from megarl.models.lora import Lora, with_adapters
 from megarl.models.registry import architecture_for
 from megarl.models.weight_formats import WeightFormat, engine_format
 from megarl.models.weight_map import WeightMap
@@ -18,12 +19,14 @@ EMBEDDING = "model.embed_tokens.weight"
 class ServedModel:
     """What decides whether weights fit: a model's `config.json` and the dtype that it is held in (`float32`, ...).
 
-    `predicts`: the weights of the layer for multi-token prediction are among those that are sent.
+    `predicts`: the weights of the layer for multi-token prediction are among those that are sent. `lora`: adapters are, which
+    the engine adds itself.
     """
 
     config: Mapping[str, Any]
     dtype: str
     predicts: bool = False
+    lora: Lora | None = None
 
     @property
     def weight_map(self) -> WeightMap:
@@ -31,6 +34,16 @@ class ServedModel:
         config = {name: value for name, value in self.config.items() if name != "quantization_config"}
         weight_map = architecture_for(config).weight_map(config)
         return weight_map.with_prediction() if self.predicts else weight_map
+
+    @property
+    def adapter_map(self) -> WeightMap:
+        """Of the adapters that are sent: no rules where there are none. Raises ConfigError: see `with_adapters`."""
+        weight_map = self.weight_map
+        if self.lora is None:
+            return replace(weight_map, rules=())
+        fused = architecture_for(dict(self.config)).rows_together(dict(self.config))
+        rules = with_adapters(weight_map, self.lora, fused).rules
+        return replace(weight_map, rules=rules[len(weight_map.rules) :])
 
     @property
     def has_experts(self) -> bool:
@@ -66,6 +79,8 @@ def check_same_model(engine: ServedModel, trainer: ServedModel) -> None:
         difference = f"architecture {names[0]}", names[1]
     elif engine.dtype != trainer.dtype:
         difference = f"dtype {engine.dtype}", trainer.dtype
+    elif engine.lora != trainer.lora:
+        difference = f"adapters {engine.lora}", trainer.lora
     elif rows[0] != rows[1]:
         difference = f"a vocabulary of {rows[0]}", rows[1]
     else:

@@ -27,10 +27,14 @@ from megarl.weight_sync.staging import StagedSlices, Staging, ZeroCopy
 
 @dataclass(frozen=True)
 class Pushed:
-    """What a push to one engine came to: the checksum of every piece sent, or in one sentence why the engine failed."""
+    """What a push to one engine came to: the checksum of every piece sent, or in one sentence why the engine failed.
+
+    `nbytes` were handed to the transport.
+    """
 
     checksums: dict[SliceKey, str] = field(default_factory=dict)
     error: str | None = None
+    nbytes: int = 0
 
 
 class Sender(Protocol):
@@ -206,6 +210,7 @@ class _EngineQueue:
     def __init__(self, sender: Sender, choose_device: Callable[[], None] | None) -> None:
         self.sender = sender
         self.error: str | None = None
+        self.nbytes = 0
         self.checksums: list[Future[dict[SliceKey, str]]] = []
         self.pool = ThreadPoolExecutor(sender.in_flight, thread_name_prefix="push", initializer=choose_device)
         self._all: list[Future[None]] = []
@@ -217,6 +222,7 @@ class _EngineQueue:
 
     def submit(self, staged: StagedSlices) -> Future[None]:
         """Deliver `staged` after what was submitted before."""
+        self.nbytes += sum(tensor.nbytes for _, tensor in staged.pieces)
         self._all.append(self.pool.submit(self._unless_failed, partial(self.sender.deliver, staged)))
         return self._all[-1]
 
@@ -233,7 +239,8 @@ class _EngineQueue:
             future.result()
         if self.error is not None:
             return Pushed(error=self.error)
-        return Pushed({held: checksum for of_load in self.checksums for held, checksum in of_load.result().items()})
+        checksums = {held: checksum for of_load in self.checksums for held, checksum in of_load.result().items()}
+        return Pushed(checksums, nbytes=self.nbytes)
 
 
 def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:
@@ -242,5 +249,5 @@ def merge(of_ranks: Sequence[Mapping[int, Pushed]]) -> dict[int, Pushed]:
     for pushed in of_ranks:
         for engine, one in pushed.items():
             before = merged.get(engine, Pushed())
-            merged[engine] = Pushed(before.checksums | one.checksums, before.error or one.error)
+            merged[engine] = Pushed(before.checksums | one.checksums, before.error or one.error, before.nbytes + one.nbytes)
     return merged

@@ -21,6 +21,7 @@ import torch.distributed
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.targets import EVERY_RANK
+from megarl.weight_sync.adapter_place import is_adapter_tensor, tensors_of
 from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.cuda_ipc import opened
 from megarl.weight_sync.draft_weights import SHARED, Waiting, draft_name, is_draft, of_the_draft
@@ -92,8 +93,8 @@ Whole = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class ModelParameters:
-    """A rank's parameters by name, and of those of experts: in which up comes before gate, as some of SGLang's kernels want it,
-    and in which rows of both alternate, as gpt-oss has them."""
+    """A rank's parameters and adapters by name, and of parameters of experts: in which up comes before gate, as some of
+    SGLang's kernels want it, and in which rows of both alternate, as gpt-oss has them."""
 
     tensors: Mapping[str, torch.Tensor]
     up_first: Collection[str] = ()
@@ -128,7 +129,8 @@ class ModelParameters:
                 up_first += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}_scale_inv"]
             if hasattr(module, EXPERTS + BIAS) and module.moe_runner_config.gemm1_alpha is not None:
                 alternating += [f"{name}.{EXPERTS}", f"{name}.{EXPERTS}{BIAS}"]
-        return cls(dict(model.named_parameters()), frozenset(up_first), frozenset(alternating), of_the_draft(model))
+        tensors = {**dict(model.named_parameters()), **tensors_of(model)}
+        return cls(tensors, frozenset(up_first), frozenset(alternating), of_the_draft(model))
 
 
 _kept: dict[str, torch.Tensor] = {}
@@ -409,9 +411,9 @@ def _covers(name: str, parameter: torch.Tensor, filled: Sequence[torch.Tensor]) 
         return not parameter.any()
     if name.endswith(f"{EXPERTS}_shape"):  # which gate and up both fill
         return count == 2 * parameter.numel()
-    if not name.startswith(TOWER) or not count:
+    if not is_adapter_tensor(name) and (not name.startswith(TOWER) or not count):
         return False
-    # SGLang pads feed-forward widths of towers with zeros, which an engine computes with
+    # SGLang pads feed-forward widths of towers with zeros, which an engine computes with, and has room for more adapters
     return int(parameter.count_nonzero()) == sum(int(values.count_nonzero()) for values in filled)
 
 
@@ -440,10 +442,11 @@ def _answer(
 
 
 def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]]) -> tuple[list[str], list[str]]:
-    """The digests of boxes, and the parameters that they do not cover."""
-    tensors = parameters.tensors
+    """The digests of boxes, and the parameters that they do not cover; boxes of adapters alone need cover no weights."""
+    boxes, tensors = list(boxes), parameters.tensors
     digests: list[str] = []
-    filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors}
+    weights_too = not all(is_adapter_tensor(place[0]) for place, _ in boxes)
+    filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors if weights_too or is_adapter_tensor(name)}
     for place, dtype in boxes:
         held = SliceKey(*place)
         values = box(parameters, held)

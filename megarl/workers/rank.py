@@ -32,18 +32,16 @@ from megarl.megatron.offload import Offload
 from megarl.megatron.optimizer import describe_optimizer
 from megarl.megatron.options import ModelOptions, OptimizerOptions
 from megarl.megatron.rank_model import RankModel
-from megarl.megatron.weights import Quantiser, local_shards
+from megarl.megatron.weights import Quantiser, adapter_shards, local_shards
 from megarl.models.registry import load_hf_config
 from megarl.observe.trace import take_spans, timed
 from megarl.platform.base import Platform
 from megarl.reshard.plan import LOAD_BYTES
-from megarl.reshard.rank_plan import RankPlan
-from megarl.reshard.relays import Machines, RelayPlan
-from megarl.reshard.verify import verify as verify_plan
+from megarl.reshard.relays import Machines
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 from megarl.weight_sync.pusher import Pushed, Pusher, merge
-from megarl.weight_sync.relay import Relay
 from megarl.workers import senders
+from megarl.workers.planned_part import PlannedPart
 from megarl.workers.profiling import Profile
 from megarl.workers.rank_calls import RankCalls, RankRecord
 
@@ -69,8 +67,7 @@ class Rank(RankCalls):
         self.roles: dict[str, RankModel] = {}
         self.beginnings: dict[str, ModelOptions] = {}
         self.pusher: Pusher | None = None
-        self.plan: RankPlan | None = None
-        self.relay: Relay | None = None
+        self.parts: list[PlannedPart] = []  # of the policy; the last is what is sent
         self.offloads: dict[str, Offload] = {}
         self.quantiser: Quantiser | None = None
         self.sends_in_place = False
@@ -144,19 +141,19 @@ class Rank(RankCalls):
         machines: Machines | None = None,
     ) -> None:
         policy = self.roles["policy"].options
-        trainer = ServedModel(load_hf_config(policy.path), policy.dtype, predicts=policy.syncs_prediction)
+        lora = policy.lora if policy.sends_adapters else None
+        trainer = ServedModel(load_hf_config(policy.path), policy.dtype, predicts=policy.syncs_prediction, lora=lora)
         self.sends_in_place = transport == "process_group"
-        if self.plan is None:
+        if not self.parts:
             relayed = machines if transport == "shared_memory" else None  # the others reach any machine
-            self._make_plan(trainer, targets, engines or len(targets), relayed)
-        if self.plan is not None:
-            served = self.plan.engines | (self.relay.engines if self.relay is not None else set())
-            mine = {engine: target for engine, target in targets.items() if engine in served}
+            self._make_plans(trainer, targets, engines or len(targets), relayed)
+        if self.parts:
+            mine = {engine: target for engine, target in targets.items() if engine in self.parts[-1].engines}
         else:
             at, replicas = self.layout.coords(self.rank), 1 if trainer.has_experts else self.layout.dp
             mine = {engine: target for engine, target in targets.items() if engine % replicas == at.dp and not at.cp}
         self.engines |= mine.keys()
-        if self.plan is None and self.layout.coords(self.rank).tp:
+        if not self.parts and self.layout.coords(self.rank).tp:
             return
         choose_device = partial(self.platform.set_device, self.gpu)
         self.pusher = self.pusher or Pusher(f"{self.name}-{self.rank}", choose_device, self.load_bytes)
@@ -168,23 +165,19 @@ class Rank(RankCalls):
 
     def _membership(self, engine: int, connection: int) -> senders.Membership:
         """Which of an engine's senders this rank is."""
-        all_senders = self.plan.senders(engine) if self.plan is not None else [self.rank]
+        all_senders = self.parts[-1].senders(engine) if self.parts else [self.rank]
         backend, device = self.platform.collective_backend, self.platform.device(self.gpu)
         return senders.Membership(connection, all_senders.index(self.rank), len(all_senders), backend, device)
 
-    def _make_plan(self, trainer: ServedModel, targets: Mapping[int, Any], engines: int, machines: Machines | None) -> None:
-        """Make this rank's part of the reshard plan; none if the engines take whole tensors."""
+    def _make_plans(self, trainer: ServedModel, targets: Mapping[int, Any], engines: int, machines: Machines | None) -> None:
+        """Make this rank's share of the reshard plans; none if the engines take whole tensors."""
         one = next(iter(targets.values()))
         self.quantiser = senders.quantiser_for(one)
-        plan = senders.plan_for(one, trainer, self.layout, engines, self.load_bytes)
-        if plan is None:
-            return
-        if self.rank == 0:
-            verify_plan(plan)  # once is enough: all ranks make the same plan, this one first
-        self.plan = RankPlan(plan, self.rank, single_batch=self.sends_in_place, machines=machines)
-        if machines is not None:
-            messages = RelayPlan(plan, self.rank, machines, self.load_bytes)
-            self.relay = Relay(self.plan, messages, self.platform.device(self.gpu))
+        device = self.platform.device(self.gpu)
+        plans = senders.plans_for(one, trainer, self.layout, engines, self.load_bytes)
+        for plan in plans:
+            relayed = machines if plan is plans[-1] else None  # of the others nothing is sent
+            self.parts.append(PlannedPart(plan, self.rank, relayed, device, single_batch=self.sends_in_place))
 
     def push_weights(
         self, role: str, bases: Mapping[int, int | None] | None = None, version: int | None = None, verify: bool = True
@@ -192,24 +185,37 @@ class Rank(RankCalls):
         bases = dict.fromkeys(self.engines) if bases is None else bases
         mine = {engine: bases[engine] for engine in self.engines & bases.keys()}
         policy = self.roles[role]
-        if self.plan is not None:
+        if self.parts and policy.options.sends_adapters:
+            return self._push_adapters(policy, bases, verify=verify)
+        if self.parts:
             assert self.pusher is not None, "who has a plan has opened senders"
             at_once = self.sends_in_place  # else a few at a time are copied into buffers
             shards = local_shards(policy.chunks, policy.options, policy.weight_map, self.quantiser, at_once=at_once)
-            if self.relay is None:
-                return self.pusher.push_loads(self.plan.loads(shards, mine), mine, version, verify=verify)
-            loads = chain(self.plan.loads(shards, mine), self.relay.exchange(shards, bases, verify=verify))
-            pushed = self.pusher.push_loads(loads, mine, version, verify=verify)
-            return merge([pushed, {engine: Pushed(checksums) for engine, checksums in self.relay.sent.items()}])
+            return self.parts[0].push(self.pusher, shards, mine, bases, version, verify=verify)
         if not mine and not policy.weight_map.num_experts:
             return {}
         replicas = (0,) if policy.weight_map.num_experts else (self.layout.coords(self.rank).dp,)
-        tensors = policy.export(self.quantiser, replicas, prediction=policy.options.syncs_prediction)
+        if policy.options.sends_adapters:  # such an engine has the weights of the model's folder, and keeps them
+            tensors = policy.export_adapters(replicas)
+        else:
+            tensors = policy.export(self.quantiser, replicas, prediction=policy.options.syncs_prediction)
         if self.pusher is not None:
             return self.pusher.push(tensors, mine, version, verify=verify)
         for _ in tensors:  # collective: the ranks of a stage hand their shards to its leading one
             pass
         return {}
+
+    def _push_adapters(self, policy: RankModel, bases: Mapping[int, int | None], *, verify: bool) -> dict[int, Pushed]:
+        """Send adapters. Engines that have none yet must hold the weights beside them: of these they are sent checksums."""
+        assert self.pusher is not None, "who has a plan has opened senders"
+        weights, adapters = self.parts
+        mine = dict.fromkeys(self.engines & bases.keys())
+        shards = adapter_shards(policy.chunks, policy.weight_map)
+        pushed = [adapters.push(self.pusher, shards, mine, bases, None, verify=verify)]
+        if new := [engine for engine, base in bases.items() if base is None]:
+            held = local_shards(policy.chunks, policy.options, policy.weight_map, at_once=False, merged=False)
+            pushed.append(weights.checksums(held, new))
+        return merge(pushed)
 
     def keep_on_device(self, what: str) -> None:
         for name, role in self.roles.items():

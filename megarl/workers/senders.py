@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.config.layout import Layout
 from megarl.errors import EngineError
-from megarl.reshard.plan import ReshardPlan, bucket_of_load, plan_reshard
+from megarl.reshard.plan import ReshardPlan, bucket_of_load, plan_of_map, plan_reshard
 from megarl.reshard.quantise import FormatQuantiser
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.rollout.engines.protocol import Engine
@@ -105,17 +105,17 @@ def open_sender(target: SendTarget, transport: str, member: Membership, timeout_
     return GroupSender(target, **vars(member), timeout_s=timeout_s)
 
 
-def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int, load_bytes: int) -> ReshardPlan | None:
+def plans_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: int, load_bytes: int) -> list[ReshardPlan]:
     """How ranks in `layout` send their slices to `engines` servers like `target`, in loads of at most `load_bytes`.
 
-    None if these take whole tensors only.
+    The plan of the weights and, where adapters are sent, that of these; none if the engines take whole tensors only.
     """
     if not isinstance(target, ServerEndpoint):
-        return None
+        return []
     to = replace(target.layout.target, engines=engines)
     itemsize = target.layout.dtype.itemsize
     bucket_bytes = bucket_of_load(load_bytes, to)
-    return plan_reshard(
+    weights = plan_reshard(
         dict(trainer.config),
         layout,
         to,
@@ -124,6 +124,9 @@ def plan_for(target: SendTarget, trainer: ServedModel, layout: Layout, engines: 
         format=target.layout.model.format,
         predicts=trainer.predicts,
     )
+    if trainer.lora is None:
+        return [weights]
+    return [weights, plan_of_map(trainer.adapter_map, layout, to, weights.padded_vocab, itemsize, bucket_bytes)]
 
 
 def quantiser_for(target: SendTarget) -> FormatQuantiser | None:

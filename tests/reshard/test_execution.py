@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megarl.config import parse_config
 from megarl.config.layout import Layout
+from megarl.models.lora import Lora
 from megarl.models.registry import load_hf_config
 from megarl.reshard.plan import plan_reshard
 from megarl.reshard.relays import Machines
@@ -61,7 +62,8 @@ class Collecting:
             exact = tensor.float() if tensor.is_floating_point() else tensor.double()  # whole numbers of 32 bits
             values = exact.reshape(box.rows, box.cols)
             for rank in self.held_by if box.engine_rank < 0 else [box.engine_rank]:
-                width = next(h.cols for h in self.layout.slices[box.tensor] if box.engine_rank < 0 or h.engine_rank == rank)
+                slices = {**self.layout.slices, **self.layout.adapter_slices}[box.tensor]
+                width = next(h.cols for h in slices if box.engine_rank < 0 or h.engine_rank == rank)
                 for store, part in ((self.held_by, values), (self.written, torch.ones_like(values))):
                     zeros = torch.zeros(box.of_rows, max(width, box.cols), dtype=exact.dtype)
                     mine = store[rank].setdefault(box.tensor, zeros)
@@ -74,12 +76,12 @@ class Collecting:
         """Nothing is held."""
 
 
-def engine_layout(folder: str, tp: int, ep: int = 1, *, predicts: bool = False) -> Any:
+def engine_layout(folder: str, tp: int, ep: int = 1, *, predicts: bool = False, lora: Lora | None = None) -> Any:
     """How an engine of `tp` ranks holds the model of `folder`."""
     from megarl.weight_sync.checksums import EngineLayout
     from megarl.weight_sync.model_compatibility import ServedModel
 
-    return EngineLayout(ServedModel(load_hf_config(folder), "float32", predicts), EngineTarget(tp=tp, ep=ep))
+    return EngineLayout(ServedModel(load_hf_config(folder), "float32", predicts, lora), EngineTarget(tp=tp, ep=ep))
 
 
 def rank_of(rank: int, folder: str, layout: Layout, dtype: str = "float32", **more: Any) -> Any:
@@ -124,7 +126,7 @@ def sent_in_turn(rank: int, world_size: int, folder: str, layout: Layout, target
     mine, found = rank_of(rank, folder, layout), []
     for target, (tp, ep) in enumerate(targets):
         engines = {number: Collecting(engine_layout(folder, tp, ep), stages=bool(target % 2)) for number in range(2)}
-        mine.plan, mine.pusher, mine.engines = None, None, set()
+        mine.parts, mine.pusher, mine.engines = [], None, set()
         found += given(mine, engines, [{0: None, 1: None}], planned=True)
     return found
 
@@ -143,9 +145,9 @@ def load_sizes(rank: int, world_size: int, folder: str) -> list[tuple[int, int]]
         mine.roles = loaded.roles
         with mock.patch.multiple(senders, model_of=lambda _: None, open_sender=lambda *_: engine):
             mine.open_senders({0: ServerEndpoint("0", engine.layout, "token")}, "shared_memory")
-        assert mine.plan is not None
+        (part,) = mine.parts
         assert mine.pusher is not None
-        found.append((mine.plan._plan.load_bytes, mine.pusher.load_bytes))
+        found.append((part.load_bytes, mine.pusher.load_bytes))
     return found
 
 

@@ -70,7 +70,7 @@ def exported_and_pushed(
         said = {"quantization_config": format.quantization_config(architecture_for(config).weight_map(config))}
         for tp, ep in targets:
             engine = Collecting(EngineLayout(ServedModel(config | said, "bfloat16"), EngineTarget(tp=tp, ep=ep)))
-            mine.plan, mine.pusher, mine.engines = None, None, set()
+            mine.parts, mine.pusher, mine.engines = [], None, set()
             found += given(mine, {0: engine}, [{0: None}], planned=True)
     return wrong, found
 

@@ -175,7 +175,7 @@ def pushed_in_fp8(rank: int, world_size: int, folder: str, layout: Layout, targe
     for tp, ep in targets:
         config = load_hf_config(folder) | {"quantization_config": FP8}
         engine = Collecting(EngineLayout(ServedModel(config, "bfloat16"), EngineTarget(tp=tp, ep=ep)))
-        mine.plan, mine.pusher, mine.engines = None, None, set()
+        mine.parts, mine.pusher, mine.engines = [], None, set()
         found += given(mine, {0: engine}, [{0: None}], planned=True)
     return found
 

@@ -30,7 +30,7 @@ def sent(rank: int, world_size: int, folder: str, layout: Layout, tp: int, synce
     mine, found = rank_of(rank, folder, layout, prediction=PredictionOptions(synced=synced)), []
     for planned, size in ((True, tp), (False, 1)):
         engines = {number: Collecting(engine_layout(folder, size, predicts=synced)) for number in range(1 + planned)}
-        mine.plan, mine.pusher, mine.engines = None, None, set()
+        mine.parts, mine.pusher, mine.engines = [], None, set()
         found += given(mine, engines, [dict.fromkeys(engines)], planned=planned)
     return found
 

@@ -96,7 +96,7 @@ def test_an_engine_that_dies_in_the_middle_does_not_touch_the_others(folder: Pat
     asyncio.run(begin())
     pushed = pusher.push(exported(weights_of(new)))
     assert pushed[1] == Pushed(error="engine 1 did not answer: connection reset by peer")
-    assert pushed[0] == pushed[2] == Pushed({})
+    assert pushed[0] == pushed[2] == Pushed({}, nbytes=sum(weight.nbytes for _, weight in weights_of(new)))
     assert pusher.senders[1].tried == 4  # type: ignore[attr-defined]  # what comes after a failure is not sent to it
 
     async def end() -> None:
@@ -117,7 +117,7 @@ def test_an_engine_that_dies_in_the_middle_does_not_touch_the_others(folder: Pat
     asyncio.run(again.engine.begin_update(1))
     pusher.connect(1, lambda: again)  # closing the old connection fails, which is nobody's concern
     assert dead.is_closed  # type: ignore[attr-defined]
-    assert pusher.push(exported(weights_of(new)), {1: None}) == {1: Pushed({})}
+    assert pusher.push(exported(weights_of(new)), {1: None})[1].error is None
     asyncio.run(again.engine.end_update(1))
     assert again.engine.weight_version == 1
 
@@ -291,8 +291,10 @@ def test_a_load_goes_to_its_own_engines_and_their_checksums_are_of_all_that_they
 
 def test_the_errors_and_checksums_of_all_stages_are_put_together() -> None:
     a, b = (SliceKey.whole(name, torch.empty(1)) for name in "ab")
-    merged = merge([{0: Pushed({a: "1"}), 1: Pushed({a: "1"})}, {}, {0: Pushed({b: "2"}), 1: Pushed(error="gone")}])
-    assert merged == {0: Pushed({a: "1", b: "2"}), 1: Pushed({a: "1"}, "gone")}
+    merged = merge(
+        [{0: Pushed({a: "1"}, nbytes=3), 1: Pushed({a: "1"})}, {}, {0: Pushed({b: "2"}, nbytes=4), 1: Pushed(error="gone")}]
+    )
+    assert merged == {0: Pushed({a: "1", b: "2"}, nbytes=7), 1: Pushed({a: "1"}, "gone")}
 
 
 def test_every_thread_that_hashes_or_sends_chooses_the_ranks_device_first(folder: Path) -> None:

@@ -25,10 +25,13 @@ from megarl.data.media import Media
 from megarl.data.picture_rules import sees
 from megarl.errors import DeadlineError, EngineError
 from megarl.models.hf_folder import HFFolder
+from megarl.models.lora import Lora
 from megarl.models.quantised_tensors import Dequantiser
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
+from megarl.rollout.engines.adapters import engine_adapters
 from megarl.rollout.engines.drawing import random_numbers
+from megarl.rollout.engines.embedded_adapters import Adapters
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
 from megarl.rollout.engines.embedded_routes import RouteRecorder
 from megarl.rollout.engines.embedded_seeing import Sight
@@ -65,6 +68,7 @@ class EmbeddedEngine(Engine):
     `turn_cache_bytes`: room for the keys and values of conversations between their turns (0: none are kept); with drafts,
     pictures or layers with linear attention none are kept.
     `updates_draft`: the weights of the layer for multi-token prediction that it drafts with come with every update.
+    `lora`: updates are of these adapters alone, which are added to the weights of `model_path`.
 
     With a `served_path` it begins with the weights of that folder, and takes weights as the folder stores them. If that is in
     few bits, it computes with the values that they stand for, in its own dtype: an engine's numbers, but for its kernels.
@@ -88,6 +92,7 @@ class EmbeddedEngine(Engine):
             "speculative": config.rollout.speculative,
             "updates_draft": config.syncs_prediction,
             "turn_cache_bytes": config.rollout.episode.turn_cache_bytes,
+            "lora": engine_adapters(config),
         }
 
     def __init__(
@@ -104,6 +109,7 @@ class EmbeddedEngine(Engine):
         speculative: SpeculativeConfig | None = None,
         updates_draft: bool = False,
         turn_cache_bytes: int = 0,
+        lora: Lora | None = None,
     ) -> None:
         self._model = _load(model_path, dtype, device)
         self._sight = Sight.of(model_path, media_folder)
@@ -116,7 +122,10 @@ class EmbeddedEngine(Engine):
         keeps_turns = bool(turn_cache_bytes) and self._speculation is None and refusal(self._model.config) is None
         self._turns = TurnCache(turn_cache_bytes) if keeps_turns else None
         self._recorder = RouteRecorder(self._model)
-        self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft)
+        self._serves = ServedModel(load_hf_config(served_path or model_path), dtype, predicts=updates_draft, lora=lora)
+        self._adapters = Adapters(self._serves, lora, self._held) if lora is not None else None
+        if self._adapters is not None:
+            self._held = self._adapters.tensors
         self._dequantiser: Dequantiser | None = None
         if served_path is not None:
             self._begin_with(HFFolder(served_path), ServedModel(load_hf_config(model_path), dtype, predicts=updates_draft))
@@ -283,7 +292,8 @@ class EmbeddedEngine(Engine):
     async def begin_update(self, version: int, base: int | None = None) -> None:
         with self._change():
             self._weights.begin(version, base)
-            self._sent = {} if base is None else self._sent  # what is not sent again must still be as it was sent
+            # what is not sent again must still be as it was sent; adapters always are
+            self._sent = {} if base is None or self._adapters is not None else self._sent
             if base is None and self._dequantiser is not None:
                 self._dequantiser.forget()
             self._weights_epoch += 1
@@ -312,6 +322,8 @@ class EmbeddedEngine(Engine):
             self._weights.fail()
             raise
         with self._change():
+            if self._adapters is not None:
+                self._adapters.add()
             self._weights.confirm()
 
     async def abandon_update(self) -> None:

@@ -135,7 +135,7 @@ def answering(config: Config, checkpoint: str | None, *, train: bool) -> Iterato
     """
     if not config.rewards and (train or config.data.eval is not None):
         raise ConfigError("an evaluation needs a source of reward: set rewards (a source may have weight 0)")
-    if checkpoint is None and (field := config.rollout.other_weights) is not None:
+    if checkpoint is None and (field := config.other_weights) is not None:
         raise ConfigError.needs(
             field, "a checkpoint whose weights the engines get first", f"name one with --checkpoint, or remove {field}"
         )

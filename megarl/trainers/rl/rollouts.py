@@ -104,7 +104,7 @@ class Rollouts:
 
     def begin_start(self) -> list[Any]:
         """Start every engine; the trainer loads meanwhile. Give the result to `finish_start`."""
-        initial_version = None if self.config.rollout.other_weights else self.version
+        initial_version = None if self.config.other_weights else self.version
         return [engine.start.remote(initial_version) for engine in self.engines]
 
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
@@ -112,7 +112,7 @@ class Rollouts:
         names = [f"engine {number}" for number in range(len(starting))]
         deadline_s = self.config.resources.deadlines.start_s + GRACE_S
         wait_for(starting, phase="engine start", deadline_s=deadline_s, whose=names)
-        if self.config.rollout.other_weights:
+        if self.config.other_weights:
             self.scheduler.empty()
         else:
             self.scheduler.resume(range(len(self.engines)), self.version)
@@ -150,6 +150,10 @@ class Rollouts:
             engine.number for engine in self.scheduler.engines if engine.restarting is None and engine.version != self.version
         ]
         self._updates.update_engines(behind, self.version)
+
+    def take_sent_bytes(self) -> int:
+        """As `WeightUpdates`'; none where engines take no weights."""
+        return self._updates.take_sent_bytes() if self._updates is not None else 0
 
     def resume_after(self, version: int, groups: dict[str, Any] | None) -> None:
         """Continue where the engines had `version` and `state()` was `groups` (None: nothing was under way).

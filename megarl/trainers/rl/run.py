@@ -333,6 +333,7 @@ class RlRun(Run):
             "speed/samples_per_s": len(samples) / times.wall_s,
             "speed/tokens_per_s": all_tokens / times.wall_s,
             "speed/generated_tokens_per_s": tokens / (times.phase_s["generate"] if takes_turns else times.wall_s),
+            "speed/sync_bytes": self.rollouts.take_sent_bytes(),
             "speed/trainer_busy": sum(times.phase_s.get(phase, 0.0) for phase in TRAINING) / times.wall_s,
         }
         metrics |= self.routing.replayed(self.roles, batch)

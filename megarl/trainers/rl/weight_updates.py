@@ -39,8 +39,10 @@ class WeightUpdates:
         if self._sharing is not None:
             roles.before_use = self._sharing.train
         self._by_folder = capabilities_of(config.rollout).weights == "folder"
+        self._sends_adapters = config.sends_adapters
         self._connected: set[int] = set()
         self._confirmed: dict[int, int] = {}
+        self._sent_bytes = 0
 
     def update_engines(self, engines: Sequence[int], version: int) -> None:
         """Send the policy, as `version`, to these engines; the scheduler sees to those that fail on the way.
@@ -57,13 +59,10 @@ class WeightUpdates:
             if scheduler.engines[engine].version is None:  # it may be another process than before
                 self._forget(engine)
         failed = {} if self._by_folder else self._connect([engine for engine in engines if engine not in self._connected])
-        bases = {
-            engine: base_for(self._confirmed.get(engine), version, self.rollout.delta_every)
-            for engine in engines
-            if engine not in failed
-        }
+        bases = {engine: self._base_for(engine, version) for engine in engines if engine not in failed}
         known = bases.keys() & self._confirmed.keys()
-        verify = version % self.rollout.verify_every == 0 or known != bases.keys()  # always what an engine gets first
+        # always what an engine gets first, and adapters, which are small
+        verify = version % self.rollout.verify_every == 0 or known != bases.keys() or self._sends_adapters
         scheduler.hold(list(bases))
         begun = scheduler.on_each(
             bases, lambda e, engine: engine.begin_update(version, bases[e], deadline_s=deadline_s), deadline_s
@@ -76,6 +75,7 @@ class WeightUpdates:
         elif going:
             remembered = version if self.rollout.delta_every else None
             pushed = self.roles.push(deadline_s, going, remembered, verify=verify)
+            self._sent_bytes += sum(one.nbytes for one in pushed.values())
             failed |= {e: EngineError(pushed[e].error or "") for e in going if pushed[e].error is not None}
             failed |= self._end(version, {e: pushed[e].checksums for e in going if e not in failed})
         for engine, error in failed.items():
@@ -88,6 +88,16 @@ class WeightUpdates:
         if self._sharing is not None:
             self._sharing.generate()
         scheduler.resume(complete, version)
+
+    def take_sent_bytes(self) -> int:
+        """Bytes of weights and adapters that ranks have sent to engines since the last call; not those written as folders."""
+        taken, self._sent_bytes = self._sent_bytes, 0
+        return taken
+
+    def _base_for(self, engine: int, version: int) -> int | None:
+        """The version on which an engine's update builds; None: it is sent, or must show that it has, all weights."""
+        confirmed = self._confirmed.get(engine)
+        return confirmed if self._sends_adapters else base_for(confirmed, version, self.rollout.delta_every)
 
     def _load(self, engines: Collection[int], version: int) -> dict[int, Exception]:
         """Write the policy as a folder and have these engines read it; by engine why it did not."""

@@ -172,8 +172,12 @@ class Roles:
             return {"begins": POLICY}
         if trained is None or not trained.lora.on:
             return {}
-        lora = lora_of(trained.lora, load_hf_config(self.specs[role].path), f"{role}.lora")
-        return {"lora": lora, "adapter": trained.lora.adapter, "lora_seed": self.config.run.seed}
+        return {
+            "lora": lora_of(trained.lora, load_hf_config(self.specs[role].path), f"{role}.lora"),
+            "adapter": trained.lora.adapter,
+            "lora_seed": self.config.run.seed,
+            "sends_adapters": role == POLICY and self.config.sends_adapters,
+        }
 
     def describe(self) -> str:
         """How the policy is computed and updated, for the start of a run."""

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ DYING_S = 2.0
 POLL_S = 0.05
 DRAFT_COUNTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
 """What a server with speculative decoding says of a response (0.5.23), in the order of the fields of `DraftCounts`."""
+BAD_REQUEST = 400
 IDLE_S = 10.0  # how long a server has to end what was aborted
 
 
@@ -49,9 +50,17 @@ class AskedServer(Protocol):
 class SglangClient:
     """One server as an engine asks it. Every method raises EngineError if the server does not answer, or refuses."""
 
-    def __init__(self, server: AskedServer, expert_layers: ExpertLayers | None = None) -> None:
-        """`expert_layers`: those of the model it serves; None: it has none, or its choices are not asked for."""
-        self.server, self.expert_layers = server, expert_layers
+    def __init__(
+        self,
+        server: AskedServer,
+        expert_layers: ExpertLayers | None = None,
+        adapters: Callable[[], str | None] | None = None,
+    ) -> None:
+        """`expert_layers`: those of the model it serves; None: it has none, or its choices are not asked for.
+
+        `adapters` says what the server calls those to answer with now; None: the model has none.
+        """
+        self.server, self.expert_layers, self._adapters = server, expert_layers, adapters
         self._request_ids = (f"{os.getpid():x}-{i:08x}" for i in itertools.count())
         self._under_way: dict[str, str] = {}  # keys of prompts by request
 
@@ -102,7 +111,7 @@ class SglangClient:
         prefill = NO_PREFILLS
         if sum(rid not in given or given[rid].finish_reason == "abort" for rid in ids) > 1:
             warm_up = {"sampling_params": {"max_new_tokens": 0}, "rid": f"{ids[0]}-prefix"}
-            answer = await self._post(call.session, "generate", prompt.body | warm_up)
+            answer = await self._ask(call.session, prompt.body | warm_up)
             prefill = _prefill(answer, prompt)
         samples = await asyncio.gather(*(self._sample(call, prompt, rid, given.get(rid)) for rid in ids))
         first = replace(samples[0], prefill=samples[0].prefill + prefill)
@@ -115,7 +124,7 @@ class SglangClient:
         asked = prompt.followed_by(begun.response_ids) if begun is not None else prompt
         sampling = call.sampling | {"max_new_tokens": call.sampling["max_new_tokens"] - had}
         body = asked.body | {"sampling_params": sampling, "rid": rid, "return_logprob": True}
-        answer = await self._post(call.session, "generate", body | ({"return_routed_experts": True} if call.routes else {}))
+        answer = await self._ask(call.session, body | ({"return_routed_experts": True} if call.routes else {}))
         asked.check(answer, self.server.url)
         generation = _generation(answer, call, self.server.url)
         if call.routes and generation.finish_reason != "abort":
@@ -125,6 +134,19 @@ class SglangClient:
         generation = replace(generation, prefill=_prefill(answer, asked))
         call.answered += 1
         return generation if begun is None else behind(begun, generation)
+
+    async def _ask(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> Any:
+        """The answer to one request, which names the adapters that it is to be answered with, if there are any.
+
+        An update may change their name before the server has taken the request: it is sent again under the new one.
+        """
+        while True:
+            name = self._adapters() if self._adapters is not None else None
+            try:
+                return await self._post(session, "generate", body | ({"lora_path": name} if name is not None else {}))
+            except _BadRequest:
+                if self._adapters is None or self._adapters() == name:
+                    raise
 
     async def _abort(self, ids: Any) -> None:
         """Stop the server's work on requests that nobody waits for any more; a dead server has stopped already."""
@@ -146,6 +168,12 @@ class SglangClient:
     async def name_weights(self, version: int) -> None:
         """Have tokens carry `version`."""
         await self.control("update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def load_adapters(self, adapters: dict[str, Any]) -> None:
+        """Have the server load adapters, given as the body of the request."""
+        answer = await self.control("load_lora_adapter_from_tensors", adapters)
+        if not answer.get("success"):
+            raise EngineError(f"{self.server.url} did not make room for adapters: {answer.get('error_message')}")
 
     async def resume(self) -> None:
         """Sample again."""
@@ -197,7 +225,8 @@ class SglangClient:
         try:
             async with session.request(method, url, json=body) as response:
                 if response.status != 200:
-                    raise EngineError(f"{url} answered {response.status}: {(await response.text())[:1000]}")
+                    refused = _BadRequest if response.status == BAD_REQUEST else EngineError
+                    raise refused(f"{url} answered {response.status}: {(await response.text())[:1000]}")
                 if response.content_type == "application/json":
                     return await response.json()
                 return await response.text()
@@ -213,6 +242,10 @@ class SglangClient:
         while self.server.alive and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
         return not self.server.alive
+
+
+class _BadRequest(EngineError):
+    """The server would not take a request: it may have other adapters than those that the request named."""
 
 
 class _GenerateCall:

@@ -22,7 +22,9 @@ from megarl.models.registry import load_hf_config
 from megarl.models.weight_formats import engine_format
 from megarl.reshard.rank_plan import SliceKey
 from megarl.reshard.run_plan import engine_target
+from megarl.rollout.engines.adapters import engine_adapters
 from megarl.rollout.engines.protocol import EnginePlace
+from megarl.rollout.engines.sglang.adapters import adapter_arguments, check_adapters
 from megarl.rollout.engines.sglang.arguments import check_engine_args
 from megarl.rollout.engines.sglang.drafts import check_drafts, draft_arguments
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
@@ -30,6 +32,7 @@ from megarl.rollout.engines.sglang.served import ServedEngine
 from megarl.rollout.engines.sglang.server import NodeProcess, OtherNode, ServerOptions, SglangServer, compute_capability
 from megarl.rollout.engines.sglang.server_process import host
 from megarl.rollout.engines.sglang.weight_layout import check_weight_layout
+from megarl.weight_sync.adapter_place import making_place
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model, compare
 from megarl.weight_sync.model_compatibility import ServedModel
 from megarl.weight_sync.sglang_loader import SELECTORS, checking, read_answer
@@ -79,6 +82,8 @@ class SglangEngine(ServedEngine):
                 reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
                 raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
         check_drafts(config, platform)
+        if (lora := engine_adapters(config)) is not None:
+            check_adapters(config, lora, platform)
         if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
             remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
             raise ConfigError.needs("rollout.weight_transport = 'rdma'", "NIXL, which is not installed", remedy)
@@ -114,6 +119,7 @@ class SglangEngine(ServedEngine):
             "start_timeout_s": config.resources.deadlines.start_s,
             "media_folder": config.data.kept_in(config.run_folder),
             "updates_draft": config.syncs_prediction,
+            "lora": engine_adapters(config),
         }
 
     @classmethod
@@ -134,15 +140,19 @@ class SglangEngine(ServedEngine):
         target = engine_target(options.tp, options.extra)
         model_path = options.extra.get("model_path", options.model_path)
         layout = EngineLayout.of_model(
-            model_path, options.dtype, options.tp, options.device, target, predicts=options.updates_draft
+            model_path, options.dtype, options.tp, options.device, target, predicts=options.updates_draft, lora=options.lora
         )
+        of_adapters = adapter_arguments(options.lora, model_path, options.device)
         if options.device == "cuda" and (format := layout.model.format) is not None:
             check_weight_layout(format, options.extra, compute_capability(), has_experts=layout.model.has_experts)
-        server = SglangServer(replace(options, extra={**layout.server_arguments, **options.extra}), nodes)
+        server = SglangServer(replace(options, extra={**layout.server_arguments, **of_adapters, **options.extra}), nodes)
         await asyncio.to_thread(server.start)
         try:
             # the engine's ranks and its senders may be on other machines
             engine = cls(server, layout, initial_version, TCPStore(host(), 0, is_master=True, wait_for_workers=False))
+            if options.lora is not None:
+                place = making_place(options.lora, layout.target.ranks, serialize({}))
+                await engine._client.load_adapters(place)
             if initial_version is not None:
                 await engine._client.name_weights(initial_version)
         except BaseException:
@@ -161,7 +171,7 @@ class SglangEngine(ServedEngine):
         options = server.options
         model_path = options.extra.get("model_path", options.model_path)
         expert_layers = ExpertLayers.of(model_path) if options.extra.get(RETURNS_ROUTES) else None
-        super().__init__(server, initial_version, options.media_folder, expert_layers)
+        super().__init__(server, initial_version, options.media_folder, expert_layers, adds_adapters=options.lora is not None)
         self.server = server
         self._store = store
         where = (host(), store.port if store is not None else 0)
@@ -197,7 +207,10 @@ class SglangEngine(ServedEngine):
         self._weights.check(version)
         with self._losing_weights_on_error():
             sent: dict[SliceKey, str] = {**self._sender.checksums(), **(checksums or {})}
-            missing: dict[SliceKey, str] = dict.fromkeys(self.endpoint.layout.missing(sent), UNCHECKED)
+            # an engine that has the weights which adapters are trained beside is sent adapters alone
+            adapters_alone = self.served_model.lora is not None and self._weights.base is not None
+            boxes = self.endpoint.layout.missing(sent, adapters_alone=adapters_alone)
+            missing: dict[SliceKey, str] = dict.fromkeys(boxes, UNCHECKED)
             held = dict.fromkeys(sent, UNCHECKED) if missing else await self._held(sent)
             compare(sent, held | missing)
             await self._client.control("end_weight_update", {})

@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 
-from megarl.rollout.engines.sglang import repairs
+from megarl.rollout.engines.sglang import repairs, served_adapters
 from megarl.system.process_tree import end_tree
 
 
@@ -39,10 +39,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _prepare_for_cpu(model_path: str) -> None:
+_ADAPTERS = "--enable-lora"
+
+
+def _prepare_for_cpu(arguments: list[str]) -> None:
     """What SGLang needs on a CPU before it is imported, and what makes it start and decode faster there."""
     from megarl.rollout.engines.sglang.on_cpu import cuda_only, quick_start, stand_ins
 
+    model_path = _model_path(arguments)
     stand_ins.install(Path(sys.prefix) / "sglang-cpu")
     quick_start.import_models_of(model_path)
     quick_start.fork_children()
@@ -50,10 +54,19 @@ def _prepare_for_cpu(model_path: str) -> None:
     if any(name.startswith("GptOss") for name in repairs.architectures_of(model_path)):
         attention.allow_sinks()
     cuda_only.install()
+    if _ADAPTERS in arguments:
+        served_adapters.allow_on_cpu()
 
 
 def _model_path(arguments: list[str]) -> str:
     return arguments[arguments.index("--model-path") + 1]
+
+
+def _install(arguments: list[str]) -> None:
+    """What every process of the server needs before it makes the model."""
+    repairs.install(_model_path(arguments))
+    if _ADAPTERS in arguments:
+        served_adapters.install()
 
 
 def main(arguments: list[str]) -> None:
@@ -61,11 +74,11 @@ def main(arguments: list[str]) -> None:
     token = _read_token()
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
-        _prepare_for_cpu(_model_path(arguments))
+        _prepare_for_cpu(arguments)
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    repairs.install(_model_path(arguments))
+    _install(arguments)
     try:
         run_server(prepare_server_args([*arguments, f"--api-key={token}"]))  # a token may begin with a dash
     finally:
@@ -75,4 +88,4 @@ def main(arguments: list[str]) -> None:
 if __name__ == "__main__":
     main(sys.argv[1:])
 elif __name__ == "__mp_main__":  # in a spawned child
-    repairs.install(_model_path(sys.argv))
+    _install(sys.argv)

@@ -11,6 +11,7 @@ from megarl.rollout.engines.protocol import Begun, Engine, Generation, SamplingP
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import AskedServer, SglangClient
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
+from megarl.weight_sync.adapter_place import named
 from megarl.weight_sync.weight_state import WeightState
 
 
@@ -23,15 +24,25 @@ class ServedEngine(Engine):
         initial_version: int | None = None,
         media_folder: Path | None = None,
         expert_layers: ExpertLayers | None = None,
+        *,
+        adds_adapters: bool = False,
     ) -> None:
-        """`media_folder` has the pictures that prompts show; the server must see it, too. `expert_layers` are the model's."""
-        self._client = SglangClient(server, expert_layers)
+        """`media_folder` has the pictures that prompts show; the server must see it, too. `expert_layers` are the model's.
+
+        `adds_adapters`: every request must say of which version the adapters are that it is to be answered with.
+        """
+        self._client = SglangClient(server, expert_layers, self._adapters if adds_adapters else None)
         self.media_folder = media_folder
         self._weights = WeightState(initial_version)
 
     @property
     def weight_version(self) -> int | None:
         return self._weights.version
+
+    def _adapters(self) -> str | None:
+        """What the server calls the adapters that a request is to be answered with: a held one, with those that come."""
+        version = self._weights.version if self._weights.updating is None else self._weights.updating
+        return named(version) if version is not None else None
 
     async def generate(
         self,

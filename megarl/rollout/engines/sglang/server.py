@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 
 from megarl.config.secrets import bearer
 from megarl.errors import EngineError
+from megarl.models.lora import Lora
 from megarl.rollout.engines.sglang.server_process import ServerProcess, claim_port, host, log_tail
 from megarl.weight_sync.staging import SLICED
 
@@ -29,6 +30,9 @@ LEADER_PORTS = 8
 """Free ports, one after the other, where ranks of an engine on several nodes meet."""
 WORKING_BYTES = 10 * 2**30
 """What SGLang reserves on a GPU of 60 GB and more for activations and CUDA graphs (0.5.23: arg_groups/memory_hook.py)."""
+
+SEVERAL = ("lora_target_modules",)
+"""Arguments whose values follow one after the other."""
 
 # Keeps glibc from handing large blocks back to the kernel after every forward pass (docs/DESIGN section 5).
 KEEP_MEMORY = {
@@ -48,9 +52,9 @@ class ServerOptions:
     `other_nodes` are the GPUs on each further node, equally many; `node` is this node's number among them all and `leader` the
     address at which its ranks meet those of the others, which is chosen at the start. `max_total_tokens` is the size of the KV
     cache; on a GPU it takes what others (`beside_bytes` on each GPU) and the server's own work leave, or what SGLang finds free
-    as it starts (0). `memory_saver` lets `sleep` free GPU memory. `updates_draft`: the layer for
-    multi-token prediction that it drafts with comes with the policy's weights. `extra` are further SGLang arguments by their
-    Python names, which win over those chosen here.
+    as it starts (0). `memory_saver` lets `sleep` free GPU memory. `updates_draft`: the layer for multi-token prediction that it
+    drafts with comes with the policy's weights. `lora`: adapters that the server adds, which come with every update. `extra`
+    are further SGLang arguments by their Python names, which win over those chosen here.
     """
 
     model_path: str
@@ -71,6 +75,7 @@ class ServerOptions:
     start_timeout_s: float = 300.0
     media_folder: Path | None = None
     updates_draft: bool = False
+    lora: Lora | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, port: int, start_id: str) -> list[str]:
@@ -110,6 +115,8 @@ class ServerOptions:
             flag = "--" + name.replace("_", "-")
             if value is True:
                 line.append(flag)
+            elif name in SEVERAL:
+                line += [flag, *map(str, value)]
             elif value is not None and value is not False:
                 line += [flag, json.dumps(value) if isinstance(value, (dict, list)) else str(value)]
         return line
