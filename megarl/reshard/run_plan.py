@@ -58,15 +58,12 @@ def plan_of_run(config: Config, platform: str = "cuda") -> ReshardPlan:
 
 
 def sent_adapters(config: AnyConfig) -> Lora | None:
-    """The adapters that engines are sent in place of weights; None: they are sent weights, with adapters merged in.
+    """The adapters that engines are sent, which keep the model's own weights; None: they are sent weights.
 
     Raises:
         ModelError: the model's config.json, or the adapters that training starts from, cannot be read.
     """
-    lora = config.policy.lora
-    if config.sampling is None or not lora.on or lora.sync != "adapters":
-        return None
-    return lora_of(lora, load_hf_config(config.model.path), "policy.lora")
+    return lora_of(config.policy.lora, load_hf_config(config.model.path), "policy.lora") if config.sends_adapters else None
 
 
 def check_transport(config: Config, placement: Placement, platform: str = "cuda") -> None:

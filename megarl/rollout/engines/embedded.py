@@ -29,7 +29,7 @@ from megarl.models.lora import Lora
 from megarl.models.quantised_tensors import Dequantiser
 from megarl.models.registry import load_hf_config
 from megarl.models.transformers_names import config_in_transformers, hub_tensors
-from megarl.rollout.engines.adapters import engine_adapters
+from megarl.reshard.run_plan import sent_adapters
 from megarl.rollout.engines.drawing import random_numbers
 from megarl.rollout.engines.embedded_adapters import Adapters
 from megarl.rollout.engines.embedded_batch import DecodeBatch, OpenResponse
@@ -92,7 +92,7 @@ class EmbeddedEngine(Engine):
             "speculative": config.rollout.speculative,
             "updates_draft": config.syncs_prediction,
             "turn_cache_bytes": config.rollout.episode.turn_cache_bytes,
-            "lora": engine_adapters(config),
+            "lora": sent_adapters(config),
         }
 
     def __init__(

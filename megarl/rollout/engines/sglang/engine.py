@@ -21,8 +21,7 @@ from megarl.errors import ConfigError, EngineError
 from megarl.models.registry import load_hf_config
 from megarl.models.weight_formats import engine_format
 from megarl.reshard.rank_plan import SliceKey
-from megarl.reshard.run_plan import engine_target
-from megarl.rollout.engines.adapters import engine_adapters
+from megarl.reshard.run_plan import engine_target, sent_adapters
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.adapters import adapter_arguments, check_adapters
 from megarl.rollout.engines.sglang.arguments import check_engine_args
@@ -82,7 +81,7 @@ class SglangEngine(ServedEngine):
                 reason = f"leaves what did not change as SGLang has repacked it, and {served} is in {format.name}"
                 raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
         check_drafts(config, platform)
-        if (lora := engine_adapters(config)) is not None:
+        if (lora := sent_adapters(config)) is not None:
             check_adapters(config, lora, platform)
         if config.rollout.weight_transport == "rdma" and find_spec("nixl") is None:
             remedy = "pip install 'megarl[rdma]', or choose another rollout.weight_transport"
@@ -119,7 +118,7 @@ class SglangEngine(ServedEngine):
             "start_timeout_s": config.resources.deadlines.start_s,
             "media_folder": config.data.kept_in(config.run_folder),
             "updates_draft": config.syncs_prediction,
-            "lora": engine_adapters(config),
+            "lora": sent_adapters(config),
         }
 
     @classmethod
