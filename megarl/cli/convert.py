@@ -120,9 +120,18 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    """Write a Hugging Face folder, with tokenizer and chat template, of the weights in a distributed checkpoint."""
-    from megarl.convert.plan import plan_hf
+    """Write a Hugging Face folder, with tokenizer and chat template, of the weights in a distributed checkpoint.
 
+    Of a run that trains adapters it is a PEFT folder.
+    """
+    from megarl.convert.adapters import export_adapters, holds_adapters
+    from megarl.convert.plan import plan_hf
+    from megarl.convert.sources import config_folder
+
+    if holds_adapters(arguments.source):
+        number = export_adapters(arguments.source, arguments.target, config_folder(Path(arguments.source), arguments.hf_config))
+        print(f"{arguments.target}: {number:,} adapters, as a PEFT folder")
+        return 0
     return _carry_out(plan_hf("export", _open_dist(arguments), arguments.dtype), arguments)
 
 

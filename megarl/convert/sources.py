@@ -35,6 +35,7 @@ from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
 from megarl.models.hf_folder import HFFolder, fused_of
+from megarl.models.lora import IN_CHECKPOINTS
 from megarl.models.mxfp4 import BLOCKS, SCALES
 from megarl.models.packings import Copy
 from megarl.models.quantised_tensors import main_suffix, scale_suffix
@@ -299,7 +300,9 @@ def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, con
     """
     folder = Path(path)
     dist = None if config_only else DistFolder(folder)
-    companions = folder if config_only else _config_folder(folder, hf_config_from)
+    if dist is not None and any(key.startswith(IN_CHECKPOINTS) for key in dist.keys):
+        raise CheckpointError(f"'{folder}' holds adapters alone; `megarl convert export` writes them as a PEFT folder")
+    companions = folder if config_only else config_folder(folder, hf_config_from)
     config = without_quantization(load_hf_config(companions))
     if dist is not None and _OUTPUT in dist.keys and dist.keys[_OUTPUT].shape[0] == 1:
         config = sequence_classifier(config)
@@ -427,7 +430,12 @@ def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) ->
     return Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))
 
 
-def _config_folder(folder: Path, named: str | Path | None) -> Path:
+def config_folder(folder: Path, named: str | Path | None) -> Path:
+    """Where the config of the model in a distributed checkpoint is: in `named`, in its own hf/ folder, or where its run began.
+
+    Raises:
+        CheckpointError: nothing says which model it is.
+    """
     if named is not None:
         return Path(named)
     own = folder / HF_SUBFOLDER

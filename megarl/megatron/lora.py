@@ -34,7 +34,7 @@ from torch.nn.functional import linear, rms_norm
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.shards import is_tensor, plain
 from megarl.models.fused_rows import FusedRows
-from megarl.models.lora import Lora, Site, adapter_name, site_of
+from megarl.models.lora import IN_CHECKPOINTS, Lora, Site, adapter_name, site_of
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import shard_from_hf
 
@@ -301,7 +301,7 @@ def _entry(parameter: Tensor, rule: BoundRule, split: Split) -> ShardedTensorFac
     else:
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     alike = 0 if rule.tp_axis is not None else split.rank
-    return ShardedTensorFactory("adapters", parameter, build, torch.cat, (0, alike, replica))
+    return ShardedTensorFactory(IN_CHECKPOINTS.rstrip("."), parameter, build, torch.cat, (0, alike, replica))
 
 
 def put_beside(layer: torch.nn.Module, adapter: torch.nn.Module, switch: AdapterSwitch) -> None:

@@ -24,6 +24,8 @@ from megarl.models.weight_map import BoundRule, Rule, WeightMap
 
 SUFFIX = "_lora"
 """What the module of a layer's adapter is called, behind the layer's own name."""
+IN_CHECKPOINTS = "adapters."
+"""What the keys of adapters in checkpoints begin with, before the hub's names of their tensors."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """How the names of an adapter's tensors end, as in PEFT's folders."""
 

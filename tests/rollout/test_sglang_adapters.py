@@ -117,7 +117,7 @@ async def goes_through_updates(folder: Path, lora: Lora, log: Path, tp: int, mon
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
-                ("llama", LORA, 1), ("llama", ATTENTION, 2), ("mistral", LORA, 1), ("qwen2", LORA, 2), ("qwen3", ATTENTION, 1),
+                ("llama", LORA, 1), ("llama", ATTENTION, 2), ("qwen2-full", LORA, 2), ("qwen3", ATTENTION, 1),
                 ("qwen3_moe", ATTENTION, 1), ("qwen3_moe", ATTENTION, 2),
             )
         ),

@@ -12,7 +12,7 @@ from megarl.errors import ConfigError, EngineError, describe_value
 from megarl.models.lora import Lora, layer_shapes
 from megarl.models.registry import architecture_for, load_hf_config
 
-SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+SERVED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Families whose servers were compared with the reference. Others have other layers, or widths that SGLang's memory for
 adapters does not know (lora/utils.py, get_hidden_dim)."""
 _LAYER = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")

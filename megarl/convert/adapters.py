@@ -1,0 +1,79 @@
+"""The adapters in a distributed checkpoint of a run, written as a PEFT folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megarl.checkpoint.format.dist_format import DistFolder, is_dist_checkpoint
+from megarl.config.lora import LoraConfig
+from megarl.errors import CheckpointError
+from megarl.models.lora import IN_CHECKPOINTS, LORA_A
+from megarl.models.peft_folder import write_peft_folder
+from megarl.models.peft_header import SCORE, lora_of
+from megarl.models.registry import load_hf_config
+
+_VALUE_HEAD = "output_layer.weight"
+
+
+def holds_adapters(path: str | Path) -> bool:
+    """Whether a folder is a distributed checkpoint of adapters, which has no weights of the model."""
+    return is_dist_checkpoint(Path(path)) and any(key.startswith(IN_CHECKPOINTS) for key in DistFolder(path).keys)
+
+
+def export_adapters(path: str | Path, target: str | Path, hf_config_from: str | Path) -> int:
+    """Write the adapters in `path`, the checkpoint of a run's role, to the new PEFT folder `target`.
+
+    `hf_config_from` is the folder of the model that they are for. Their scale is in the run's config. Returns their number.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or in no run's folder.
+        ModelError: `target` has something in it, or the model's config cannot be used.
+    """
+    folder, hf_config = DistFolder(path), load_hf_config(hf_config_from)
+    lora = lora_of(_section(Path(path)), hf_config, f"{Path(path).resolve().name}.lora")
+    assert lora is not None, "a run that has such a checkpoint has adapters"
+    names = {key.removeprefix(IN_CHECKPOINTS): key for key in folder.keys if key.startswith(IN_CHECKPOINTS)}
+    if _VALUE_HEAD in folder.keys:
+        names[SCORE] = _VALUE_HEAD
+    tensors = ((name, _whole(folder, key)) for name, key in names.items())
+    write_peft_folder(target, tensors, lora, base=str(hf_config_from), hf_config=hf_config)
+    return sum(name.endswith(LORA_A) for name in names)
+
+
+def _section(path: Path) -> LoraConfig:
+    """The section `lora` of the role whose checkpoint this is, `<run>/checkpoints/step_N/<role>`."""
+    own = path.resolve()
+    file = own.parents[2] / "config.yaml" if len(own.parents) > 2 else own / "config.yaml"
+    try:
+        config: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        given: dict[str, Any] = config[own.name]["lora"]
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        raise CheckpointError(
+            f"'{path}' holds adapters alone, whose scale is in the config of their run, and '{file}' does not have it; it must "
+            "be <run>/checkpoints/step_N/<role>"
+        ) from None
+    fields = LoraConfig.model_fields
+    return LoraConfig(**{name: value for name, value in given.items() if name in fields})
+
+
+def _whole(folder: DistFolder, key: str) -> Tensor:
+    stored = folder.keys[key]
+    whole, filled = torch.empty(stored.shape, dtype=stored.dtype), 0
+    for chunk in stored.chunks:
+        place = whole
+        for axis, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            place = place.narrow(axis, start, size)
+        nbytes = place.numel() * stored.dtype.itemsize
+        with (folder.path / chunk.file).open("rb") as file:
+            file.seek(folder.data_offset(key, chunk))
+            data = bytearray(file.read(nbytes))
+        place.copy_(torch.frombuffer(data, dtype=stored.dtype).view(chunk.sizes))
+        filled += place.numel()
+    if filled != whole.numel():
+        raise CheckpointError(f"'{key}' in '{folder.path}' is incomplete or has chunks that overlap")
+    return whole
