@@ -34,7 +34,7 @@ def test_what_may_be_chosen() -> None:
     assert not config("policy.lora.sync=merged", "rollout.delta_every=3").sends_adapters
     assert not config("rollout.engine=replay", "rollout.replay_from=x").sends_adapters
     assert config().other_weights is None
-    assert config("policy.lora.adapter=x").other_weights == "policy.lora.adapter"
+    assert config("policy.lora={adapter: x}").other_weights == "policy.lora.adapter"
 
 
 @pytest.mark.parametrize(
