@@ -117,9 +117,9 @@ def nothing(samples):
 class RewardServer:
     """`megarl serve-reward` on a port of its own; `see_to` starts it again when it is gone, as a service manager would."""
 
-    def __init__(self, folder: Path, name: str, *, agents: bool = False) -> None:
-        """`agents`: it rewards runs in whose episodes agents act."""
-        self.config = agents_config if agents else config
+    def __init__(self, folder: Path, name: str, *, agents: bool = False, adapters: bool = False) -> None:
+        """Of runs in whose episodes `agents` act, or that train `adapters`."""
+        self._tree, self._adapters = agents_config if agents else config, adapters
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
@@ -131,6 +131,11 @@ class RewardServer:
         self._log = (folder / f"{name}.log").open("ab")
         self.process = self._start()
         self._wait()
+
+    def config(self, folder: Path, reward_port: int, steps: int) -> dict[str, Any]:
+        """The config of these runs."""
+        tree = self._tree(folder, reward_port, steps)
+        return tree | {"policy": tree["policy"] | {"lora": {"rank": 4}}} if self._adapters else tree
 
     def see_to(self) -> None:
         """Start it again if it has ended."""

@@ -93,6 +93,7 @@ def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--agents", action="store_true", help="runs whose episodes an agent acts in, and the kinds that hit it")
+    parser.add_argument("--adapters", action="store_true", help="runs that train adapters, which alone go to the engine")
     parser.add_argument("--kinds", nargs="+", help="such as 'kill rank'; default: all")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs; the same command goes on where it was stopped")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="trials under way at the same time")
@@ -121,7 +122,8 @@ class Campaign:
         done: dict[int, Trial] = {}
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(arguments.at_once) as pool:
             for number in range(arguments.at_once):
-                stack.callback((server := RewardServer(self.folder, f"reward-{number}", agents=arguments.agents)).stop)
+                server = RewardServer(self.folder, f"reward-{number}", agents=arguments.agents, adapters=arguments.adapters)
+                stack.callback(server.stop)
                 self._servers.put(server)
             with self._server() as server:
                 reference, step_s = undisturbed(self.folder, server, arguments.steps)
