@@ -54,7 +54,7 @@ class Adapter(torch.nn.Module):
     owners: Tensor
 
     def __init__(self, weight: Tensor, rule: BoundRule, site: Site, lora: Lora, *, split: Split) -> None:
-        """Beside the `weight` of `rule`; the values are filled in later (`load`)."""
+        """Beside the `weight` of `rule`; the values are filled in later (`load_adapters`)."""
         super().__init__()
         self.site, self.scale, self.split, self.rank = site, lora.scale, split, lora.rank
         at = split.rank, split.size
@@ -89,7 +89,7 @@ class Adapter(torch.nn.Module):
                 low = reduce_from_tensor_model_parallel_region(low, group=split.group)
         else:
             low = linear(hidden, a)
-        return linear(low, self._spread(b)) * self.scale
+        return linear(low * self.scale, self._spread(b))
 
     def product(self) -> Tensor:
         """scale·B·A `[out, in]` of this rank's shard of the weight, in float32."""
@@ -103,7 +103,7 @@ class Adapter(torch.nn.Module):
         return spread.index_put((self.rows, self.owners), b).flatten(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Nothing: checkpoints hold adapters by the hub's names (`checkpoint_entries`)."""
+        """Nothing: checkpoints hold adapters by the hub's names (`trained_entries`)."""
         return {}
 
 
