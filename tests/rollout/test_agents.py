@@ -142,11 +142,16 @@ def test_what_is_asked_again_because_it_did_not_come_is_drawn_as_the_first_time(
     """Equally long questions of one episode have keys of their own; one that was given up leaves its key to the next."""
     keys: list[str] = []
 
-    class Engine:
+    class Asked:
+        prompts = (PROMPT,)
+
         async def generate(self, prompts: Any, params: Any, **given: Any) -> list[list[Generation]]:
             keys.extend(given["keys"])
             await asyncio.sleep(0.01)
             return [[await hello(prompts[0], 4)]]
+
+        async def end_conversations(self, names: Any) -> None:
+            """There is nothing to end."""
 
     class Episode:
         async def branches(self, prompt: Prompt, number: int, sample: Any) -> list[Any]:
@@ -159,7 +164,7 @@ def test_what_is_asked_again_because_it_did_not_come_is_drawn_as_the_first_time(
             return []
 
     groups = episode_groups(Episode(), SamplingParams(max_new_tokens=4), 1, 1.0)  # type: ignore[arg-type]
-    asyncio.run(groups(Engine(), [PROMPT]))  # type: ignore[arg-type]
+    asyncio.run(groups(Asked()))  # type: ignore[arg-type]
     assert keys == [f"train-7@2/0/2{again}" for again in ("", "/1", "", "/2")]
 
 

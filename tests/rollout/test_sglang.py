@@ -107,11 +107,11 @@ def test_responses_that_are_cut_go_on_under_new_weights_and_hits_of_the_cache_ar
 
     async def scenario() -> tuple[list[Generation], list[Generation]]:
         await sync(sglang_engine, weights_of(old), 20)
+        shorter, begun_at = SamplingParams(max_new_tokens=60, ignore_eos=True), time.monotonic()
+        await sglang_engine.generate([PROMPTS[0]], shorter, keys=["how fast the machine is"])
         asked = asyncio.create_task(sglang_engine.generate([prompt], params, n=2, keys=["a"]))
-        beside = asyncio.create_task(
-            sglang_engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=60, ignore_eos=True), keys=["b"])
-        )
-        await asyncio.sleep(0.5)
+        beside = asyncio.create_task(sglang_engine.generate([PROMPTS[0]], shorter, keys=["b"]))
+        await asyncio.sleep(time.monotonic() - begun_at)
         while not asked.done():
             await sglang_engine.cut(["a"])
             await asyncio.sleep(0.05)

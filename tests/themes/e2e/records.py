@@ -9,6 +9,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from megarl.observe import read_metrics
 
+BY_ENGINES = ("rollout/prompt_tokens", "rollout/cached_tokens", "rollout/cache_hit_rate")
+"""Metrics of what engines computed, of which a replay knows nothing."""
 TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu", "policy/tower_forward_s")
 
 

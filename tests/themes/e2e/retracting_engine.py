@@ -20,7 +20,8 @@ class RetractingEngine(EmbeddedEngine):
         self._tokens: Counter[threading.Event] = Counter()
         """By request, which has an event for whoever cancels it."""
 
-    def _wait_for_weights(self, deadline: float, cancelled: threading.Event) -> None:
+    def _wait_for_weights(self, call: Any) -> None:
+        cancelled = call.cancelled
         self._tokens[cancelled] += 1
         if self._tokens[cancelled] % EVERY == 0:
             self._weights_epoch += 1
@@ -30,4 +31,4 @@ class RetractingEngine(EmbeddedEngine):
             while self.weight_version in (version, None) and not (cancelled.is_set() or self._stopped):
                 assert time.monotonic() < ends_at, "no update came"
                 self._turn.wait(timeout=0.05)
-        super()._wait_for_weights(deadline, cancelled)
+        super()._wait_for_weights(call)
