@@ -124,15 +124,14 @@ def _export(arguments: argparse.Namespace) -> int:
 
     Of a run that trains adapters it is a PEFT folder.
     """
-    from megarl.convert.adapters import export_adapters, holds_adapters
+    from megarl.convert.adapters import export_adapters
     from megarl.convert.plan import plan_hf
-    from megarl.convert.sources import config_folder
 
-    if holds_adapters(arguments.source):
-        number = export_adapters(arguments.source, arguments.target, config_folder(Path(arguments.source), arguments.hf_config))
-        print(f"{arguments.target}: {number:,} adapters, as a PEFT folder")
+    source = _open_dist(arguments, adapters=True)
+    if source.holds_adapters:
+        print(f"{arguments.target}: {export_adapters(source, arguments.target):,} adapters, as a PEFT folder")
         return 0
-    return _carry_out(plan_hf("export", _open_dist(arguments), arguments.dtype), arguments)
+    return _carry_out(plan_hf("export", source, arguments.dtype), arguments)
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
@@ -161,12 +160,12 @@ def _add_draft(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _open_dist(arguments: argparse.Namespace) -> Any:
+def _open_dist(arguments: argparse.Namespace, *, adapters: bool = False) -> Any:
     from megarl.checkpoint.format.dist_format import is_dist_checkpoint
     from megarl.convert.sources import open_dist
 
     config_only = arguments.dry_run and not is_dist_checkpoint(Path(arguments.source))
-    return open_dist(arguments.source, arguments.hf_config, config_only=config_only)
+    return open_dist(arguments.source, arguments.hf_config, config_only=config_only, adapters=adapters)
 
 
 def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:

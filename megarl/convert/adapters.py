@@ -9,39 +9,35 @@ import torch
 import yaml
 from torch import Tensor
 
-from megarl.checkpoint.format.dist_format import DistFolder, is_dist_checkpoint
+from megarl.checkpoint.format.dist_format import DistFolder
 from megarl.config.lora import LoraConfig
+from megarl.convert.sources import DistSource
 from megarl.errors import CheckpointError
 from megarl.models.lora import IN_CHECKPOINTS, LORA_A
 from megarl.models.peft_folder import write_peft_folder
 from megarl.models.peft_header import SCORE, lora_of
-from megarl.models.registry import load_hf_config
 
 _VALUE_HEAD = "output_layer.weight"
 
 
-def holds_adapters(path: str | Path) -> bool:
-    """Whether a folder is a distributed checkpoint of adapters, which has no weights of the model."""
-    return is_dist_checkpoint(Path(path)) and any(key.startswith(IN_CHECKPOINTS) for key in DistFolder(path).keys)
+def export_adapters(source: DistSource, target: str | Path) -> int:
+    """Write the adapters in `source`, the checkpoint of a run's role, to the new PEFT folder `target`.
 
-
-def export_adapters(path: str | Path, target: str | Path, hf_config_from: str | Path) -> int:
-    """Write the adapters in `path`, the checkpoint of a run's role, to the new PEFT folder `target`.
-
-    `hf_config_from` is the folder of the model that they are for. Their scale is in the run's config. Returns their number.
+    Their scale is in the run's config. Returns their number.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or in no run's folder.
-        ModelError: `target` has something in it, or the model's config cannot be used.
+        ModelError: `target` has something in it.
     """
-    folder, hf_config = DistFolder(path), load_hf_config(hf_config_from)
-    lora = lora_of(_section(Path(path)), hf_config, f"{Path(path).resolve().name}.lora")
+    folder, hf_config = source.dist, source.hf_config
+    assert folder is not None, "it has been read"
+    lora = lora_of(_section(source.path), hf_config, f"{source.path.resolve().name}.lora")
     assert lora is not None, "a run that has such a checkpoint has adapters"
     names = {key.removeprefix(IN_CHECKPOINTS): key for key in folder.keys if key.startswith(IN_CHECKPOINTS)}
     if _VALUE_HEAD in folder.keys:
         names[SCORE] = _VALUE_HEAD
     tensors = ((name, _whole(folder, key)) for name, key in names.items())
-    write_peft_folder(target, tensors, lora, base=str(hf_config_from), hf_config=hf_config)
+    write_peft_folder(target, tensors, lora, base=str(source.companions), hf_config=hf_config)
     return sum(name.endswith(LORA_A) for name in names)
 
 

@@ -151,6 +151,11 @@ class DistSource(ConversionSource):
     dist: DistFolder | None = None
     skipped: tuple[str, ...] = ()
 
+    @property
+    def holds_adapters(self) -> bool:
+        """Whether it is of a role that trains adapters, and has these alone."""
+        return any(key.startswith(IN_CHECKPOINTS) for key in self.skipped)
+
     def param_parts(self, rule: BoundRule, rows: int) -> tuple[tuple[Part, ...], torch.dtype]:
         """See `ConversionSource`. Vocabularies may be padded otherwise than stored."""
         matrix = self.matrix(rule)
@@ -291,8 +296,12 @@ def open_hf(path: str | Path, *, config_only: bool = False) -> HFSource:
     return HFSource(folder, plain, names, folder, matrices, experts, quantised)
 
 
-def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, config_only: bool = False) -> DistSource:
+def open_dist(
+    path: str | Path, hf_config_from: str | Path | None = None, *, config_only: bool = False, adapters: bool = False
+) -> DistSource:
     """A distributed checkpoint; its model is that of `hf_config_from`, of its own hf/ folder, or of its run's config.
+
+    With `adapters` it may hold these alone.
 
     Raises:
         CheckpointError: it is damaged, or nothing says which model it is.
@@ -300,9 +309,9 @@ def open_dist(path: str | Path, hf_config_from: str | Path | None = None, *, con
     """
     folder = Path(path)
     dist = None if config_only else DistFolder(folder)
-    if dist is not None and any(key.startswith(IN_CHECKPOINTS) for key in dist.keys):
+    if dist is not None and not adapters and any(key.startswith(IN_CHECKPOINTS) for key in dist.keys):
         raise CheckpointError(f"'{folder}' holds adapters alone; `megarl convert export` writes them as a PEFT folder")
-    companions = folder if config_only else config_folder(folder, hf_config_from)
+    companions = folder if config_only else _config_folder(folder, hf_config_from)
     config = without_quantization(load_hf_config(companions))
     if dist is not None and _OUTPUT in dist.keys and dist.keys[_OUTPUT].shape[0] == 1:
         config = sequence_classifier(config)
@@ -430,12 +439,7 @@ def _expert_of(entries: dict[str, tuple[str, Entry]], name: str, expert: int) ->
     return Matrix(f"{name}[{expert}]", entry.dtype, rows, cols, (extent,))
 
 
-def config_folder(folder: Path, named: str | Path | None) -> Path:
-    """Where the config of the model in a distributed checkpoint is: in `named`, in its own hf/ folder, or where its run began.
-
-    Raises:
-        CheckpointError: nothing says which model it is.
-    """
+def _config_folder(folder: Path, named: str | Path | None) -> Path:
     if named is not None:
         return Path(named)
     own = folder / HF_SUBFOLDER

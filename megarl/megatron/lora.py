@@ -11,7 +11,6 @@ Source: arXiv 2106.09685. Scale and initial values are PEFT's.
 from __future__ import annotations
 
 import math
-import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +33,9 @@ from torch.nn.functional import linear, rms_norm
 from megarl.megatron.global_names import global_tensors
 from megarl.megatron.shards import is_tensor, plain
 from megarl.models.fused_rows import FusedRows
-from megarl.models.lora import IN_CHECKPOINTS, Lora, Site, adapter_name, site_of
+from megarl.models.lora import IN_CHECKPOINTS, Lora, Site, adapter_name, is_linear, site_of
 from megarl.models.weight_map import BoundRule, WeightMap
 from megarl.models.weight_tensors import shard_from_hf
-
-_WEIGHT = re.compile(r"weight(\d*)")
 
 
 class Adapter(torch.nn.Module):
@@ -205,13 +202,13 @@ def insert_adapters(
     config = get_model_config(chunk)
     sites: dict[str, list[tuple[str, Tensor, BoundRule, Site]]] = {}
     places = {id(parameter): name for name, parameter in chunk.named_parameters()}
-    for name, tensor in [*global_tensors([chunk])]:
-        module, _, own = places.get(id(tensor), "").rpartition(".")
-        if module and _WEIGHT.fullmatch(own) and _is_linear(module) and name.startswith("decoder."):
-            rule = weight_map.rule_for(name)
-            site = site_of(rule, lora, fused)
-            if site is not None:
-                sites.setdefault(module, []).append((own, tensor, rule, site))
+    for name, tensor in global_tensors([chunk]):
+        if not name.startswith("decoder.") or not is_linear(rule := weight_map.rule_for(name)):
+            continue
+        module, _, own = places[id(tensor)].rpartition(".")
+        site = site_of(rule, lora, fused)
+        if site is not None:
+            sites.setdefault(module, []).append((own, tensor, rule, site))
     for name, parameter in chunk.named_parameters():
         parameter.requires_grad_(value_head and name.startswith("output_layer."))
     for place, found in sites.items():
@@ -347,8 +344,3 @@ def _drawn(rule: BoundRule, seed: int, name: str) -> Tensor:
     shape = rule.hf_shapes[name]
     generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
     return torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
-
-
-def _is_linear(module: str) -> bool:
-    own = module.rpartition(".")[2]
-    return own.startswith("linear_") or own in ("in_proj", "out_proj")

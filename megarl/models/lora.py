@@ -29,7 +29,7 @@ IN_CHECKPOINTS = "adapters."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """How the names of an adapter's tensors end, as in PEFT's folders."""
 
-_LINEAR = re.compile(r"decoder\.layers\.\{layer\}\.(.+\.)?(linear_\w+|in_proj|out_proj)\.weight")
+_LINEAR = re.compile(r"decoder\.layers\.[^.]+\.(.+\.)?(linear_\w+|in_proj|out_proj)\.weight")
 _IS_ADAPTER = re.compile(r"_lora\.(local_experts\.[^.]+\.)?[AB]$")
 _MEGATRON_WEIGHT = re.compile(r"\.weight(\d+|\{expert\})?$")
 
@@ -189,7 +189,12 @@ def site_of(rule: BoundRule, lora: Lora, fused: FusedRows | None) -> Site | None
 
 def linear_rules(weight_map: WeightMap) -> list[Rule]:
     """The weights of linear layers of the decoder, without routers."""
-    return [rule for rule in weight_map.rules if _LINEAR.fullmatch(rule.megatron_name) and len(rule.packing.hf_shapes[0]) == 2]
+    return [rule for rule in weight_map.rules if is_linear(rule)]
+
+
+def is_linear(rule: Rule | BoundRule) -> bool:
+    """Whether a parameter is the weight of a linear layer of the decoder, other than a router."""
+    return bool(_LINEAR.fullmatch(rule.megatron_name)) and len(rule.packing.hf_shapes[0]) == 2
 
 
 def with_adapters(weight_map: WeightMap, lora: Lora, fused: FusedRows | None, field: str = "policy.lora") -> WeightMap:

@@ -226,3 +226,8 @@ def in_turn(free: Sequence[EngineState]) -> Iterator[EngineState]:
         if engine.version is not None and engine.version > newest:
             yield engine
             newest = engine.version
+
+
+def failures(answers: Mapping[int, object]) -> dict[int, Exception]:
+    """The engines that raised something, of those that `Scheduler.on_each` asked."""
+    return {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}

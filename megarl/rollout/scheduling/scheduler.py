@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from megarl.rollout.scheduling.engine_state import (
     PendingResult,
     PromptRequest,
     cut_short,
+    failures,
     in_turn,
 )
 from megarl.rollout.scheduling.partial_groups import PartialGroups
@@ -493,8 +494,3 @@ class Scheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def failures(answers: Mapping[int, object]) -> dict[int, Exception]:
-    """The engines that raised something, of those that `Scheduler.on_each` asked."""
-    return {engine: answer for engine, answer in answers.items() if isinstance(answer, Exception)}

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megarl.data.routes import padded
-from megarl.rollout.engines.protocol import Generation
+from megarl.rollout.engines.protocol import Generation, behind
 
 PIECE_TOKENS = 64
 """Tokens that are asked for at once: at most so many, less one, are sampled in vain."""
@@ -52,7 +52,7 @@ async def sample_until(
         have = len(taken.response_ids) if taken is not None else 0
         asked = min(piece_tokens, most - have)
         piece = await sample([*ids, *(taken.response_ids if taken is not None else ())], asked)
-        taken = piece if taken is None else _joined(taken, piece)
+        taken = piece if taken is None else behind(taken, piece)
         found = _first(stops, taken.response_ids, have, text_of)
         if found is not None:
             length, stopped = found
@@ -73,16 +73,6 @@ def _first(stops: Stops, ids: Sequence[int], start: int, text_of: Callable[[Sequ
         if places:
             return length, Stopped(places[min(places)], text[: min(places)])
     return None
-
-
-def _joined(one: Generation, more: Generation) -> Generation:
-    return replace(
-        more,
-        response_ids=one.response_ids + more.response_ids,
-        log_probs=one.log_probs + more.log_probs,
-        weight_versions=one.weight_versions + more.weight_versions,
-        drafts=one.drafts + more.drafts,
-    )
 
 
 def _cut(whole: Generation, prompt_tokens: int, length: int) -> Generation:

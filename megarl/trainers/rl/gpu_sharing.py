@@ -22,8 +22,8 @@ from typing import Literal, Protocol
 from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.planning.turns import takes_turns
-from megarl.rollout.scheduling.engine_state import EngineHandle
-from megarl.rollout.scheduling.scheduler import Scheduler, failures
+from megarl.rollout.scheduling.engine_state import EngineHandle, failures
+from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.run.roles import POLICY, Roles
 
 Kept = Literal["all", "policy", "none"]

@@ -11,7 +11,8 @@ from megarl.config import Config
 from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
 from megarl.reshard.relays import Machines
-from megarl.rollout.scheduling.scheduler import Scheduler, failures
+from megarl.rollout.scheduling.engine_state import failures
+from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.rl.gpu_sharing import gpu_sharing_of
 from megarl.trainers.run.roles import POLICY, Roles
 from megarl.weight_sync.delta import base_for

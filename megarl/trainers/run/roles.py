@@ -167,8 +167,8 @@ class Roles:
 
     def _adapters(self, role: str) -> dict[str, Any]:
         """Of `ModelOptions`, what says which adapters a role has, or that it is the policy without what they have learnt."""
-        trained, policy = self.specs[role].trained, self.config.policy.lora
-        if role == REFERENCE and policy.on and role not in self.groups and self.specs[role].path == self.specs[POLICY].path:
+        trained, config = self.specs[role].trained, self.config
+        if role == REFERENCE and config.reference.is_policy_as_it_began(config.policy, config.model.path):
             return {"begins": POLICY}
         if trained is None or not trained.lora.on:
             return {}
