@@ -26,9 +26,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
             folder = tmp_path_factory.mktemp("adapters") / family
             build_folder(family, folder)
             made = adapters.with_adapters(hugging_face(family), folder)
-            values = values_of(made)
-            gradients = adapters.tensors(made, gradients=True)
             own = {name: tensor.clone() for name, tensor in adapters.tensors(made).items()}
+            exact = adapters.with_adapters(hugging_face(family), folder).double()
+            values = values_of(exact)
+            gradients = adapters.tensors(exact, gradients=True)
             merged = made.merge_and_unload()
             tied = merged.config.tie_word_embeddings
             state = ((name, value) for name, value in merged.state_dict().items() if not (tied and name == "lm_head.weight"))
