@@ -7,14 +7,13 @@ import json
 import math
 import os
 import re
-import secrets
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +42,8 @@ def run_program(code: str, stdin: str, limits: SandboxLimits, until: float) -> s
         RewardError: the sandbox cannot be had on this machine.
         TimeoutError: `until` (in `time.monotonic()`) passed before the program had its time.
     """
-    output, status = _run({"code": code, "tests": None, "token": "", "input": stdin}, limits, until)
+    with _child("program_child.py", {"code": code, "channel": None, "input": stdin}, limits) as process:
+        output, status = _supervise(process, limits, until)
     if output is None or status != 0:
         return None
     try:
@@ -53,19 +53,42 @@ def run_program(code: str, stdin: str, limits: SandboxLimits, until: float) -> s
 
 
 def run_tests(code: str, tests: Sequence[str], limits: SandboxLimits, until: float) -> int:
-    """How many of `tests` pass after `code`; 0 if it is ended before all have run. Raises as `run_program`."""
-    token = secrets.token_hex(32)
-    output, _ = _run({"code": code, "tests": list(tests), "token": token, "input": ""}, limits, until)
-    before, found, count = (output or b"").rpartition(token.encode())
-    if not found or before or not re.fullmatch(rb" \d{1,6}\n", count):
-        return 0
-    return min(int(count), len(tests))
+    """How many of `tests` pass of `code`, which runs in a process of its own; 0 if they are ended before all have run.
+
+    Raises as `run_program`.
+    """
+    with contextlib.ExitStack() as left:
+        ends: list[int] = []
+        for _ in range(2):
+            ends += os.pipe()
+        closing = [left.enter_context(_closed(end)) for end in ends]
+        from_tests, to_program, from_program, to_tests = ends
+        program: dict[str, object] = {"code": code, "channel": [from_tests, to_tests], "input": ""}
+        judge: dict[str, object] = {"tests": list(tests), "channel": [from_program, to_program]}
+        left.enter_context(_child("program_child.py", program, limits, [from_tests, to_tests]))
+        process = left.enter_context(_child("tests_child.py", judge, limits, [from_program, to_program]))
+        for one in closing:
+            one()
+        output, _ = _supervise(process, limits, until)
+    told = output or b""
+    return min(int(told), len(tests)) if re.fullmatch(rb"\d{1,6}\n", told) else 0
 
 
-def _run(request: dict[str, object], limits: SandboxLimits, until: float) -> tuple[bytes | None, int]:
-    """What the process wrote after its first line (None: ended by a limit) and its exit status."""
-    request |= {"memory_bytes": limits.memory_bytes, "cpu_s": math.ceil(limits.timeout_s) + 1}
-    program = Path(__file__).with_name("program_child.py")
+@contextlib.contextmanager
+def _closed(end: int) -> Iterator[Callable[[], None]]:
+    """A file descriptor that is closed when it is said, at the latest at the end."""
+    with contextlib.ExitStack() as left:
+        left.callback(os.close, end)
+        yield left.close
+
+
+@contextlib.contextmanager
+def _child(
+    name: str, request: dict[str, object], limits: SandboxLimits, ends: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this folder's program `name`, which is asked `request` and ended with the block; `ends` stay open in it."""
+    request = {**request, "memory_bytes": limits.memory_bytes, "cpu_s": math.ceil(limits.timeout_s) + 1}
+    program = Path(__file__).with_name(name)
     with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as empty, tempfile.TemporaryFile() as stdin:
         stdin.write(json.dumps(request).encode())
         stdin.seek(0)
@@ -77,10 +100,11 @@ def _run(request: dict[str, object], limits: SandboxLimits, until: float) -> tup
             cwd=empty,
             env={},
             start_new_session=True,
+            pass_fds=ends,
         )
         assert process.stdout is not None
         try:
-            return _supervise(process, process.stdout.fileno(), limits, until)
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError):  # its own group, made by start_new_session
                 os.killpg(process.pid, signal.SIGKILL)
@@ -88,8 +112,13 @@ def _run(request: dict[str, object], limits: SandboxLimits, until: float) -> tup
             process.stdout.close()
 
 
-def _supervise(process: subprocess.Popen[bytes], pipe: int, limits: SandboxLimits, until: float) -> tuple[bytes | None, int]:
-    """Read until the end, a limit or `until`. The program's seconds start when the process says that it is shut in."""
+def _supervise(process: subprocess.Popen[bytes], limits: SandboxLimits, until: float) -> tuple[bytes | None, int]:
+    """What the process writes after its first line (None: ended by a limit), until its end, a limit or `until`; its status.
+
+    The program's seconds start when the process says that it is shut in.
+    """
+    assert process.stdout is not None
+    pipe = process.stdout.fileno()
     output, ready = b"", False
     deadline = time.monotonic() + _START_S
     with selectors.DefaultSelector() as selector:

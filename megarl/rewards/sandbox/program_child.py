@@ -1,13 +1,14 @@
 """The program of one sandboxed run: confines itself, then runs what a model wrote. Run by path, with nothing of megarl.
 
-In: one JSON object on standard input (code, tests, token, input, memory_bytes, cpu_s). Out: a line `ready` or
-`missing: reason`, then what the program prints; or, with tests, what it prints is dropped and the secret token and the
-number of passed tests follow once all have run.
+In: one JSON object on standard input (code, channel, input, memory_bytes, cpu_s). Without a channel, out: a line `ready` or
+`missing: reason`, then what the program prints. With one (two file descriptors to the process that tests the program) the
+same is said there, what the program prints is dropped, and its objects are there for the tests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -19,25 +20,21 @@ def main() -> None:
     """One run."""
     with open(0, "rb", closefd=False) as stdin:
         request = json.loads(stdin.read())
-    answers = os.dup(1)
     _replace_input((request["input"] or "").encode(errors="surrogatepass"))
-    if request["tests"] is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if request["channel"] is not None:
+        import peer  # noqa: F401 - no file of megarl can be read once the process is confined
+
     problem = _confine(request["memory_bytes"], request["cpu_s"])
-    os.write(answers, f"missing: {problem}\n".encode() if problem else b"ready\n")
-    if problem:
-        return
-    if request["tests"] is None:
-        os.close(answers)
+    if request["channel"] is not None:
+        _be_tested(request["code"], request["channel"], problem)
+        os._exit(0)
+    os.write(1, f"missing: {problem}\n".encode() if problem else b"ready\n")
+    if not problem:
         run_program(request["code"])
-    else:
-        passed = run_tests(request["code"], request["tests"])
-        os.write(answers, f"{request['token']} {passed}\n".encode())
-        os._exit(0)  # nothing that the program left for the end may follow
 
 
 def _replace_input(text: bytes) -> None:
-    """Standard input becomes `text`, so that what was asked of this process (the token) cannot be read again."""
+    """Standard input becomes `text`: the program reads that, and not what was asked of this process."""
     memory = os.memfd_create("input")
     view = memoryview(text)
     while view:
@@ -65,23 +62,46 @@ def run_program(code: str) -> None:
     exec(compile(code, "response", "exec"), vars(module))
 
 
-def run_tests(code: str, tests: list[str]) -> int:
-    """Run `code`, then every test in its namespace; how many tests raised nothing. 0 if the code itself raises."""
+def _be_tested(code: str, ends: list[int], problem: str) -> None:
+    """Run `code`, then do with its objects what the tests in the other process ask for, as long as they ask."""
+    from peer import Far, FarCallable, Peer
+    from values import Channel, Closed
+
+    channel = Channel(*ends)
+    channel.send(["confined", problem])
     module = types.ModuleType("response")
     sys.modules["response"] = module
-    namespace: dict[str, Any] = vars(module)
-    compiled = [compile(test, "test", "exec") for test in tests]
     run = exec  # the program may put another one into builtins
     try:
-        run(compile(code, "response", "exec"), namespace)
+        run(compile(code, "response", "exec"), vars(module))
     except BaseException:  # noqa: BLE001 - SystemExit too: a program that leaves before the tests passes none
-        return 0
-    passed = 0
-    for test in compiled:
-        with contextlib.suppress(BaseException):
-            run(test, namespace)
-            passed += 1
-    return passed
+        return
+    peer = Peer(channel, lambda peer, number, calls: (FarCallable if calls else Far)(peer, number), lambda thing, name: None)
+    peer.imported = _imported  # type: ignore[method-assign]
+    peer.give(module)
+    peer.give(lambda: _defined(vars(module)))
+    channel.send(["began"])
+    with contextlib.suppress(Closed):
+        while True:
+            channel.send(peer.answer(channel.receive()))
+
+
+def _defined(namespace: dict[str, Any]) -> dict[str, str]:
+    """The names of the program; with each that stands for something of a library under its own name, the library's module."""
+    found = {}
+    for name, value in namespace.items():
+        is_named = isinstance(value, type | types.FunctionType | types.BuiltinFunctionType) and value.__name__ == name
+        found[name] = str(value.__module__) if is_named and value.__module__ != "builtins" else ""
+        if found[name] == "response":
+            found[name] = ""
+    return found
+
+
+def _imported(module: str, name: str) -> Any:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 if __name__ == "__main__":
