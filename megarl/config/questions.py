@@ -85,6 +85,11 @@ class Questions(Section):
         """Whether a step begins with a pass of the policy over its sequences."""
 
     @property
+    def first_update_is_a_pass(self) -> bool:
+        """Whether that pass leaves out the sequences of the step's first update, which computes the same."""
+        return False
+
+    @property
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:
         """Whose choice of experts the policy replays."""
         return "none"

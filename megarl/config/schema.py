@@ -180,14 +180,27 @@ class Config(Questions):
     @property
     def needs_old_log_probs(self) -> bool:
         """On-policy, a single optimizer step sees its own log-probs; anything that reads them earlier needs a pass."""
-        algorithm = self.algorithm
-        if algorithm.bypasses_old_log_probs:
+        if self.algorithm.bypasses_old_log_probs:
             return False
+        return self.optimizer_steps_per_step > 1 or self._reads_old_log_probs_early
+
+    @property
+    def first_update_is_a_pass(self) -> bool:
+        """Whether old log-probs are read by the updates alone: the first computes those of its own rows, with the same weights.
+
+        Routes that are recorded, and limits of sampling, are of the pass.
+        """
+        of_pass = self.routing_replay == "old_policy" or bool(self.rollout.sampling_limits) or self.algorithm.loss_needs.pairs
+        return self.needs_old_log_probs and not self._reads_old_log_probs_early and not of_pass
+
+    @property
+    def _reads_old_log_probs_early(self) -> bool:
+        """Whether something besides the policy loss reads what a pass at the start of the step gives."""
+        algorithm = self.algorithm
         is_read = algorithm.estimator_needs.reads_policy or bool(algorithm.loss_needs.choice) or algorithm.entropy.reads_pass
         in_reward = algorithm.kl.coef > 0 and algorithm.kl.apply_to == "reward"
         distilled = algorithm.distillation.in_advantage or algorithm.distillation.asks_policy
-        is_read = is_read or in_reward or distilled
-        return self.optimizer_steps_per_step > 1 or is_read or bool(algorithm.rollout_correction)
+        return is_read or in_reward or distilled or bool(algorithm.rollout_correction)
 
     @property
     def routing_replay(self) -> Literal["none", "old_policy", "engine"]:

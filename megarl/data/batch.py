@@ -115,10 +115,15 @@ class Batch:
             self.routes = RoutesOfRows(of_rows, self._prompt_of_row.tolist(), [len(ids) for ids in self._prompt_ids])
 
     def gather(
-        self, names: Sequence[str], answers: Iterable[Answers | None], wide: Mapping[str, int] = MappingProxyType({})
+        self,
+        names: Sequence[str],
+        answers: Iterable[Answers | None],
+        wide: Mapping[str, int] = MappingProxyType({}),
+        *,
+        asked: Sequence[int] | None = None,
     ) -> None:
         """Add columns `names` `[B, T]` and, after them, `wide` `[B, T, k]` by name and k from the ranks' answers
-        `{row: [L, C]}`; every row must be answered exactly once.
+        `{row: [L, C]}`; every row must be answered exactly once, or each of those `asked`: the others' values are 0 then.
 
         Raises:
             ValueError: a row was answered twice or not at all, or with another number of tokens or columns.
@@ -128,8 +133,9 @@ class Batch:
         times = np.bincount(rows, minlength=len(self))
         if (times > 1).any():
             raise ValueError(f"row {times.argmax()} was answered by two ranks")
-        if not times.all():
-            raise ValueError(f"{(times == 0).sum()} of {len(self)} rows were not answered by any rank")
+        expected = times if asked is None else times[[*asked]]
+        if not expected.all():
+            raise ValueError(f"{(expected == 0).sum()} of {len(expected)} rows were not answered by any rank")
         columns, lengths = [np.zeros(self.mask.shape, np.float32) for _ in names], self.lengths.tolist()
         blocks = {name: np.zeros((*self.mask.shape, width), np.float32) for name, width in wide.items()}
         ends = list(accumulate([len(columns), *wide.values()]))

@@ -190,6 +190,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 chunk_tokens=options.logit_chunk_tokens,
                 limits=options.sampling_limits,
                 collision=options.collision,
+                overlaps=options.trainable and ddp_config(options).overlap_grad_reduce,
             )
         if options.prediction is not None:
             layer, norm = layer_specs.prediction_spec(options.layer_spec, config), layer_specs.block_norm(options.layer_spec)

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from megarl.data.stream import TopK
 from megarl.megatron.kept_tokens import least_kept, left_out
+from megarl.megatron.logit_passes import RowGradients, logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
 
 LIMITED_BUFFERS = 4
@@ -42,6 +43,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         chunk_tokens: int,
         group: torch.distributed.ProcessGroup,
         limits: SamplingLimits | None = None,
+        overlaps: bool = False,
     ) -> tuple[Tensor, ...]:
         """`hidden` `[N, H]`, `weight` `[V/tp, H]`, `targets` int64 `[N]` or `[N, M]` → float32 log-probs in the shape of
         `targets`, entropy `[N]`, in nats.
@@ -49,6 +51,9 @@ class VocabParallelLogProbs(torch.autograd.Function):
         `vocab_start` is the first vocabulary id of this rank's slice; ids from `vocab_size` on are padding and have
         probability zero. The distribution is softmax(logits / temperature); with `limits`, over the tokens that they keep,
         the only target among them, and the third result `[N]` is the log of these tokens' probability, without a gradient.
+
+        A weight with a float32 `main_grad`, as megatron-core gives it, has its gradient added to that and gets none of its own;
+        if reductions of gradients overlap with the backward pass (`overlaps`) it gets zeros, which set off its reduction.
         """
         vocabulary = VocabularySlice(weight, vocab_start, vocab_size, temperature, group)
         asked = Asked(limits=limits)
@@ -56,7 +61,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         log_z, entropy, log_probs = results[0], results[1], results[2 + asked.further :].t().view_as(targets)
         of_kept = results[2 : 2 + asked.further].unbind()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, *of_kept[1:])
-        ctx.settings = (vocabulary, chunk_tokens)
+        ctx.settings = (vocabulary, chunk_tokens, overlaps)
         ctx.mark_non_differentiable(*of_kept[:1])
         return log_probs, entropy, *of_kept[:1]
 
@@ -64,18 +69,34 @@ class VocabParallelLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """This rank's part of the gradient of `hidden` (the caller sums over the group) and of its `weight` slice."""
         hidden, weight, targets, log_z, entropy, *least = ctx.saved_tensors
-        vocabulary, chunk_tokens = ctx.settings
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        vocabulary, chunk_tokens, overlaps = ctx.settings
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if to_hidden else None
+        main = _main_gradient(weight) if to_weight else None
+        total = torch.zeros_like(weight, dtype=torch.float32) if to_weight and main is None else main
         grad_log_probs, targets = _as_columns(grads[0]), _as_columns(targets)
         for rows in row_chunks(len(hidden), chunk_tokens):
-            per_row = torch.stack([log_z[rows], entropy[rows], grads[1][rows]])[..., None]
             of_kept = least[0][rows, None] if least else None
-            grad_logits = _chunk_backward(hidden[rows], vocabulary, targets[rows], per_row, grad_log_probs[rows], of_kept)
-            grad_hidden[rows] = grad_logits @ weight
-            _add_product(grad_weight, grad_logits.t(), hidden[rows])
+            target, here = vocabulary.local(targets[rows])
+            given = RowGradients(log_z[rows], entropy[rows], grads[1][rows], grad_log_probs[rows], target, here)
+            grad_logits = _chunk_backward(hidden[rows], vocabulary, given, of_kept)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if total is not None:
+                _add_product(total, grad_logits.t(), hidden[rows])
             del grad_logits  # before the next chunk's is made
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None, None, None
+        grad_weight = None
+        if main is not None:
+            grad_weight = torch.zeros_like(weight) if overlaps else None
+        elif total is not None:
+            grad_weight = total.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 8
+
+
+def _main_gradient(weight: Tensor) -> Tensor | None:
+    """The float32 buffer that megatron-core sums gradients of `weight` in, if there is one."""
+    found: Tensor | None = getattr(weight, "main_grad", None)
+    return found if found is not None and found.dtype == torch.float32 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,30 +155,27 @@ def _forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, chunk
 
 
 def _chunk_forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, asked: Asked) -> Tensor:
-    """The rows of `_forward` for n rows of `hidden`. Two buffers of `[n, V/tp]` at once; with `limits` up to seven, by what
-    a sort takes."""
-    group, logits = vocabulary.group, vocabulary.logits(hidden)
+    """The rows of `_forward` for n rows of `hidden`. One buffer of `[n, V/tp]`; with `limits` up to seven in float32, by what a
+    sort takes."""
+    group, temperature = vocabulary.group, vocabulary.temperature
     target, here = vocabulary.local(targets)
-    picked = logits.gather(1, target)
-    top = _likeliest(logits, vocabulary, asked.top_k) if asked.top_k else None
-    peak = logits.amax(dim=1)
-    if group.size() > 1:
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
-    least = least_kept(logits, peak[:, None], asked.limits, group) if asked.limits is not None else None
-    absent = left_out(logits, least, (target[:, 0], here[:, 0])) if least is not None else None
-    logits -= peak[:, None]
-    exponentials = logits.exp()
-    logits[:, vocabulary.real :] = 0.0
-    further = []
+    least = absent = None
+    if asked.limits is None:
+        logits = hidden @ vocabulary.weight.t()
+        picked = logits.gather(1, target).float().div_(temperature)
+        sums = row_sums(logits, vocabulary.real, temperature, squares=asked.collision)
+        peak, *of_slice = relative_to_all(sums, group)
+    else:
+        logits = vocabulary.logits(hidden)
+        picked, temperature = logits.gather(1, target), 1.0
+        peak = _largest(logits.amax(dim=1), group)
+        least = least_kept(logits, peak[:, None], asked.limits, group)
+        absent = left_out(logits, least, (target[:, 0], here[:, 0]))
+    top = _likeliest(logits, vocabulary, asked.top_k, temperature) if asked.top_k else None
     if absent is not None:
-        further.append(exponentials.sum(1))
-        logits.masked_fill_(absent, 0.0)
-        exponentials.masked_fill_(absent, 0.0)
-    if asked.collision:
-        further.append(torch.linalg.vector_norm(exponentials, dim=1).square())
-    total = exponentials.sum(1)
+        of_slice = _sums_of_kept(logits.sub_(peak[:, None]), absent, vocabulary.real, squares=asked.collision)
     of_targets = torch.where(here, picked - peak[:, None], 0.0).t()
-    sums = torch.cat([torch.stack([total, exponentials.mul_(logits).sum(1), *further]), of_targets])
+    sums = torch.cat([torch.stack([*of_slice]), of_targets])
     if group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
     # Everything relative to the peak: subtracting two large numbers last would cost digits.
@@ -166,18 +184,52 @@ def _chunk_forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor,
     if least is not None:
         of_row += [log_total - sums[2].log(), least[:, 0]]
     if asked.collision:
-        of_row.append(sums[1 + len(further)] / sums[0].square())
-    found = [torch.stack(of_row), sums[2 + len(further) :] - log_total]
+        of_row.append(sums[len(of_slice) - 1] / sums[0].square())
+    found = [torch.stack(of_row), sums[len(of_slice) :] - log_total]
     if top is not None:
         ids, values = top
         found += [ids.t().float(), (values - peak[:, None]).t() - log_total]
     return torch.cat(found)
 
 
-def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK) -> tuple[Tensor, Tensor]:
-    """Ids and logits, `[n, k]` each, of the largest of `logits` `[n, V/tp]` over all slices, of which each sends k."""
-    group, known = vocabulary.group, logits[:, : max(0, top_k.vocabulary - vocabulary.start)]
+def relative_to_all(sums: Tensor, group: torch.distributed.ProcessGroup) -> list[Tensor]:
+    """The largest logit of each row over all slices, and the further `row_sums` of this rank's slice relative to it."""
+    if group.size() == 1:
+        return [*sums]
+    peak = _largest(sums[0].clone(), group)
+    lower = torch.where(sums[0] == -torch.inf, 0.0, sums[0] - peak)  # a slice of padding alone has sums of 0
+    factor = lower.exp()
+    return [peak, factor * sums[1], factor * (sums[2] + lower * sums[1]), *(factor.square() * more for more in sums[3:])]
+
+
+def _largest(peak: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+    """`peak` of all ranks, in its place."""
+    if group.size() > 1:
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)
+    return peak
+
+
+def _sums_of_kept(logits: Tensor, absent: Tensor, real: int, *, squares: bool) -> list[Tensor]:
+    """`row_sums` from the second on of the tokens that are not `absent`, with the sum over all as the third; `logits` are
+    relative to the peak, and are overwritten."""
+    exponentials = logits.exp()
+    logits[:, real:] = 0.0
+    of_all = exponentials.sum(1)
+    logits.masked_fill_(absent, 0.0)
+    exponentials.masked_fill_(absent, 0.0)
+    further = [torch.linalg.vector_norm(exponentials, dim=1).square()] if squares else []
+    total = exponentials.sum(1)
+    return [total, exponentials.mul_(logits).sum(1), of_all, *further]
+
+
+def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK, temperature: float) -> tuple[Tensor, Tensor]:
+    """Ids and float32 logits, `[n, k]` each, of the largest of `logits` `[n, V/tp]` over all slices, of which each sends k.
+
+    The logits are divided by `temperature`.
+    """
+    group, known = vocabulary.group, logits[:, : max(0, min(top_k.vocabulary - vocabulary.start, vocabulary.real))]
     values, ids = known.topk(min(top_k.k, known.shape[1]), dim=1)
+    values = values.float().div_(temperature)
     missing = (0, top_k.k - values.shape[1])
     values, ids = pad(values, missing, value=-torch.inf), pad(ids + vocabulary.start, missing)
     if group.size() > 1:
@@ -190,26 +242,21 @@ def _likeliest(logits: Tensor, vocabulary: VocabularySlice, top_k: TopK) -> tupl
     return ids, values
 
 
-def _chunk_backward(
-    hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor, per_row: Tensor, grad_log_probs: Tensor, least: Tensor | None
-) -> Tensor:
-    """Gradient of n rows' logits, `[n, V/tp]`; `per_row` `[3, n, 1]`: log Z, entropy, the gradient of entropy.
-
-    `targets` and `grad_log_probs` are `[n, M]`, `least` `[n, 1]` as `least_kept` gave it.
-    """
-    log_z, entropy, grad_entropy = per_row
-    target, here = vocabulary.local(targets)
+def _chunk_backward(hidden: Tensor, vocabulary: VocabularySlice, given: RowGradients, least: Tensor | None) -> Tensor:
+    """Gradient of n rows' logits, `[n, V/tp]` in the weight's type; `least` `[n, 1]` as `least_kept` gave it."""
+    if least is None:
+        logits = hidden @ vocabulary.weight.t()
+        return logits_to_gradient(logits, vocabulary.real, vocabulary.temperature, given)
     log_p = vocabulary.logits(hidden)
-    absent = left_out(log_p, least, (target[:, 0], here[:, 0])) if least is not None else None
-    p = log_p.sub_(log_z).exp()
+    absent = left_out(log_p, least, (given.target[:, 0], given.here[:, 0]))
+    p = log_p.sub_(given.log_z[:, None]).exp()
     log_p[:, vocabulary.real :] = 0.0
-    if absent is not None:
-        p.masked_fill_(absent, 0.0)
-        log_p.masked_fill_(absent, 0.0)
-    # d log_prob / d logit_j = 1[j = target] - p_j ; d entropy / d logit_j = -p_j (log p_j + entropy)
-    p.mul_(log_p.add_(entropy).mul_(grad_entropy).add_(grad_log_probs.sum(1, keepdim=True))).neg_()
-    del log_p
-    p.scatter_add_(1, target, grad_log_probs * here)
+    p.masked_fill_(absent, 0.0)
+    log_p.masked_fill_(absent, 0.0)
+    factor = log_p.add_(given.entropy[:, None]).mul_(given.of_entropy[:, None])
+    p.mul_(factor.add_(given.of_log_probs.sum(1, keepdim=True))).neg_()
+    del log_p, factor
+    p.scatter_add_(1, given.target, given.of_log_probs * given.here)
     return p.div_(vocabulary.temperature).to(vocabulary.weight.dtype)
 
 
@@ -261,14 +308,15 @@ class LogProbHead(torch.nn.Module):
         chunk_tokens: int | None,
         limits: SamplingLimits | None = None,
         collision: bool = False,
+        overlaps: bool = False,
     ) -> None:
         """`vocab_size` without padding; `temperature` and `limits` of sampling; `chunk_tokens` rows of logits held at a time
-        (None: as many as fit in `options.LOGIT_CHUNK_BYTES`)."""
+        (None: as many as fit in `options.LOGIT_CHUNK_BYTES`); `overlaps`: gradients are reduced during the backward pass."""
         super().__init__()
         self.weight = output_layer.weight
         self.config, self.tp_group = output_layer.config, output_layer.tp_group
         self.vocab_size, self.temperature, self.chunk_tokens = vocab_size, temperature, chunk_tokens
-        self.limits, self.collision = limits, collision
+        self.limits, self.collision, self.overlaps = limits, collision, overlaps
         self.request: HeadRequest | None = None
 
     def forward(
@@ -292,8 +340,9 @@ class LogProbHead(torch.nn.Module):
             return torch.stack([first, entropy, *others], dim=-1)[:, None], None
         assert top_k is None, "the likeliest tokens are asked for without gradients"
         log_probs, entropy, *kept = VocabParallelLogProbs.apply(
-            scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits
-        )
+            scored, weight, targets, start, self.vocab_size, self.temperature, chunk_tokens, self.tp_group, self.limits,
+            self.overlaps,
+        )  # fmt: skip
         log_probs = _as_columns(log_probs)
         of_row = [log_probs[:, :1], entropy[:, None], *(one[:, None] for one in kept), log_probs[:, 1:]]
         return torch.cat(of_row, dim=-1)[:, None], None

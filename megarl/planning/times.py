@@ -88,6 +88,9 @@ def plan_times(
     answering = [name for name in ("policy", "reference", *teachers, "critic") if name in roles]
     if not config.needs_old_log_probs:
         answering.remove("policy")
+    elif config.first_update_is_a_pass:
+        later = 1 - config.epochs / config.optimizer_steps_per_step  # the share of a step outside its first mini-batch
+        passes["policy"] = {part: later * seconds for part, seconds in passes["policy"].items()}
     if answering or sampling is not None:
         phases.append(PhaseTime("log_probs", _added(*(passes[name] for name in answering))))
     seen, updates = sequences * config.epochs, config.optimizer_steps_per_step

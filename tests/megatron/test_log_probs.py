@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megarl.megatron import heads
+from megarl.megatron import heads, logit_passes
 from megarl.megatron.heads import VocabParallelLogProbs
 from megarl.megatron.options import default_chunk_tokens
 from tests.algorithms.test_memory import peak_bytes, size
@@ -100,9 +100,14 @@ def test_a_small_vocabulary_slice_has_larger_chunks(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("backward", "collision"), [(False, False), (False, True), (True, False)])
-def test_two_buffers_of_logits_exist_at_once_and_no_more(backward: bool, collision: bool) -> None:
-    """Beyond the gradients of its inputs the head allocates two chunks of logits, whatever the number of tokens."""
+def test_one_buffer_of_logits_exists_at_once_and_no_more(
+    backward: bool, collision: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the gradients of its inputs the head allocates a chunk of logits, and twice a block of its rows, whatever the
+    number of tokens."""
     tokens, hidden_size, vocab, chunk_tokens = 512, 8, 4000, 16
+    block = 4 * 2 * vocab
+    monkeypatch.setitem(logit_passes.BLOCK_BYTES, "cpu", block)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, generator=generator, requires_grad=backward)
     weight = torch.randn(vocab, hidden_size, generator=generator, requires_grad=backward)
@@ -118,7 +123,7 @@ def test_two_buffers_of_logits_exist_at_once_and_no_more(backward: bool, collisi
         return outputs
 
     chunk, gradients = 4 * chunk_tokens * vocab, (size(hidden) + size(weight)) * backward
-    assert peak_bytes(run) <= 2 * chunk + gradients + 60 * tokens + 100 * chunk_tokens
+    assert peak_bytes(run) <= chunk + 2 * block + gradients + 60 * tokens + 100 * chunk_tokens
 
 
 def test_a_bfloat16_gradient_is_summed_over_chunks_in_float32() -> None:
@@ -191,3 +196,55 @@ def test_a_bfloat16_weights_gradient_is_the_dense_one() -> None:
     assert exact.grad is not None
     # Logits are bfloat16 products, so each probability is off by up to 1/128 of itself for every unit of its logit.
     torch.testing.assert_close(weight.grad.double(), exact.grad, rtol=2e-2, atol=5e-2)
+
+
+def with_main_gradient(parameter: torch.nn.Parameter, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What megatron-core gives a parameter to sum gradients in, with something in it already."""
+    parameter.main_grad = torch.ones_like(parameter, dtype=dtype)  # type: ignore[attr-defined]
+    return parameter.main_grad  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_added_to_megatrons_buffer(dtype: torch.dtype, overlaps: bool) -> None:
+    """The same sum as without the buffer, and nothing as large as the weight is made but zeros, where these are asked for."""
+    tokens, hidden_size, vocab = 24, 16, 40
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(vocab, hidden_size, generator=generator, dtype=dtype))
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+
+    def loss() -> torch.Tensor:
+        outputs = VocabParallelLogProbs.apply(hidden, weight, targets, 0, vocab, 1.0, 3, OneRank(), None, overlaps)
+        return outputs[0].sum() + outputs[1].sum()
+
+    apart = torch.autograd.grad(loss(), [hidden, weight])
+    main, outputs = with_main_gradient(weight), loss()
+    with Allocations(vocab * hidden_size) as allocations:
+        outputs.backward()
+    assert len(allocations.found) == overlaps, allocations.found
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, apart[0])
+    rtol, atol = (2**-7, 2**-7) if dtype == torch.bfloat16 else (1e-5, 1e-5)  # that of bfloat16 is rounded without the buffer
+    torch.testing.assert_close(main - 1, apart[1].float(), rtol=rtol, atol=atol)
+    if overlaps:
+        assert torch.equal(weight.grad, torch.zeros_like(weight))
+    else:
+        assert weight.grad is None
+    with_main_gradient(weight, torch.bfloat16)  # too coarse to sum chunks in
+    assert torch.equal(torch.autograd.grad(loss(), [weight])[0], apart[1])
+
+
+def test_a_weight_that_is_not_trained_costs_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As below adapters; the gradient of hidden states is the same."""
+    hidden, weight = torch.randn(6, 16, requires_grad=True), torch.randn(40, 16)
+    targets, found = torch.randint(0, 40, (6,)), []
+    products: list[int] = []
+    monkeypatch.setattr(heads, "_add_product", lambda total, left, right: products.append(len(right)))
+    for trained in (True, False):
+        outputs = VocabParallelLogProbs.apply(hidden, weight.requires_grad_(trained), targets, 0, 40, 1.0, 3, OneRank())
+        (outputs[0].sum() + outputs[1].sum()).backward()
+        found.append(hidden.grad)
+        hidden.grad = None
+    assert products == [3, 3]
+    assert torch.equal(*found)

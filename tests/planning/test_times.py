@@ -90,6 +90,13 @@ def test_seconds_follow_from_what_is_done() -> None:
     assert seconds("model.recompute=none")["update"] == pytest.approx(base["update"] * 3 / 4, rel=0.05)
     assert seconds("algorithm.epochs=2")["update"] == pytest.approx(base["update"] * 2, rel=0.05)
     assert seconds("rollout.samples_per_prompt=8")["update"] == pytest.approx(base["update"] * 2, rel=0.05)
+    in_loss = ("algorithm.kl.apply_to=loss", "algorithm.mini_batches=1")
+    whole, half, none = (
+        seconds(*in_loss, *more)["log_probs"]
+        for more in (["algorithm.mini_batches=1000"], ["algorithm.mini_batches=2"], ["algorithm.epochs=2"])
+    )
+    assert half - none == pytest.approx((whole - none) / 2, rel=0.01)  # the first update computes those of its own rows
+    assert half > none
     assert seconds(gpu="h100")["generate"] > base["generate"]
     assert seconds(response=1024)["generate"] < base["generate"]
     asynchronous = seconds("rollout.schedule.mode=async")

@@ -341,6 +341,26 @@ def test_old_log_probs_are_computed_only_where_something_reads_them() -> None:
     assert {overrides: config(*overrides).needs_old_log_probs for overrides in needed} == needed
 
 
+def test_the_first_update_stands_for_a_pass_only_where_no_one_else_reads_it() -> None:
+    twice = "algorithm.epochs=2"
+    computed = {
+        (): False,  # there is no pass
+        (twice,): True,
+        ("algorithm.mini_batches=2",): True,
+        (twice, "algorithm.policy_loss=gspo"): True,
+        (twice, "algorithm.policy_loss=clip_cov"): False,
+        (twice, "algorithm.entropy.top_share=0.2"): False,
+        (twice, "algorithm.rollout_correction.mode=mis_token"): False,
+        (twice, "algorithm.rollout_correction.mode=bypass"): False,
+        (twice, "algorithm.kl.coef=0.1", "algorithm.kl.apply_to=reward"): False,
+        (twice, "algorithm.advantage=optimal_token_baseline"): False,
+        (twice, "rollout.top_p=0.9"): False,
+        (twice, "policy.routing.replay=old_policy"): False,
+        (twice, "algorithm.name=online_dpo"): False,
+    }
+    assert {overrides: config(*overrides).first_update_is_a_pass for overrides in computed} == computed
+
+
 def test_groups_are_found_by_their_ids() -> None:
     samples = batch().samples
     groups = group_rewards([samples[2], samples[0], samples[3], samples[1]], [1.0, 2.0, 1.0, 3.0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -211,7 +211,9 @@ class RlRun(Run):
             batch, self.rollouts.version, mask=config.rollout.schedule.mask_older_tokens
         )
         with self.phases("log_probs"):
-            if config.needs_old_log_probs:
+            if self._first_update_is_a_pass:
+                self._forward_later_rows(batch)
+            elif config.needs_old_log_probs:
                 limited = ["kept_log_probability"] if config.rollout.sampling_limits else []
                 names = ["old_log_probs", "old_entropy", *limited, *(["old_collision"] if config.needs_collision else [])]
                 self.roles.forward(POLICY, batch, names, **self.teachers.asked_of_policy())
@@ -261,20 +263,44 @@ class RlRun(Run):
 
     def mini_batches(self, batch: Batch) -> Iterator[list[int]]:
         """Rows of every optimizer step: `epochs` passes over the mini-batches."""
-        algorithm = self.config.algorithm
         self._updates = []
-        for epoch in range(algorithm.epochs):
-            seed = self.config.run.seed + self.step * algorithm.epochs + epoch
-            rows = self._pairs.rows if self._pairs is not None else None
+        for epoch in range(self.config.algorithm.epochs):
             assert self._episodes is not None, "advantages come before updates"
-            for chosen in mini_batch_rows(self._episodes.batch, algorithm.mini_batches, seed, rows):
-                yield [row for episode in chosen for row in self._episodes.rows[episode]]
+            yield from self._mini_batches_of(epoch, self._episodes)
+
+    def _mini_batches_of(self, epoch: int, episodes: JoinedEpisodes) -> list[list[int]]:
+        algorithm = self.config.algorithm
+        seed = self.config.run.seed + self.step * algorithm.epochs + epoch
+        of = self._pairs.rows if self._pairs is not None else None
+        chosen = mini_batch_rows(episodes.batch, algorithm.mini_batches, seed, of)
+        return [[row for episode in one for row in episodes.rows[episode]] for one in chosen]
+
+    @property
+    def _first_update_is_a_pass(self) -> bool:
+        """In a step that updates the critic alone nothing else computes the policy's log-probs."""
+        return self.config.first_update_is_a_pass and not self._warms_up
+
+    @property
+    def _warms_up(self) -> bool:
+        return self.config.uses_critic and self.step < self.config.critic.warmup_steps
+
+    def _forward_later_rows(self, batch: Batch) -> None:
+        """Old log-probs of the rows that the first update does not see; `update` adds those that it computes."""
+        first = {*self._mini_batches_of(0, JoinedEpisodes(batch, apart=self.config.rewards_by_branch))[0]}
+        later = [row for row in range(len(batch)) if row not in first]
+        batch.columns["old_log_probs"] = torch.zeros(batch.mask.shape)
+        if later:
+            self.roles.forward(POLICY, batch, ["old_log_probs", "old_entropy"], rows=later)
+            del batch.columns["old_entropy"]  # of some rows
 
     def update(self, batch: Batch, rows: Sequence[int]) -> None:
         """One optimizer step of the critic, and of the policy once the critic is warmed up, at the same time."""
         config = self.config
+        computes_old = self._first_update_is_a_pass and not self._updates
         if self.guards.should_skip(self.metrics):
             self._updates.append({f"{POLICY}/skipped": 1.0})
+            if computes_old:
+                del batch.columns["old_log_probs"]  # of some rows, and no later update reads them
             return
         with self.phases("update"):
             untied = rows if self._pairs is None else [row for row in rows if row in self._pairs.untied]
@@ -288,14 +314,15 @@ class RlRun(Run):
                 value_columns = ["weights", "values", "returns"]
                 objective = ValueObjective(config.critic.value_clip)
                 running.append(self.roles.start_update(CRITIC, batch, rows, value_columns, objective))
-            if not config.uses_critic or self.step >= config.critic.warmup_steps:
+            if not self._warms_up:
                 wanted = ["weights", "advantages", "rollout_log_probs", "old_log_probs", "reference_log_probs", "correction"]
                 wanted += COLUMNS if config.algorithm.distillation.coef else ()
                 wanted += (*TOKEN_COLUMNS, "pair", "is_chosen")
                 wanted += [name for name in config.algorithm.loss_needs.columns if name not in wanted]
-                columns = [name for name in wanted if name in batch.columns]
+                absent = ["old_log_probs"] if computes_old else []
+                columns = [name for name in wanted if name in batch.columns and name not in absent]
                 mixed_in = self.ptx.next() if self.ptx is not None else None
-                loss = self._policy_objective(batch)
+                loss = self._policy_objective(batch, shown_rows=len(batch) if computes_old else None)
                 together = self._pairs is not None
                 update = self.roles.start_update(POLICY, batch, rows, columns, loss, keep_groups=together, mixed_in=mixed_in)
                 running.append(update)
@@ -303,7 +330,7 @@ class RlRun(Run):
             names = [CRITIC, POLICY] if config.uses_critic else [POLICY]
             merged: dict[str, float] = {}
             for name, metrics in zip(names, self.roles.finish_updates(running), strict=False):
-                self._log_probs |= metrics.pop(LOG_PROBS, {})
+                self._take_log_probs(batch, metrics.pop(LOG_PROBS, {}), are_old=computes_old)
                 self.experts.take(name, metrics)
                 merged |= {(f"{name}/{key}" if "/" not in key else key): value for key, value in metrics.items()}
             self._updates.append(merged)
@@ -382,7 +409,17 @@ class RlRun(Run):
         with self.phases("reward"):
             return list(zip(greedy, self._score(greedy), strict=True))
 
-    def _policy_objective(self, batch: Batch) -> PolicyObjective:
+    def _take_log_probs(self, batch: Batch, log_probs: Mapping[int, torch.Tensor], *, are_old: bool) -> None:
+        """Those that an update computed: for the updates after it, or for `samples.jsonl`."""
+        if not are_old:
+            self._log_probs |= log_probs
+            return
+        for row, values in log_probs.items():
+            batch.columns["old_log_probs"][row, : len(values)] = values
+
+    def _policy_objective(self, batch: Batch, shown_rows: int | None) -> PolicyObjective:
+        if shown_rows is None:
+            shown_rows = self.config.run.log_samples if "old_log_probs" not in batch.columns else 0
         algorithm, distilled = self.config.algorithm, self.config.algorithm.distillation
         return PolicyObjective(
             absolute_name(algorithm.policy_loss),
@@ -400,7 +437,7 @@ class RlRun(Run):
             distillation=DistillationTerm(distilled.coef, distilled.divergence, distilled.beta) if distilled.in_loss else None,
             limited=bool(self.config.rollout.sampling_limits),
             ptx_coef=self.config.ptx.coef,
-            shown_rows=self.config.run.log_samples if "old_log_probs" not in batch.columns else 0,
+            shown_rows=shown_rows,
             bypass=algorithm.bypasses_old_log_probs,
             also_given=algorithm.loss_needs.further,
             arguments=loss_arguments(algorithm),

@@ -193,13 +193,22 @@ class Roles:
         group.call(RankCalls.drop_role, role, phase=phase, deadline_s=self._deadlines.step_s)
         self._loaded.remove(role)
 
-    def forward(self, role: str, batch: Batch, names: Sequence[str], *, at: Tensor | None = None, **more: Any) -> None:
+    def forward(
+        self,
+        role: str,
+        batch: Batch,
+        names: Sequence[str],
+        *,
+        rows: Sequence[int] | None = None,
+        at: Tensor | None = None,
+        **more: Any,
+    ) -> None:
         """Add the role's outputs to `batch` as columns `names`, computed without gradients.
 
-        `at` bool `[B, T]`: score at these tokens, after having read them, instead of before each sampled one. `more` is as in
-        `forward_each`.
+        `rows`: of these rows alone; the others' are 0. `at` bool `[B, T]`: score at these tokens, after having read them,
+        instead of before each sampled one. `more` is as in `forward_each`.
         """
-        self.forward_each({role: range(len(batch))}, batch, names, at=at, **more)
+        self.forward_each({role: range(len(batch)) if rows is None else rows}, batch, names, asked=rows, at=at, **more)
 
     def forward_each(
         self,
@@ -207,6 +216,7 @@ class Roles:
         batch: Batch,
         names: Sequence[str],
         *,
+        asked: Sequence[int] | None = None,
         at: Tensor | None = None,
         columns: Sequence[str] = (),
         top_k: TopK | None = None,
@@ -214,6 +224,8 @@ class Roles:
         routed: bool = True,
     ) -> None:
         """`forward` of several roles, each on its own rows of `batch`, at the same time where their processes are others.
+
+        Together they must be all rows, or all that are `asked`.
 
         The policy takes the batch's routes, if there are any, unless `routed` is false. `columns` are sent along
         (`SCORED_IDS`); `top_k` asks for the likeliest tokens. What is then answered besides `names` becomes the columns
@@ -235,7 +247,7 @@ class Roles:
             phase, deadline_s = f"{role} forward", self._deadlines.step_s
             given = self.group_of(role).wait(submitted, phase=phase, deadline_s=deadline_s)
             answers += given if read is None else [answer and answer.of_rows(read) for answer in given]
-        batch.gather(names, answers, wide)
+        batch.gather(names, answers, wide, asked=asked)
 
     def recorded_routes(self) -> dict[int, Routes]:
         """By row of the batch what the policy's last pass chose (`policy.routing.replay: old_policy`)."""
