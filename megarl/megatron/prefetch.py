@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ class Prefetched(Generic[Item]):
     def __init__(self, makers: Sequence[Callable[[], Item]], device: torch.device, takers: int = 1) -> None:
         self._makers, self._device, self._takers = makers, device, takers
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megarl-prefetch")
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _copy_stream(device) if device.type == "cuda" else None
         self._waiting: dict[int, Future[tuple[Item, _Arrival | None]]] = {}
         self._begun = 0
         self._taken = [0] * len(makers)
@@ -63,6 +64,12 @@ class Prefetched(Generic[Item]):
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream), pinned_copies() as copies:
             item = maker()
             return item, _Arrival(self._stream.record_event(), copies)
+
+
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    """One for all passes: the allocator keeps memory of its own for each stream."""
+    return torch.cuda.Stream(device)
 
 
 class _Arrival:
