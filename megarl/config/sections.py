@@ -112,6 +112,9 @@ class TrainedRole(Section):
     """CPU threads per rank. null: the machine's cores divided by its ranks."""
     max_tokens_per_micro_batch: Positive = 8192
     """Maximum number of tokens packed into one micro-batch of one data-parallel rank."""
+    static_shapes: bool = False
+    """Pad each micro-batch to `max_tokens_per_micro_batch`: all have one shape, and pipeline stages send none. Results are the
+    same; the padding is computed."""
     logit_chunk_tokens: Positive | None = None
     """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 1 GiB
     (without a GPU: 64 MiB)."""

@@ -306,6 +306,22 @@ def _check_positions(positions: Tensor, what: str, length: int) -> None:
         raise ValueError(f"a {what} of {length} tokens has positions {list(positions.shape)}; they must be [3, {length}]")
 
 
+def laid_tokens(
+    units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
+) -> int:
+    """S of the stream that `pack` would lay of the same arguments."""
+
+    def segment(tokens: int) -> int:
+        return tokens + -tokens % segment_multiple
+
+    total = 0
+    for unit in units:
+        kept = [max(len(response.token_ids) - (position is ScorePosition.NEXT), 0) for response in unit.responses]
+        prompt = len(unit.prompt_ids)
+        total += segment(prompt + kept[0]) if len(kept) == 1 else segment(prompt) + sum(map(segment, kept))
+    return total + -total % pad_to_multiple
+
+
 def pack(
     units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
 ) -> PackedStream:

@@ -82,7 +82,7 @@ def transformer_config(options: ModelOptions, hf_config: dict[str, Any]) -> Tran
         "use_cpu_initialization": not _is_fast(options),
         "perform_initialization": False,
         "deterministic_mode": options.deterministic,
-        "variable_seq_lengths": True,
+        "variable_seq_lengths": options.padded_tokens is None,
         # With two stages the next stage is also the one before: batched, their messages would be mistaken for each other.
         "overlap_p2p_comm": layout.vpp is not None,
         "batch_p2p_comm": layout.vpp is None,

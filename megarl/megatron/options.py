@@ -67,6 +67,7 @@ class ModelOptions:
 
     `sampling_limits`: log-probs are of the tokens that these leave to be sampled; None: of all.
 
+    `padded_tokens`: micro-batches are padded to so many tokens, so that all of a pass have one shape; None: they are not.
     `token_multiple`: every rank's share of a micro-batch is padded to a multiple of so many tokens (FP8 wants 16 or 128).
     `freeze`: parts and patterns of what training leaves as it is. `media_folder`: where the pictures of prompts are; None: none
     shows any. `replays_routes`: its routers take the experts that come with tokens, where they are known; `records_routes`:
@@ -92,6 +93,7 @@ class ModelOptions:
     logit_chunk_tokens: int | None = None
     trainable: bool = True
     token_multiple: int = 1
+    padded_tokens: int | None = None
     fp8: Fp8Format = "none"
     fp8_recipe: Fp8RecipeName = "tensorwise"
     fp8_param: bool = False

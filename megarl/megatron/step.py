@@ -29,6 +29,7 @@ from megarl.data.stream import (
     TopK,
     Unit,
     context_parallel_shard,
+    laid_tokens,
     pack,
     split_shared_prompts,
 )
@@ -40,6 +41,7 @@ from megarl.megatron.heads import HeadRequest
 from megarl.megatron.model_config import DTYPES
 from megarl.megatron.options import ModelOptions
 from megarl.megatron.prediction import PredictionInputs, prediction_of, share_embedding
+from megarl.megatron.prefetch import Prefetched, on_device
 from megarl.megatron.recurrence import Recurrence, recurrence_of
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
@@ -173,31 +175,47 @@ def _run(
         # megatron-core's interleaved schedule takes micro-batches in rounds of as many as there are stages.
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
-    width = config.linear_conv_kernel_dim if config.experimental_attention_variant else None
     layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
-    predicts = layer is not None
-    inputs = [_pack(units, options, position, device, loss, routers, width, predicts=predicts) for units, loss in filled]
+    if options.layer_spec != "reference":
+        filled = [(split_shared_prompts(units), loss) for units, loss in filled]
+    longest = _longest([units for units, _ in filled], options, position)
+    shape = _PassShape(
+        position,
+        tokens=longest if options.padded_tokens is not None else None,
+        width=config.linear_conv_kernel_dim if config.experimental_attention_variant else None,
+        windows=windows_of(config),
+        predicts=layer is not None,
+    )
+    laid = [partial(_lay, units, loss, options, shape, device, routers) for units, loss in filled]
     if options.prediction is not None and not forward_only:
         share_embedding(chunks)
+    all_laid: list[_Laid] = []
+    has_balance = routers.watch is not None and routers.watch.balance.has_losses and not forward_only
+    if layer is not None or routers.replay is not None or has_balance:
+        # Each of them reads all micro-batches before the first.
+        all_laid = [lay() for lay in laid]
+        laid = [partial(_itself, one) for one in all_laid]
     if layer is not None:
-        layer.begin([prepared.prediction.shifted for prepared in inputs if prepared.prediction is not None])
+        layer.begin([one.prediction.shifted for one in all_laid if one.prediction is not None])
     if routers.replay is not None:
-        routers.replay.begin_pass([(prepared.stream, prepared.share) for prepared in inputs], training=not forward_only)
+        routers.replay.begin_pass([(one.on_device, one.held) for one in all_laid], training=not forward_only)
     if routers.watch is not None:
-        routers.watch.begin([prepared.routed for prepared in inputs], trains=not forward_only)
+        routers.watch.begin([one.routed for one in all_laid], trains=not forward_only)
     config.grad_scale_func = None
-    iterators = [iter(inputs) for _ in chunks]
     progress = progress or PassProgress()
-    progress.begun, progress.wanted = 0, len(inputs) * len(chunks)
-    outputs = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, routers=routers),
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=list(chunks),
-        num_microbatches=len(inputs),
-        seq_length=max(len(prepared.stream.token_ids) for prepared in inputs),
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
+    progress.begun, progress.wanted = 0, len(filled) * len(chunks)
+    makers = [partial(_prepare, lay, options, shape, device) for lay in laid]
+    with Prefetched(makers, device, takers=len(chunks)) as inputs:
+        iterators = [inputs.iterator() for _ in chunks]
+        outputs = get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, options=options, progress=progress, top_k=top_k, routers=routers),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(filled),
+            seq_length=longest,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
     progress.wanted = 0
     return outputs
 
@@ -212,17 +230,35 @@ def _no_loss(output: Tensor, stream: PackedStream) -> tuple[Tensor, dict[str, fl
     return output.sum(), {}
 
 
-class _Prepared(NamedTuple):
-    """A micro-batch on the device: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
+@dataclass(frozen=True)
+class _PassShape:
+    """What the micro-batches of a pass have in common.
 
-    `sequences` are for Transformer Engine; `positions` is how many positions the rotary embedding must know. `seen` are the
-    pictures that this rank's tokens show, `routes` the experts that its routers take, `routed` the tokens whose experts are
-    counted. `recurrence` is for layers with linear attention, `prediction` for the one for multi-token prediction.
+    `tokens`: each is padded to so many; None: to what its layout needs. `width` is that of the convolutions before linear
+    attention; None: there are none. `windows` are those of the layers. `predicts`: this rank has the layer for multi-token
+    prediction, and trains it.
+    """
+
+    position: ScorePosition
+    tokens: int | None
+    width: int | None
+    windows: Collection[int | None]
+    predicts: bool
+
+
+class _Laid(NamedTuple):
+    """A micro-batch: the whole stream, the same on all ranks of a replica, and what this rank holds of it.
+
+    `stream` and `share` are in main memory, all else is on the device, these two as `on_device` and `held`. `positions` is how
+    many positions the rotary embedding must know. `seen` are the pictures that this rank's tokens show, `routes` the experts
+    that its routers take, `routed` the tokens whose experts are counted. `recurrence` is for layers with linear attention,
+    `prediction` for the one for multi-token prediction.
     """
 
     stream: PackedStream
     share: StreamShard
-    sequences: PackedSeqParams | None
+    on_device: PackedStream
+    held: StreamShard
     positions: int
     seen: StreamMedia | None
     recurrence: Recurrence | None
@@ -232,36 +268,62 @@ class _Prepared(NamedTuple):
     prediction: PredictionInputs | None = None
 
 
-def _pack(
-    units: MicroBatch,
-    options: ModelOptions,
-    position: ScorePosition,
-    device: torch.device,
-    loss_function: LossFunction,
-    routers: Routers,
-    width: int | None,
-    *,
-    predicts: bool,
-) -> _Prepared:
-    """All that a micro-batch needs, before the pass: in it nothing waits for main memory.
+class _Prepared(NamedTuple):
+    """A micro-batch that can be run, with what tells the layers who attends to whom."""
 
-    `width` is that of the convolutions before linear attention; None: there are none. `predicts`: this rank has the layer for
-    multi-token prediction, and trains it.
-    """
-    units = units if options.layer_spec == "reference" else split_shared_prompts(units)
-    stream = pack(units, position=position, **_multiples(options))
+    laid: _Laid
+    mask: Tensor | None
+    packed: PackedSeqParams | None
+
+
+def _lay(
+    units: MicroBatch,
+    loss_function: LossFunction,
+    options: ModelOptions,
+    shape: _PassShape,
+    device: torch.device,
+    routers: Routers,
+) -> _Laid:
+    multiples = _multiples(options)
+    if shape.tokens is not None:
+        multiples["pad_to_multiple"] = shape.tokens
+    stream = pack(units, position=shape.position, **multiples)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
-    on_device, held = stream.to(device), share.to(device)
-    order = recurrence_of(stream, width).to(device) if width is not None else None
-    sequences = packed_lengths(on_device, order) if options.layer_spec == "transformer_engine" else None
+    order = recurrence_of(stream, shape.width).to(device) if shape.width is not None else None
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
-    positions = int(stream.position_ids.max()) + 1
-    seen = seen.to(device) if seen else None
     routes = routers.replay.of_rank(stream, share) if routers.replay is not None else None
-    routes = routes.to(device) if routes is not None else None
-    routed = routers.watch.tokens_of(stream, share).to(device) if routers.watch is not None else None
-    prediction = _prediction_inputs(units, stream, held, options, device) if predicts else None
-    return _Prepared(on_device, held, sequences, positions, seen, order, routes, routed, loss_function, prediction)
+    return _Laid(
+        stream,
+        share,
+        stream.to(device),
+        share.to(device),
+        int(stream.position_ids.max()) + 1,
+        seen.to(device) if seen else None,
+        order,
+        routes.to(device) if routes is not None else None,
+        routers.watch.tokens_of(stream, share).to(device) if routers.watch is not None else None,
+        loss_function,
+        _prediction_inputs(units, stream, share, options, device) if shape.predicts else None,
+    )
+
+
+def _longest(micro_batches: Sequence[MicroBatch], options: ModelOptions, position: ScorePosition) -> int:
+    """Tokens of the longest stream, and no fewer than all are padded to."""
+    multiples = _multiples(options)
+    multiple, least = multiples["pad_to_multiple"], options.padded_tokens or 0
+    return max(
+        -(-least // multiple) * multiple, *(laid_tokens(units, position=position, **multiples) for units in micro_batches)
+    )
+
+
+def _prepare(lay: Callable[[], _Laid], options: ModelOptions, shape: _PassShape, device: torch.device) -> _Prepared:
+    laid = lay()
+    mask, packed = _attention_inputs(laid.stream, laid.share, laid.recurrence, options, shape.windows, device)
+    return _Prepared(laid, mask, packed)
+
+
+def _itself(laid: _Laid) -> _Laid:
+    return laid
 
 
 def _multiples(options: ModelOptions) -> dict[str, int]:
@@ -277,11 +339,10 @@ def _prediction_inputs(
 ) -> PredictionInputs:
     """The layer for multi-token prediction is given its stream as the decoder is given `stream`, which is in main memory."""
     found = shifted(units, stream, **_multiples(options))
-    share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank).to(device)
-    positions, on_device = int(found.stream.position_ids.max()) + 1, found.to(device)
-    sequences = packed_lengths(on_device.stream) if options.layer_spec == "transformer_engine" else None
-    mask, packed = _attention_inputs(on_device.stream, share, sequences, None, options, (None,))
-    return PredictionInputs(on_device, share, of_decoder, mask, packed, positions)
+    share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank)
+    mask, packed = _attention_inputs(found.stream, share, None, options, (None,), device)
+    positions = int(found.stream.position_ids.max()) + 1
+    return PredictionInputs(found.to(device), share.to(device), of_decoder.to(device), mask, packed, positions)
 
 
 def _forward_step(
@@ -293,7 +354,8 @@ def _forward_step(
     top_k: TopK | None,
     routers: Routers,
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Any]]]]:
-    stream, share, sequences, positions, seen, recurrence, routes, routed, loss_function, prediction = next(inputs)
+    laid, mask, packed = next(inputs)
+    stream, share, loss_function, prediction = laid.on_device, laid.held, laid.loss_function, laid.prediction
     progress.begun += 1
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
@@ -301,15 +363,14 @@ def _forward_step(
     if isinstance(core.rotary_pos_emb, PackedRotaryEmbedding):
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
         whole = options.layer_spec == "transformer_engine"
-        core.rotary_pos_emb.positions = (stream.position_ids if whole else position_ids, positions)
+        core.rotary_pos_emb.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if isinstance(core, SeeingModel):
-        core.seen = seen
+        core.seen = laid.seen
     if core.post_process:
         core.output_layer.request = HeadRequest(share.rows, _targets(stream)[share.scored], top_k)
         if prediction is not None:
             core.mtp.request = prediction
-    mask, packed = _attention_inputs(stream, share, sequences, recurrence, options, windows_of(core.config))
-    with routers.micro_batch(routes, routed):
+    with routers.micro_batch(laid.routes, laid.routed):
         output = model(
             input_ids=token_ids[None],
             position_ids=position_ids[None],
@@ -339,17 +400,21 @@ def _targets(stream: PackedStream) -> Tensor:
 def _attention_inputs(
     stream: PackedStream,
     share: StreamShard,
-    sequences: PackedSeqParams | None,
     recurrence: Recurrence | None,
     options: ModelOptions,
     windows: Collection[int | None],
+    device: torch.device,
 ) -> tuple[Tensor | None, PackedSeqParams | None]:
-    """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths."""
+    """How each layer spec is told who attends to whom: indices, a dense mask (True = hidden) or cumulative lengths.
+
+    They are made in main memory, where `stream` and `share` are, and copied to `device`.
+    """
     if options.layer_spec == "reference":
-        return None, stream_attention(stream, share, DTYPES[options.dtype], recurrence, windows)
+        attention = stream_attention(stream, share, DTYPES[options.dtype], recurrence, windows)
+        return None, on_device(attention, device)
     if options.layer_spec == "local":
-        return _dense_mask(stream), None
-    return None, sequences
+        return _dense_mask(stream).to(device), None
+    return None, packed_lengths(stream, device, recurrence)
 
 
 @dataclass
@@ -369,14 +434,14 @@ def _dense_mask(stream: PackedStream) -> Tensor:
     return ~visible[None, None]
 
 
-def packed_lengths(stream: PackedStream, recurrence: Recurrence | None = None) -> PackedSequences:
-    """`stream`, whose prompts are not shared, as Transformer Engine's packed (THD) sequences.
+def packed_lengths(stream: PackedStream, device: torch.device, recurrence: Recurrence | None = None) -> PackedSequences:
+    """`stream`, whose prompts are not shared, as Transformer Engine's packed (THD) sequences, on `device`.
 
     The lengths are those of the whole stream; under context parallelism each rank passes its tokens in the order of
     `zigzag`. Padding ends its sequence, where causal attention lets no other token see it, so it counts as part
     of it: with lengths apart from padded lengths, Transformer Engine could not choose flash attention.
     """
-    cumulative = torch.tensor([*stream.boundaries], dtype=torch.int32, device=stream.token_ids.device)
+    cumulative = torch.tensor([*stream.boundaries], dtype=torch.int32).to(device)
     longest = max(end - start for start, end in pairwise(stream.boundaries))
     return PackedSequences(
         qkv_format="thd",

@@ -63,14 +63,15 @@ def refusal(
     torch.distributed.all_reduce(sums)
     if names:
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-    *values, tokens, bad_losses = sums.tolist()
+    found = torch.cat([largest, sums]).tolist()
+    greatest, (*values, tokens, bad_losses) = found[: len(names)], found[len(names) :]
     figures = {"grad_norm": grad_norm}
     for number, name in enumerate(names):
         if not values[len(names) + number]:
             continue
         is_sum = name.endswith("/loss") or not tokens
         mean = values[number] if is_sum else values[number] / tokens
-        figures[name] = float(largest[number]) if name.endswith("_max") else mean
+        figures[name] = greatest[number] if name.endswith("_max") else mean
     non_finite = bool(bad_losses) or not math.isfinite(grad_norm)
     skipped = non_finite or judge(rules, figures) is not None
     return {"non_finite": float(non_finite), "skipped": float(skipped)}

@@ -241,7 +241,7 @@ def test_packed_lengths_and_token_order_are_those_of_megatron_cores_rotary_embed
 
     alone = split_shared_prompts(units(1, "log_probs")[0])
     stream = pack(alone, pad_to_multiple=40 * cp, segment_multiple=2 * cp if cp > 1 else 1)
-    packed = packed_lengths(stream)
+    packed = packed_lengths(stream, torch.device("cpu"))
     lengths = [len(unit.prompt_ids) + len(unit.responses[0].token_ids) - 1 for unit in alone]
     padded = [-(-length // (2 * cp)) * 2 * cp if cp > 1 else length for length in lengths]
     ends = torch.tensor(padded).cumsum(0).tolist()

@@ -119,6 +119,7 @@ class Roles:
         """Build `role` on its ranks and load its weights."""
         self.before_use()
         config, group, spec, mtp = self.config, self.group_of(role), self.specs[role], self.config.policy.mtp
+        sizes = spec.trained or config.policy
         prediction = PredictionOptions(mtp.loss_weight, mtp.targets, synced=config.syncs_prediction)
         options = ModelOptions(
             spec.path,
@@ -129,9 +130,10 @@ class Roles:
             recompute=config.model.recompute,
             temperature=self.temperature,
             sampling_limits=self.sampling_limits if role == POLICY else None,
-            logit_chunk_tokens=(spec.trained or config.policy).logit_chunk_tokens,
+            logit_chunk_tokens=sizes.logit_chunk_tokens,
             trainable=spec.trained is not None,
             token_multiple=token_multiple(config.model.fp8, config.model.fp8_recipe),
+            padded_tokens=sizes.max_tokens_per_micro_batch if sizes.static_shapes else None,
             fp8=config.model.fp8,
             fp8_recipe=config.model.fp8_recipe,
             fp8_param=config.model.fp8_param,
