@@ -16,6 +16,7 @@ import pytest
 
 from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
+from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import Generation
@@ -436,7 +437,8 @@ class Written:
         places = range(start, start + len(piece))
         reason: Any = "stop" if piece[-1] == END else "length"
         routes = np.arange(len(ids) + len(piece) - 1, dtype=np.uint8)[:, None, None]
-        return Generation(piece, [-n / 8 for n in places], [n // 5 for n in places], reason, routes, DraftCounts(1, 2, 3))
+        versions, prefill = [n // 5 for n in places], PrefillCounts(len(ids), max(start - 1, 0))
+        return Generation(piece, [-n / 8 for n in places], versions, reason, routes, DraftCounts(1, 2, 3), prefill)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
@@ -467,6 +469,9 @@ def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int
         assert generation.log_probs == [-n / 8 for n in range(kept)]
         assert generation.weight_versions == [n // 5 for n in range(kept)]
         assert generation.drafts == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), NO_DRAFTS)
+        starts = range(0, sampler.asked[-1][0] + 1, piece)
+        assert generation.prefill.asked == sum(len(turn.told_ids) + start for start in starts)
+        assert generation.prefill.cached == sum(start - 1 for start in starts if start)
         sampled = min(sampler.asked[-1][0] + piece, len(sampler.ids))
         assert of.counts["tokens_behind_stops"] == sampled - kept
         routes = generation.routes
