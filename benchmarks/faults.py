@@ -147,11 +147,15 @@ class Campaign:
         arguments = self.arguments
         kinds = [(family, kind) for family in arguments.families for kind in KINDS[family] if kind in arguments.kinds]
         with contextlib.ExitStack() as stack, ThreadPoolExecutor(arguments.at_once) as pool:
+            places: list[Place] = []
             for number in range(arguments.at_once):
                 workers = stack.enter_context(WarmWorkers())
                 reward = RewardServer(self.folder, f"reward-{number}")
                 stack.callback(reward.stop)
-                self._places.put(Place(self.folder, reward, workers))
+                places.append(Place(self.folder, reward, workers))
+            for place in places:
+                place.workers.wait()  # else the first run would seem to start slowly
+                self._places.put(place)
             families = [family for family in FAMILIES if family in {family for family, _ in kinds}]
             self._references = dict(zip(families, pool.map(self._undisturbed, families), strict=True))
             planned = plan(arguments.trials, kinds, self._references, random.Random(arguments.seed))

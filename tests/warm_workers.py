@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ class WarmWorkers:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-warm-")
-        address = str(Path(self._folder.name) / "socket")
+        self._address = address = str(Path(self._folder.name) / "socket")
         self.python = f"{sys.executable} -S -E {REPOSITORY / 'tests' / 'warm_worker.py'} {address}"
         """The command by which Ray starts a worker."""
         command = [sys.executable, "-m", "tests.warm_workers", address]
@@ -49,6 +50,12 @@ class WarmWorkers:
     def environment(self) -> dict[str, str]:
         """What makes the local Ray of a process that has it start its workers so."""
         return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": self.python}})}
+
+    def wait(self) -> None:
+        """Return when the server is ready."""
+        while not os.path.exists(self._address):
+            assert self._server.poll() is None, "the server of warm workers ended"
+            time.sleep(0.05)
 
     @property
     def forked(self) -> list[psutil.Process]:

@@ -116,7 +116,7 @@ def open_episodes(
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
     if kind == "agent":
-        context.agents = _open_agents(settings.agent, settings.sandbox, data.prompt_key, tokenizer, context.choices)
+        context.agents = _open_agents(settings.agent, settings.sandbox, data.prompt_key, tokenizer, pictures, context.choices)
     elif kind == "environment":
         if settings.openenv.url:
             context.environment_name = f"at {settings.openenv.url}"
@@ -171,7 +171,14 @@ def _sandboxes(settings: SandboxConfig, choices: list[str], port: int | None = N
     return opened
 
 
-def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str, tokenizer: Any, choices: list[str]) -> Agents:
+def _open_agents(
+    settings: AgentConfig,
+    sandbox: SandboxConfig,
+    prompt_key: str,
+    tokenizer: Any,
+    pictures: PictureSettings | None,
+    choices: list[str],
+) -> Agents:
     """The agents of a run, their endpoint and their sandboxes; what is chosen for them is added to `choices`.
 
     Raises:
@@ -179,7 +186,7 @@ def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str,
     """
 
     def renderer(tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        return TurnTemplate(tokenizer, [dict(tool) for tool in tools], "user")
+        return TurnTemplate(tokenizer, [dict(tool) for tool in tools], "user", pictures)
 
     def question(prompt: Prompt) -> str:
         asked = prompt.row.get(prompt_key, prompt.prompt_text)
