@@ -15,16 +15,22 @@ import json
 import os
 import random
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from megarl.system.process_exit import end_with_parent
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -34,7 +40,7 @@ class WarmWorkers:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-warm-")
-        address = str(Path(self._folder.name) / "socket")
+        self._address = address = str(Path(self._folder.name) / "socket")
         self.python = f"{sys.executable} -S -E {REPOSITORY / 'tests' / 'warm_worker.py'} {address}"
         """The command by which Ray starts a worker."""
         command = [sys.executable, "-m", "tests.warm_workers", address]
@@ -44,6 +50,12 @@ class WarmWorkers:
     def environment(self) -> dict[str, str]:
         """What makes the local Ray of a process that has it start its workers so."""
         return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": self.python}})}
+
+    def wait(self) -> None:
+        """Return when the server is ready."""
+        while not os.path.exists(self._address):
+            assert self._server.poll() is None, "the server of warm workers ended"
+            time.sleep(0.05)
 
     @property
     def forked(self) -> list[psutil.Process]:
@@ -72,18 +84,55 @@ def _server_environment() -> dict[str, str]:
 
 
 def serve(address: str) -> None:
-    """Fork a worker for every connection, until standard input closes."""
-    with socket.socket(socket.AF_UNIX) as listener:
+    """Fork a worker for every connection, until standard input closes. Either of the two ends the other."""
+    with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         _import()
         listener.bind(address)
         listener.listen(64)
+        selector.register(listener, selectors.EVENT_READ)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets those that ended
         while True:
-            connection, _ = listener.accept()
-            if os.fork() == 0:
-                listener.close()
-                _become_worker(connection)
-            connection.close()
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    _add_worker(listener.accept()[0], selector)
+                else:  # its worker has ended, or who asked for it: that one may be stopped, and is ended all the same
+                    _end_worker(key.data, selector)
+
+
+@dataclass(frozen=True)
+class _Forked:
+    connection: socket.socket
+    handle: int
+
+
+def _add_worker(connection: socket.socket, selector: selectors.BaseSelector) -> None:
+    message, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    pid = os.fork()
+    if pid == 0:
+        end_with_parent()
+        for inherited in (connection.fileno(), *selector.get_map()):
+            os.close(inherited)
+        _become_worker(json.loads(message), files)
+    for file in files:
+        os.close(file)
+    try:
+        worker = _Forked(connection, os.pidfd_open(pid))
+    except ProcessLookupError:
+        connection.close()
+        return
+    for part in (worker.connection, worker.handle):
+        selector.register(part, selectors.EVENT_READ, worker)
+
+
+def _end_worker(worker: _Forked, selector: selectors.BaseSelector) -> None:
+    if worker.handle not in selector.get_map():  # both ended at once
+        return
+    for part in (worker.connection, worker.handle):
+        selector.unregister(part)
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(worker.handle, signal.SIGKILL)
+    os.close(worker.handle)
+    worker.connection.close()
 
 
 def _import() -> None:
@@ -103,14 +152,12 @@ def _import() -> None:
     gc.freeze()
 
 
-def _become_worker(connection: socket.socket) -> None:
+def _become_worker(request: dict[str, Any], files: Sequence[int]) -> None:
     """Run the worker's script with the arguments, environment, folder and output of the process that asked for it."""
     import torch
     from ray._raylet import Config
 
     os.setsid()  # Ray ends a worker with its process group
-    message, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
-    request: dict[str, Any] = json.loads(message)
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
@@ -122,16 +169,8 @@ def _become_worker(connection: socket.socket) -> None:
     sys.argv = request["arguments"]
     random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     runpy.run_path(sys.argv[0], run_name="__main__")
     os._exit(0)
-
-
-def _end_with(connection: socket.socket) -> None:
-    """End this process with the one that asked for it."""
-    with contextlib.suppress(OSError):
-        connection.recv(1)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
 
 def _unknown_key(place: Sequence[int | str], root: type) -> str:
     name = _dotted(place)
-    known = [leaf.name for leaf in config_fields(root)]
+    known = [leaf.name for leaf in config_fields(root) if ".NAME." not in leaf.name]
     _, section_place = _deepest_field(place[:-1], root)
     section: type | None = root
     for key in section_place:

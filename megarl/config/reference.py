@@ -40,7 +40,8 @@ class ConfigField:
 
 
 def config_fields(root: type = Config) -> list[ConfigField]:
-    """All leaves of `root` in schema order; entries of a list of sections are named like `rewards[].weight`.
+    """All leaves of `root` in schema order; entries of a list of sections are named like `rewards[].weight`, and those of a
+    mapping of sections like `rollout.episode.mcp.NAME.url`.
 
     A section whose fields were listed before, such as a second layout, is one leaf that names the first.
     """
@@ -77,7 +78,10 @@ def _leaves_of(section: type, prefix: str, instance: Any, listed: dict[type, str
         default = _default(field, name, instance)
         description = (field.description or "").replace("\n", " ")
         inner = section_of(field.annotation)
-        if inner is None:
+        if (named := _in_mapping(field.annotation)) is not None:
+            yield ConfigField(prefix + name, allowed_values(field), _as_yaml(prefix + name, default), description)
+            yield from _leaves_of(named, f"{prefix}{name}.NAME.", PydanticUndefined, listed)
+        elif inner is None:
             yield ConfigField(prefix + name, allowed_values(field), _as_yaml(prefix + name, default), description)
         elif inner in listed:
             values = f"{'a list of sections' if _is_list(field.annotation) else 'a section'} like {listed[inner]}"
@@ -129,6 +133,11 @@ def _is_list(annotation: Any) -> bool:
     return get_origin(annotation) is tuple or any(
         get_origin(argument) is tuple for argument in get_args(annotation) if get_origin(annotation) is typing.Annotated
     )
+
+
+def _in_mapping(annotation: Any) -> type | None:
+    """The section class of the values of `dict[str, X]`; None of anything else."""
+    return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def in_words(annotation: Any) -> str:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ LISTENING = ("host", "port", "dist-init-addr", "nnodes", "node-rank")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What two real steps came to: processes, nodes, and the largest difference between trainer's and engines' log-probs.
+    """What two real steps came to: processes, nodes, and by how much trainer's and engines' log-probs differ at most.
 
     `servers` has, by the name of its log, where each process of an engine listened, and where its ranks met those of others.
     A run without engines has neither.
@@ -164,9 +165,17 @@ def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:
         del os.environ[REHEARSAL]
     rows = [json.loads(line) for line in (Path(small.run_folder) / "metrics.jsonl").read_text().splitlines()]
     count = sum(len(ranks) for ranks in placement.ranks.values()) + sum(map(len, placement.engines))
-    differences = [float(row["mismatch/log_prob_max"]) for row in rows if "mismatch/log_prob_max" in row]
-    largest = max(differences, default=None)
-    return Rehearsed(count, len(nodes), largest, str(small.run_folder), listening(Path(small.run_folder)))
+    apart = largest_difference(rows)
+    return Rehearsed(count, len(nodes), apart, str(small.run_folder), listening(Path(small.run_folder)))
+
+
+def largest_difference(rows: Sequence[Mapping[str, float]]) -> float | None:
+    """Of trainer and engines, over the steps whose metrics `rows` are; None: no step tells.
+
+    Responses that older weights sampled are left out: trainer and engines are meant to differ on these.
+    """
+    told = [row["mismatch/log_prob_max"] for row in rows if "mismatch/log_prob_max" in row and not row.get("staleness/max")]
+    return max(told, default=None)
 
 
 def listening(run_folder: Path) -> dict[str, dict[str, str]]:

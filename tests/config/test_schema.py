@@ -12,6 +12,7 @@ import pytest
 
 from megarl.config import Layout, config_fields, load_config, parse_config, save_resolved, to_yaml
 from megarl.config.presets import PRESETS
+from megarl.config.rollout import McpServerConfig
 from megarl.config.yaml_tree import apply_overrides
 
 BASE: dict[str, Any] = {
@@ -45,6 +46,7 @@ def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> No
             "teacher.named=[{name: math, path: elsewhere, layout: {tp: 2}}]",
             "data.curriculum={key: difficulty, stages: [{}]}",
             "policy.optimizer.groups=[{match: ['*']}]",
+            "rollout.episode={kind: tools, tools: ['mcp:files'], mcp: {files: {url: 'http://host/mcp'}}}",
         ],
     )
     config = parse_config(tree)
@@ -54,6 +56,11 @@ def test_a_resolved_config_reads_back_equal_and_shows_every_leaf(tmp_path) -> No
     text = to_yaml(config)
     for field in config_fields():
         assert f"{field.name.rpartition('.')[2]}:" in text
+
+
+def test_sections_that_users_name_are_listed_with_their_fields() -> None:
+    listed = {field.name for field in config_fields()}
+    assert {f"rollout.episode.mcp.NAME.{name}" for name in McpServerConfig.model_fields} <= listed
 
 
 def test_yaml_numbers_without_a_point_are_numbers() -> None:

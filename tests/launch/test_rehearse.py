@@ -119,6 +119,13 @@ def test_a_batch_job_is_rehearsed_on_its_own_nodes_and_not_submitted(
     assert "no steps were made: the run has too many ranks for this machine" in out
 
 
+def test_steps_whose_responses_are_of_older_weights_are_no_difference_of_trainer_and_engines() -> None:
+    steps = [{"mismatch/log_prob_max": 1e-6, "staleness/max": 0.0}, {"mismatch/log_prob_max": 0.3, "staleness/max": 1.0}]
+    assert rehearse.largest_difference(steps) == 1e-6
+    assert rehearse.largest_difference([{"mismatch/log_prob_max": 0.3}, *steps]) == 0.3, "a run that has no staleness"
+    assert rehearse.largest_difference(steps[1:]) is None
+
+
 def test_what_cannot_be_placed_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, sentence in (
         (["--gpus-per-node=0"], "--gpus-per-node is 0; it must be a whole number above 0"),

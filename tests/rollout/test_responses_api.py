@@ -208,7 +208,7 @@ def test_two_agents_with_one_key_are_branches_of_one_episode() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type is 'item_reference'; it must be one of message"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role is 'robot'"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "["}]}, "input[0] must have a name, and the JSON text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "pictures and files are not taken here"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "has a picture, but the model takes none"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format must be left out"),
         ({"background": True}, "background is true; it must be left out"),
         ({"tool_choice": "required"}, 'tool_choice is "required"; it must be left out'),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -19,6 +20,7 @@ from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.episodes import open_episodes
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 from tests.rewards.sandboxed import landlock_version
+from tests.rollout import agent_parts
 from tests.rollout.episode_parts import PROMPT, Script, Settings, opened
 from tests.rollout.test_sandboxes import processes_in
 
@@ -79,6 +81,26 @@ def test_a_tool_that_is_not_there_and_a_machine_without_the_kind_are_refused() -
     broken = SANDBOX.model_copy(update={"memory_mb": 1})
     with pytest.raises(EpisodeError, match=r"rollout.episode.sandbox.kind is 'seccomp', but commands cannot run so"):
         opened(TOKENIZER, Settings(tools=TOOLS, sandbox=broken))
+
+
+@pytest.mark.parametrize(("kind", "said"), [("auto", ["seccomp (rollout.episode.sandbox.kind is 'auto')"]), ("seccomp", [])])
+def test_what_auto_chose_is_told_for_tools_and_for_agents(
+    monkeypatch: pytest.MonkeyPatch, kind: Literal["auto", "seccomp"], said: list[str]
+) -> None:
+    """Neither program of containers is there."""
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    sandbox = SANDBOX.model_copy(update={"kind": kind, "image": "image.sif"})
+    agent = AgentConfig(function=f"{agent_parts.__file__}:asks_nothing")
+    for settings in (
+        Settings(tools=TOOLS, sandbox=sandbox),
+        Settings(kind="agent", tools=(), agent=agent, sandbox=sandbox),
+    ):
+        data = DataConfig(train=SourceConfig(name="chain_sum"), max_prompt_tokens=1000)
+        episodes = open_episodes(settings, data, TOKENIZER, 4000)
+        try:
+            assert episodes.context.choices == [f"sandboxes: {one}" for one in said]
+        finally:
+            episodes.close()
 
 
 def acted(agent: AgentConfig, prompt: Prompt, *turns: str, **sandbox: Any) -> Sample:

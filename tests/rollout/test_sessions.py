@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 
 from megarl.data.drafts import NO_DRAFTS, DraftCounts
 from megarl.data.media import Media
+from megarl.data.prefills import PrefillCounts
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import Generation
@@ -185,7 +187,7 @@ def test_a_thousand_conversations_are_reassembled_token_for_token(history: Histo
     several = deeper = 0
     for seed in range(1000):
         of, recorder = asyncio.run(conversation(seed, history))
-        samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000)
+        samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000, Path())
         several += len(samples) > 1
         deeper += any(turn.parent is not None for turn in of.tree.turns)
         runs = [run for sample in samples for run in told_and_sampled(sample)]
@@ -220,7 +222,7 @@ def test_thoughts_that_the_template_leaves_out_begin_anew_and_those_that_it_keep
         assert second.told == (SessionMessage("tool", "7", call_id="call_0_0"),)
         harmless = [*messages[:-1], {"role": "user", "content": "sure? < |end|>"}]
         assert recorder.asked[2][0] == written(harmless, TOOLS), "what a user says cannot end its turn"
-        last, earlier = samples_of(PROMPT, 3, of.tree, THINKER, thinking_template(()), 1_000_000)
+        last, earlier = samples_of(PROMPT, 3, of.tree, THINKER, thinking_template(()), 1_000_000, Path())
         assert last.prompt_ids == written(harmless, TOOLS)
         assert "hm" not in last.prompt_text
         assert sum(last.sampled_mask) == len("yes") + 1
@@ -364,7 +366,8 @@ def test_an_engine_that_fails_ends_the_episode_with_its_error() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format must be left out"),
         ({"tool_choice": "required"}, "tool_choice is"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role is 'robot'; it must be one of system"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "pictures and files are not taken here"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "has a picture, but the model takes none"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "files are not taken"),
         ({"tools": [{"name": "add"}]}, "tools must be a list of"),
         ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
         (
@@ -392,7 +395,7 @@ def test_several_answers_are_branches_of_one_question_and_each_is_delivered_once
         assert len(recorder.asked) == 3
         assert answer["usage"]["completion_tokens"] == sum(len(generation.response_ids) for _, generation in recorder.asked)
         await completion(of, [{"role": "user", "content": "hello"}], n=2)
-        samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000)
+        samples = samples_of(PROMPT, 3, of.tree, TOKENIZER, template(()), 1_000_000, Path())
         assert len(samples) == 5
         narrow = session(recorder, SessionLimits(turns=2, context_tokens=1000, response_tokens=1000))
         with pytest.raises(RequestError, match="n is 3, but the episode may have 2 turns, 0 of which are spent"):
@@ -436,7 +439,8 @@ class Written:
         places = range(start, start + len(piece))
         reason: Any = "stop" if piece[-1] == END else "length"
         routes = np.arange(len(ids) + len(piece) - 1, dtype=np.uint8)[:, None, None]
-        return Generation(piece, [-n / 8 for n in places], [n // 5 for n in places], reason, routes, DraftCounts(1, 2, 3))
+        versions, prefill = [n // 5 for n in places], PrefillCounts(len(ids), max(start - 1, 0))
+        return Generation(piece, [-n / 8 for n in places], versions, reason, routes, DraftCounts(1, 2, 3), prefill)
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 64])
@@ -467,6 +471,9 @@ def test_a_stop_string_ends_a_turn_behind_the_token_that_completes_it(piece: int
         assert generation.log_probs == [-n / 8 for n in range(kept)]
         assert generation.weight_versions == [n // 5 for n in range(kept)]
         assert generation.drafts == sum([DraftCounts(1, 2, 3)] * len(sampler.asked), NO_DRAFTS)
+        starts = range(0, sampler.asked[-1][0] + 1, piece)
+        assert generation.prefill.asked == sum(len(turn.told_ids) + start for start in starts)
+        assert generation.prefill.cached == sum(start - 1 for start in starts if start)
         sampled = min(sampler.asked[-1][0] + piece, len(sampler.ids))
         assert of.counts["tokens_behind_stops"] == sampled - kept
         routes = generation.routes

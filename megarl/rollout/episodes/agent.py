@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megarl.data.media import Media
@@ -29,15 +30,15 @@ class KeptTurns:
 
     def __init__(self, sample: SampleTokens) -> None:
         self._sample = sample
-        self._kept: dict[tuple[int, ...], list[Generation]] = {}
-        self._given: Counter[tuple[int, ...]] = Counter()
+        self._kept: dict[Any, list[Generation]] = {}
+        self._given: Counter[Any] = Counter()
 
     def begin_try(self) -> None:
         """From now on everything may be given once more."""
         self._given.clear()
 
     async def __call__(self, ids: list[int], most: int, media: Sequence[Media] | None = None, /) -> Generation:
-        question = (most, *ids)
+        question = (most, tuple(ids), tuple(shown.pixels for shown in media or ()))
         kept, number = self._kept.setdefault(question, []), self._given[question]
         self._given[question] += 1
         if number < len(kept):
@@ -68,7 +69,7 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
         kept = KeptTurns(sample)
         for _ in range(TRIES):
             kept.begin_try()
-            session = AgentSession(limits, kept, agents.renderer, context.counts, agents.history)
+            session = AgentSession(limits, kept, agents.renderer, context.counts, agents.history, context.pictures)
             end = await agents.act(session, prompt)
             if session.tree.turns and not end.with_process:
                 break
@@ -79,7 +80,8 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
     context.counts["agent_errors"] += end.failed
     context.counts["agent_timeouts"] += end.was_ended
     template = agents.renderer(())
-    samples = samples_of(prompt, number, session.tree, context.tokenizer, template, context.max_new_tokens)
+    folder = context.pictures.media_folder if context.pictures is not None else Path()
+    samples = samples_of(prompt, number, session.tree, context.tokenizer, template, context.max_new_tokens, folder)
     context.counts["branches"] += len(samples) - 1
     if session.is_cut or end.was_ended:
         samples[0] = replace(samples[0], finish_reason="length")
@@ -92,18 +94,20 @@ async def with_agent(prompt: Prompt, number: int, sample: SampleTokens, context:
 
 
 def samples_of(
-    prompt: Prompt, number: int, tree: TurnTree, tokenizer: Any, template: ChatRenderer, max_new_tokens: int
+    prompt: Prompt, number: int, tree: TurnTree, tokenizer: Any, template: ChatRenderer, max_new_tokens: int, folder: Path
 ) -> list[Sample]:
-    """Each branch of `tree` as a sample; every token that the policy sampled is in the mask of one of them."""
+    """Each branch of `tree` as a sample; every token that the policy sampled is in the mask of one of them. Pictures are files
+    in `folder`."""
     samples: list[Sample] = []
     for place, branch in enumerate(tree.branches()):
         root, leaf = branch.turns[0], branch.turns[-1]
         text = tokenizer.decode(root.told_ids, skip_special_tokens=False)
-        began = replace(prompt, prompt_ids=root.told_ids, prompt_text=text, media=[])
+        began = replace(prompt, prompt_ids=root.told_ids, prompt_text=text, media=list(root.told_media))
         transcript = Transcript(began, max_new_tokens)
         for turn, is_own in zip(branch.turns, branch.is_own, strict=True):
             if turn is not root:
-                transcript.append_observation(turn.told_ids, [message.for_readers() for message in turn.told])
+                told = [message.for_readers(folder) for message in turn.told]
+                transcript.append_observation(turn.told_ids, told, turn.told_media)
             append = transcript.append_turn if is_own else transcript.append_earlier_turn
             append(turn.generation, template.turn_text(turn.generation))
         made = transcript.sample(began, number, leaf.generation.finish_reason)

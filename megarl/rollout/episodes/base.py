@@ -69,6 +69,8 @@ class EpisodeContext:
     """Keeps what tools and environments show; None: the model takes no pictures."""
     system_prompt: str | None = None
     """System message before what an environment begins with."""
+    choices: list[str] = field(default_factory=list)
+    """What was chosen where the config leaves it open, for the run to tell at its start."""
     counts: Counter[str] = field(default_factory=Counter)
     """How often what happened since `take_counts`: `turns`, `tool_calls`, `tool_errors`, `tool_timeouts`, `tool_cuts` and
     `malformed_calls`."""

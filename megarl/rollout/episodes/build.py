@@ -26,7 +26,7 @@ from megarl.rollout.episodes.tools.sandbox_tools import PREFIX, SandboxTools
 from megarl.rollout.episodes.tools.source import ToolSource
 from megarl.rollout.episodes.tools.toolbox import ToolBox
 from megarl.rollout.episodes.turns import CHARACTERS_PER_TOKEN, TurnTemplate
-from megarl.rollout.sandboxes import open_sandboxes
+from megarl.rollout.sandboxes import Sandboxes, open_sandboxes
 from megarl.rollout.sessions import verifiers_agent
 from megarl.rollout.sessions.agents import Agent, Agents, FunctionAgent, OtherPython, open_agent
 from megarl.rollout.sessions.sandboxed_agent import SandboxedAgent
@@ -116,7 +116,7 @@ def open_episodes(
     if kind in BUILT_IN and data.chat_template == "never":
         raise EpisodeError(f"data.chat_template is 'never', but rollout.episode.kind is '{kind}', whose turns are a chat")
     if kind == "agent":
-        context.agents = _open_agents(settings.agent, settings.sandbox, data.prompt_key, tokenizer)
+        context.agents = _open_agents(settings.agent, settings.sandbox, data.prompt_key, tokenizer, pictures, context.choices)
     elif kind == "environment":
         if settings.openenv.url:
             context.environment_name = f"at {settings.openenv.url}"
@@ -132,7 +132,7 @@ def open_episodes(
             context.environment = load_user_function(settings.tools[0], EpisodeError)
     elif settings.tools:
         characters = settings.tool_max_tokens * CHARACTERS_PER_TOKEN
-        context.tools = _open_tools(settings, characters, context.pictures)
+        context.tools = _open_tools(settings, characters, context.pictures, context.choices)
     elif kind == "tools":
         raise EpisodeError("rollout.episode.tools is empty, but rollout.episode.kind = 'tools' needs at least one")
     if kind in BUILT_IN or tokenizer.chat_template:
@@ -141,8 +141,8 @@ def open_episodes(
     return Episodes(episode, context)
 
 
-def _open_tools(settings: EpisodeSettings, max_characters: int, pictures: PictureKeeper | None) -> ToolBox:
-    """The tools of a run.
+def _open_tools(settings: EpisodeSettings, max_characters: int, pictures: PictureKeeper | None, choices: list[str]) -> ToolBox:
+    """The tools of a run; what is chosen for them is added to `choices`.
 
     Raises:
         EpisodeError: a tool is not there, or this machine has no sandbox of the kind that is wanted.
@@ -155,7 +155,7 @@ def _open_tools(settings: EpisodeSettings, max_characters: int, pictures: Pictur
         if functions:
             sources.append(FunctionTools(functions, settings.tool_timeout_s, max_characters, pictures))
         if of_sandbox:
-            sources.append(SandboxTools(of_sandbox, open_sandboxes(settings.sandbox)))
+            sources.append(SandboxTools(of_sandbox, _sandboxes(settings.sandbox, choices)))
         sources += mcp_servers.open_mcp_tools(of_servers, settings.mcp, settings.tool_timeout_s, pictures)
         return ToolBox(sources)
     except BaseException:
@@ -164,15 +164,29 @@ def _open_tools(settings: EpisodeSettings, max_characters: int, pictures: Pictur
         raise
 
 
-def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str, tokenizer: Any) -> Agents:
-    """The agents of a run, their endpoint and their sandboxes.
+def _sandboxes(settings: SandboxConfig, choices: list[str], port: int | None = None) -> Sandboxes:
+    opened = open_sandboxes(settings, port)
+    if settings.kind == "auto":
+        choices.append(f"sandboxes: {opened.kind} (rollout.episode.sandbox.kind is 'auto')")
+    return opened
+
+
+def _open_agents(
+    settings: AgentConfig,
+    sandbox: SandboxConfig,
+    prompt_key: str,
+    tokenizer: Any,
+    pictures: PictureSettings | None,
+    choices: list[str],
+) -> Agents:
+    """The agents of a run, their endpoint and their sandboxes; what is chosen for them is added to `choices`.
 
     Raises:
         EpisodeError: the agent cannot be started, nothing can listen, or the chat template does not serve.
     """
 
     def renderer(tools: Sequence[Mapping[str, Any]]) -> TurnTemplate:
-        return TurnTemplate(tokenizer, [dict(tool) for tool in tools], "user")
+        return TurnTemplate(tokenizer, [dict(tool) for tool in tools], "user", pictures)
 
     def question(prompt: Prompt) -> str:
         asked = prompt.row.get(prompt_key, prompt.prompt_text)
@@ -186,7 +200,7 @@ def _open_agents(settings: AgentConfig, sandbox: SandboxConfig, prompt_key: str,
     try:
         sandboxes = None
         if sandbox.kind != "none":
-            sandboxes = open_sandboxes(sandbox, server.port if settings.command else None)
+            sandboxes = _sandboxes(sandbox, choices, server.port if settings.command else None)
         agent: Agent
         if settings.verifiers.environment:
             agent = _verifiers_agent(settings)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megarl.data.told_pictures import PictureKeeper
 from megarl.rollout.sessions.messages import (
     ChatRequest,
     RequestError,
@@ -16,6 +17,7 @@ from megarl.rollout.sessions.messages import (
     positive,
     stop_strings,
     text_of,
+    told_of,
 )
 from megarl.rollout.sessions.stops import Stops
 from megarl.rollout.sessions.tree import Turn
@@ -24,8 +26,8 @@ IGNORED = ("temperature", "top_p", "top_k")
 """Sampling parameters: the run's are used, because the trainer's log-probs are under them."""
 
 
-def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The request in the JSON object `body`.
+def read_request(body: Mapping[str, Any], keeper: PictureKeeper | None = None) -> ChatRequest:
+    """The request in the JSON object `body`; `keeper` keeps its pictures, None: the model takes none.
 
     Raises:
         RequestError: it is none, or asks for what is not done here.
@@ -38,7 +40,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     system = text_of(body.get("system"), "system")
     messages = [SessionMessage("system", system)] if system else []
     for place, message in enumerate(given):
-        messages += _messages(message, f"messages[{place}]")
+        messages += _messages(message, f"messages[{place}]", keeper)
     tools = [
         {
             "type": "function",
@@ -63,7 +65,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _messages(given: Any, where: str) -> list[SessionMessage]:
+def _messages(given: Any, where: str, keeper: PictureKeeper | None) -> list[SessionMessage]:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ("user", "assistant"):
         raise RequestError(f"{where}.role is {role!r}; it must be user or assistant")
@@ -75,18 +77,22 @@ def _messages(given: Any, where: str) -> list[SessionMessage]:
     by_type: dict[str, list[dict[str, Any]]] = {}
     for block in content:
         by_type.setdefault(str(block.get("type")), []).append(block)
-    allowed = {"user": ("text", "tool_result"), "assistant": ("text", "tool_use", "thinking", "redacted_thinking")}[role]
+    allowed = {"user": ("text", "image", "tool_result"), "assistant": ("text", "tool_use", "thinking", "redacted_thinking")}[
+        role
+    ]
     if other := by_type.keys() - set(allowed):
         raise RequestError(f"{where}.content has a block of type '{min(other)}'; it must be one of {', '.join(allowed)}")
-    text = text_of(by_type.get("text"), where)
     if role == "assistant":
         reasoning = "".join(str(block.get("thinking", "")) for block in by_type.get("thinking", ()))
-        return [SessionMessage(role, text, tuple(_call(block, where) for block in by_type.get("tool_use", ())), reasoning)]
+        text, calls = text_of(by_type.get("text"), where), tuple(_call(block, where) for block in by_type.get("tool_use", ()))
+        return [SessionMessage(role, text, calls, reasoning)]
+    results = [(block, told_of(block.get("content"), where, keeper)) for block in by_type.get("tool_result", ())]
     answers = [
-        SessionMessage("tool", text_of(block.get("content"), where), call_id=str(block.get("tool_use_id", "")))
-        for block in by_type.get("tool_result", ())
+        SessionMessage("tool", told.text, call_id=str(block.get("tool_use_id", "")), pictures=told.pictures)
+        for block, told in results
     ]
-    return [*answers, SessionMessage(role, text)] if text or not answers else answers
+    own = told_of([block for block in content if block.get("type") != "tool_result"], where, keeper)
+    return [*answers, SessionMessage(role, own.text, pictures=own.pictures)] if own.pieces or not answers else answers
 
 
 def _call(block: Mapping[str, Any], where: str) -> SaidCall:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megarl.data.told_pictures import PicturedText
+from megarl.data.images import KeptPicture
+from megarl.data.told_pictures import PicturedText, PictureKeeper, Shown
+from megarl.errors import PictureError
 from megarl.rollout.sessions.stops import Stops
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -56,6 +59,8 @@ class SessionMessage:
     call_id: str = ""
     """Of a tool's message: which call it answers."""
     name: str = ""
+    pictures: tuple[tuple[int, KeptPicture], ...] = ()
+    """Pictures in `text`, each before the character with its number."""
 
     def is_same(self, other: SessionMessage) -> bool:
         """Whether a client that was told one of them says it again by the other.
@@ -65,12 +70,11 @@ class SessionMessage:
         """
         mine, its = (self.text, other.text) if self.role != "assistant" else (self.text.strip(), other.text.strip())
         same_calls = [call.meaning for call in self.calls] == [call.meaning for call in other.calls]
-        return (self.role, mine) == (other.role, its) and same_calls
+        return (self.role, mine, self.pictures) == (other.role, its, other.pictures) and same_calls
 
     def for_template(self, tool_name: str = "tool") -> dict[str, Any]:
-        """As a chat template takes it; its content is text without pictures, so far. `tool_name` is that of a tool's message
-        without one."""
-        message: dict[str, Any] = {"role": self.role, "content": PicturedText(self.text)}
+        """As a chat template takes it. `tool_name` is that of a tool's message without one."""
+        message: dict[str, Any] = {"role": self.role, "content": PicturedText(self.text, self.pictures)}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         if self.reasoning:
@@ -79,9 +83,10 @@ class SessionMessage:
             message |= {"tool_call_id": self.call_id, **({"name": name} if (name := self.name or tool_name) else {})}
         return message
 
-    def for_readers(self) -> dict[str, Any]:
-        """As `Sample.turns` has it."""
-        message: dict[str, Any] = {"role": self.role, "content": self.text}
+    def for_readers(self, media_folder: Path) -> dict[str, Any]:
+        """As `Sample.turns` has it: pictures by the paths of their files in `media_folder`."""
+        content = PicturedText(self.text, self.pictures).content(media_folder)
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.calls:
             message["tool_calls"] = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in self.calls]
         return message
@@ -136,8 +141,45 @@ def text_of(content: Any, where: str) -> str:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(map(str, texts))
     raise RequestError(
-        f"{where}.content must be text, or a list of parts of type 'text'; pictures and files are not taken here"
+        f"{where}.content must be text, or a list of parts of type 'text'; files are not taken, nor pictures in this place"
     )
+
+
+PICTURES = ("image_url", "input_image", "image")
+"""Types of parts that are pictures: of chat completions, of responses, and of Anthropic's messages."""
+
+
+def told_of(content: Any, where: str, keeper: PictureKeeper | None) -> PicturedText:
+    """The text of a message's content, with the pictures in it, which `keeper` keeps.
+
+    Raises:
+        RequestError: there is something else in it, or a picture that the model does not take.
+    """
+    if not isinstance(content, Sequence) or not any(map(_is_picture, content)):
+        return PicturedText(text_of(content, where))
+    if keeper is None:
+        raise RequestError(f"{where}.content has a picture, but the model takes none")
+    pieces = [Shown(_data_url(part, where)) if _is_picture(part) else text_of([part], where) for part in content]
+    try:
+        return keeper.kept(pieces)
+    except PictureError as error:
+        raise RequestError(f"{where}.content: {error}") from None
+
+
+def _is_picture(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in PICTURES
+
+
+def _data_url(part: Mapping[str, Any], where: str) -> str:
+    """The picture in its part. Neither files nor addresses are read: what an agent names may be what the policy said."""
+    given = part.get("source") if part["type"] == "image" else part.get("image_url")
+    if isinstance(given, Mapping) and given.get("type") == "base64":
+        given = f"data:{given.get('media_type')};base64,{given.get('data')}"
+    elif isinstance(given, Mapping):
+        given = given.get("url")
+    if not isinstance(given, str) or not given.startswith("data:"):
+        raise RequestError(f"{where}.content has a picture that is no data: URL; addresses, files and ids are not read here")
+    return given
 
 
 def checked_tools(tools: Any) -> tuple[dict[str, Any], ...]:

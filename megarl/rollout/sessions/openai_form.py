@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megarl.data.told_pictures import PictureKeeper
 from megarl.rollout.sessions.messages import (
     ROLES,
     ChatRequest,
@@ -16,7 +17,7 @@ from megarl.rollout.sessions.messages import (
     checked_tools,
     positive,
     stop_strings,
-    text_of,
+    told_of,
 )
 from megarl.rollout.sessions.stops import Stops
 from megarl.rollout.sessions.tree import Turn
@@ -25,8 +26,8 @@ IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "freque
 """Sampling parameters: the run's are used, because the trainer's log-probs are under them."""
 
 
-def read_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The request in the JSON object `body`.
+def read_request(body: Mapping[str, Any], keeper: PictureKeeper | None = None) -> ChatRequest:
+    """The request in the JSON object `body`; `keeper` keeps its pictures, None: the model takes none.
 
     Raises:
         RequestError: it is none, or asks for what is not done here.
@@ -47,7 +48,7 @@ def read_request(body: Mapping[str, Any]) -> ChatRequest:
     most = body.get("max_completion_tokens")
     return ChatRequest(
         model=str(body.get("model", "")),
-        messages=tuple(_message(message, f"messages[{place}]") for place, message in enumerate(given)),
+        messages=tuple(_message(message, f"messages[{place}]", keeper) for place, message in enumerate(given)),
         tools=checked_tools(body.get("tools")),
         max_tokens=positive(most if most is not None else body.get("max_tokens"), "max_tokens"),
         stream=bool(body.get("stream")),
@@ -65,18 +66,19 @@ def _token_ids(given: Any) -> tuple[int, ...]:
     return tuple(given or [])
 
 
-def _message(given: Any, where: str) -> SessionMessage:
+def _message(given: Any, where: str, keeper: PictureKeeper | None) -> SessionMessage:
     role = given.get("role") if isinstance(given, dict) else None
     if role not in ROLES:
         raise RequestError(f"{where}.role is {role!r}; it must be one of {', '.join(ROLES)}")
-    reasoning = given.get("reasoning_content")
+    reasoning, told = given.get("reasoning_content"), told_of(given.get("content"), where, keeper)
     return SessionMessage(
         ROLES[role],
-        text_of(given.get("content"), where),
+        told.text,
         tuple(_call(call, where) for call in given.get("tool_calls") or ()),
         reasoning if isinstance(reasoning, str) else "",
         str(given.get("tool_call_id") or ""),
         str(given.get("name") or ""),
+        told.pictures,
     )
 
 

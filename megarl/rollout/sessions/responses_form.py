@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megarl.data.told_pictures import PictureKeeper
 from megarl.rollout.sessions.messages import (
     ROLES,
     ChatRequest,
@@ -17,6 +18,7 @@ from megarl.rollout.sessions.messages import (
     checked_tools,
     positive,
     text_of,
+    told_of,
 )
 from megarl.rollout.sessions.tree import Turn
 
@@ -34,8 +36,11 @@ class ResponseRequest:
     conversation: tuple[SessionMessage, ...]
 
 
-def read_request(body: Mapping[str, Any], conversations: Mapping[str, tuple[SessionMessage, ...]]) -> ResponseRequest:
+def read_request(
+    body: Mapping[str, Any], conversations: Mapping[str, tuple[SessionMessage, ...]], keeper: PictureKeeper | None = None
+) -> ResponseRequest:
     """The request in the JSON object `body`; `conversations` are those up to earlier responses, by the ids of these.
+    `keeper` keeps its pictures, None: the model takes none.
 
     Raises:
         RequestError: it is none, or asks for what is not done here.
@@ -53,7 +58,7 @@ def read_request(body: Mapping[str, Any], conversations: Mapping[str, tuple[Sess
         if earlier not in conversations:
             raise RequestError(f"previous_response_id is {earlier!r}, which is no response of this episode", status=404)
         before = conversations[earlier]
-    conversation = (*before, *_messages(body.get("input")))
+    conversation = (*before, *_messages(body.get("input"), keeper))
     instructions = text_of(body.get("instructions"), "instructions")
     chat = ChatRequest(
         model=str(body.get("model", "")),
@@ -75,7 +80,7 @@ def _tool(given: Any) -> Any:
     return {"type": "function", "function": shown}
 
 
-def _messages(given: Any) -> list[SessionMessage]:
+def _messages(given: Any, keeper: PictureKeeper | None) -> list[SessionMessage]:
     """Items as messages: what an assistant thought, said and called, one item behind the other, is one message."""
     if isinstance(given, str) and given:
         return [SessionMessage("user", given)]
@@ -83,7 +88,7 @@ def _messages(given: Any) -> list[SessionMessage]:
         raise RequestError("input must be text, or a list with at least one item")
     messages: list[SessionMessage] = []
     for place, item in enumerate(given):
-        message = _message(item, f"input[{place}]")
+        message = _message(item, f"input[{place}]", keeper)
         if messages and messages[-1].role == message.role == "assistant":
             message = _one(messages.pop(), message)
         messages.append(message)
@@ -96,14 +101,15 @@ def _one(first: SessionMessage, then: SessionMessage) -> SessionMessage:
     )
 
 
-def _message(item: Any, where: str) -> SessionMessage:
+def _message(item: Any, where: str, keeper: PictureKeeper | None) -> SessionMessage:
     kind = (item.get("type") or "message") if isinstance(item, dict) else None
     if kind not in ITEMS:
         raise RequestError(f"{where}.type is {kind!r}; it must be one of {', '.join(ITEMS)}")
     if kind == "reasoning":
-        return SessionMessage("assistant", "", reasoning=_text(item.get("content") or [], where))
+        return SessionMessage("assistant", "", reasoning=text_of(_renamed(item.get("content") or []), where))
     if kind == "function_call_output":
-        return SessionMessage("tool", _text(item.get("output"), where), call_id=str(item.get("call_id") or ""))
+        told = told_of(_renamed(item.get("output")), where, keeper)
+        return SessionMessage("tool", told.text, call_id=str(item.get("call_id") or ""), pictures=told.pictures)
     if kind == "function_call":
         try:
             arguments = json.loads(item["arguments"] or "{}")
@@ -115,17 +121,16 @@ def _message(item: Any, where: str) -> SessionMessage:
         raise RequestError(f"{where} must have a name, and the JSON text of an object as arguments")
     if item.get("role") not in ROLES:
         raise RequestError(f"{where}.role is {item.get('role')!r}; it must be one of {', '.join(ROLES)}")
-    return SessionMessage(ROLES[item["role"]], _text(item.get("content"), where))
+    told = told_of(_renamed(item.get("content")), where, keeper)
+    return SessionMessage(ROLES[item["role"]], told.text, pictures=told.pictures)
 
 
-def _text(content: Any, where: str) -> str:
-    """The text of content whose parts are called `input_text`, `output_text` or `reasoning_text`."""
-    if isinstance(content, list):
-        kinds = ("input_text", "output_text", "reasoning_text")
-        content = [
-            {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in kinds else part for part in content
-        ]
-    return text_of(content, where)
+def _renamed(content: Any) -> Any:
+    """Content with `text` in place of `input_text`, `output_text` and `reasoning_text`."""
+    if not isinstance(content, list):
+        return content
+    kinds = ("input_text", "output_text", "reasoning_text")
+    return [{**part, "type": "text"} if isinstance(part, dict) and part.get("type") in kinds else part for part in content]
 
 
 def answer(turn: Turn, given: ResponseRequest, body: Mapping[str, Any], created: int) -> dict[str, Any]:

@@ -129,7 +129,8 @@ class SessionServer:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(session.answers(asked), session.loop))
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
-        session, asked = self._session(request), openai_form.read_request(await _body(request))
+        session, body = self._session(request), await _body(request)
+        asked = await _read(session, openai_form.read_request, body)
         turns, created = await self._turns(session, asked, request), int(time.time())
         if asked.stream:
             parts = openai_form.chunks(turns, asked.model, created, with_usage=asked.with_usage)
@@ -139,7 +140,7 @@ class SessionServer:
 
     async def _response(self, request: web.Request) -> web.StreamResponse:
         session, body = self._session(request), await _body(request)
-        given = responses_form.read_request(body, session.conversations)
+        given = await _read(session, responses_form.read_request, body, session.conversations)
         turns, created = await self._turns(session, given.chat, request), int(time.time())
         whole = responses_form.answer(turns[0], given, body, created)
         session.conversations[whole["id"]] = (*given.conversation, turns[0].said)
@@ -149,7 +150,8 @@ class SessionServer:
         return await _deliver(request, turns, web.json_response(whole))
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
-        session, asked = self._session(request), anthropic_form.read_request(await _body(request))
+        session, body = self._session(request), await _body(request)
+        asked = await _read(session, anthropic_form.read_request, body)
         turns = await self._turns(session, asked, request)
         if asked.stream:
             events = anthropic_form.events(turns[0], asked.model)
@@ -239,6 +241,13 @@ def read_command(body: dict[str, Any]) -> tuple[str | list[str], str, float | No
     if timeout_s is not None and not (is_number and 0 < timeout_s < math.inf):
         raise RequestError(f"timeout_s is {timeout_s!r}; it must be a number above 0, or left out")
     return command, stdin, timeout_s
+
+
+async def _read(session: AgentSession, read: Callable[..., T], *given: Any) -> T:
+    """What `read` makes of a request's body; pictures in it are decoded beside the endpoint's loop."""
+    if session.pictures is None:
+        return read(*given, None)
+    return await asyncio.to_thread(read, *given, session.pictures)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from megarl.data.media import Media
+from megarl.data.told_pictures import PictureKeeper
 from megarl.errors import EpisodeError, MegarlError
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.sessions.messages import ChatRequest, RequestError, SaidCall, SessionMessage, as_json
@@ -28,10 +29,13 @@ REFUSALS = 32
 
 
 class ToldIds(Protocol):
-    """What a chat template wrote, as ids."""
+    """What a chat template wrote, as ids, and the pictures among them."""
 
     @property
     def ids(self) -> list[int]: ...
+
+    @property
+    def media(self) -> list[Media]: ...
 
 
 class ChatRenderer(Protocol):
@@ -66,6 +70,13 @@ class SessionLimits:
     """Tokens that are sampled at once in a turn that a stop string may end."""
 
 
+class _Told(NamedTuple):
+    """What the policy is told before a turn: tokens, and the pictures among them, placed from the first of these."""
+
+    ids: list[int]
+    media: Sequence[Media]
+
+
 @dataclass(eq=False)
 class _PendingTurn:
     """A turn that is being sampled; `waiting` clients want it."""
@@ -85,11 +96,14 @@ class AgentSession:
         renderer: Callable[[Sequence[dict[str, Any]]], ChatRenderer],
         counts: Counter[str],
         history: History = "tokens",
+        pictures: PictureKeeper | None = None,
     ) -> None:
         """`renderer` gives the chat template for the tools of a request; `counts` are the run's, added to.
 
         `history`: whether what was sampled stays as it is in later requests (`tokens`), or is written anew (`template`).
+        `pictures` keeps what requests show; None: the model takes no pictures.
         """
+        self.pictures = pictures
         self._history = history
         self.limits, self.tree, self.counts = limits, TurnTree(), counts
         self.reward: float | None = None
@@ -134,7 +148,7 @@ class AgentSession:
             raise RequestError("the episode of this key has ended", "episode_ended", 410)
         if request.messages[-1].role == "assistant":
             raise RequestError("the last message is the assistant's; it must be the user's or a tool's")
-        parent, told, ids = self._placed(request)
+        parent, told, tokens = self._placed(request)
         waited_for = self.tree.undelivered(parent, told, request.tools_key, taken)
         if waited_for is not None:
             taken.append(waited_for)
@@ -147,7 +161,7 @@ class AgentSession:
                 taken.append(sent)
                 return sent
         if pending is None:
-            pending = self._begin(request, parent, told, ids)
+            pending = self._begin(request, parent, told, tokens)
         pending.waiting += 1
         try:
             return await asyncio.shield(pending.task)
@@ -162,44 +176,48 @@ class AgentSession:
         if not self.failure.done():
             self.failure.cancel()
 
-    def _placed(self, request: ChatRequest) -> tuple[Turn | None, tuple[SessionMessage, ...], list[int] | None]:
+    def _placed(self, request: ChatRequest) -> tuple[Turn | None, tuple[SessionMessage, ...], _Told | None]:
         """The turn behind which the request goes on, the messages since then, and their tokens if all were written."""
         if self._history == "tokens":
             parent, known = self.tree.attach(request.messages, request.tools_key)
             return parent, request.messages[known:], None
         messages = [message.for_template(tool_name="") for message in request.messages]
         with _as_refusals():
-            ids = self._renderer(request.tools).conversation(messages).ids
-        parent = self.tree.attach_ids(ids)
+            whole = self._renderer(request.tools).conversation(messages)
+        parent = self.tree.attach_ids(whole.ids, whole.media)
         if parent is None:
-            return None, request.messages, ids
-        return parent, request.messages[min(parent.messages, len(messages) - 1) :], ids[len(parent.ids) :]
+            return None, request.messages, _Told(whole.ids, whole.media)
+        known = len(parent.ids)
+        later = [shown.moved(-known) for shown in whole.media if shown.place >= known]
+        return parent, request.messages[min(parent.messages, len(messages) - 1) :], _Told(whole.ids[known:], later)
 
     def _begin(
-        self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...], ids: list[int] | None
+        self, request: ChatRequest, parent: Turn | None, told: tuple[SessionMessage, ...], tokens: _Told | None
     ) -> _PendingTurn:
         self.counts["overridden_parameters"] += len(request.ignored)
         if len(self.tree.turns) + len(self._pending) >= self.limits.turns:
             raise self._refusal(f"the episode's {self.limits.turns} turns are spent (rollout.episode.max_turns)", "turn_limit")
-        if ids is None:
-            ids = self._told_ids(request, parent, told)
-        room = self._room(parent, len(ids))
+        if tokens is None:
+            tokens = self._told_tokens(request, parent, told)
+        room = self._room(parent, len(tokens.ids))
         most = min(room, request.max_tokens or room)
-        task = asyncio.ensure_future(self._take_turn(request, parent, told, ids, most))
+        task = asyncio.ensure_future(self._take_turn(request, parent, told, tokens, most))
         pending = _PendingTurn((parent, told, request.tools_key), task)
         self._pending.append(pending)
         task.add_done_callback(lambda _: self._pending.remove(pending))
         self.is_cut = False
         return pending
 
-    def _told_ids(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> list[int]:
+    def _told_tokens(self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage]) -> _Told:
         """The tokens of `told` behind `parent`."""
         messages = [message.for_template() for message in told]
         with _as_refusals():
             renderer = self._renderer(request.tools)
             if parent is None:
-                return renderer.opening(messages, harmless=True)[1].ids
-            return renderer.between(messages, parent.generation.response_ids[-1]).ids
+                written = renderer.opening(messages, harmless=True)[1]
+            else:
+                written = renderer.between(messages, parent.generation.response_ids[-1])
+        return _Told(written.ids, written.media)
 
     def _room(self, parent: Turn | None, told_tokens: int) -> int:
         """How many tokens may follow `told_tokens` behind `parent`, at least 1."""
@@ -225,25 +243,30 @@ class AgentSession:
         return RequestError(message, code)
 
     async def _take_turn(
-        self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage], ids: list[int], most: int
+        self, request: ChatRequest, parent: Turn | None, told: Sequence[SessionMessage], tokens: _Told, most: int
     ) -> Turn:
         self.counts["turns"] += 1
+        before, shown = (parent.ids, parent.media) if parent is not None else ([], [])
+        shown += (one.moved(len(before)) for one in tokens.media)
         try:
-            generation, stopped = await self._sampled(request, (parent.ids if parent is not None else []) + ids, most)
+            generation, stopped = await self._sampled(request, before + tokens.ids, most, shown)
         except MegarlError as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise RequestError("the engine failed; the episode is begun anew", "engine_failed", 503) from error
         text = stopped.text if stopped is not None else self._renderer(request.tools).turn_text(generation)
         by = stopped.by if stopped is not None else None
-        return self.tree.add(parent, request.tools_key, told, ids, generation, self._said(text, request), by)
+        said = self._said(text, request)
+        return self.tree.add(parent, request.tools_key, told, tokens.ids, generation, said, by, tokens.media)
 
-    async def _sampled(self, request: ChatRequest, ids: list[int], most: int) -> tuple[Generation, Stopped | None]:
+    async def _sampled(
+        self, request: ChatRequest, ids: list[int], most: int, media: list[Media]
+    ) -> tuple[Generation, Stopped | None]:
         if not request.stops:
-            return await self._sample(ids, most), None
+            return await self._sample(ids, most, media), None
         text_of = self._renderer(request.tools).sampled_text
         generation, behind, stopped = await sample_until(
-            request.stops, self._sample, ids, most, text_of, self.limits.piece_tokens
+            request.stops, lambda *asked: self._sample(*asked, media), ids, most, text_of, self.limits.piece_tokens
         )
         self.counts["tokens_behind_stops"] += behind
         return generation, stopped

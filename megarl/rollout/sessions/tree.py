@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.data.media import Media
 from megarl.rollout.engines.protocol import Generation
 from megarl.rollout.sessions.messages import SessionMessage
 
@@ -33,6 +34,8 @@ class Turn:
     is_delivered: bool = False
     """Whether the client has got it: one that asks again before that has not."""
     children: list[Turn] = field(default_factory=list, repr=False)
+    told_media: Sequence[Media] = ()
+    """Pictures among `told_ids`, their places counted from the first of these."""
 
     @property
     def path(self) -> list[Turn]:
@@ -52,6 +55,15 @@ class Turn:
     def ids(self) -> list[int]:
         """All tokens up to the end of this turn."""
         return [token for turn in self.path for token in (*turn.told_ids, *turn.generation.response_ids)]
+
+    @property
+    def media(self) -> list[Media]:
+        """All pictures among these."""
+        found, start = list[Media](), 0
+        for turn in self.path:
+            found += (shown.moved(start) for shown in turn.told_media)
+            start += len(turn.told_ids) + len(turn.generation.response_ids)
+        return found
 
 
 @dataclass(frozen=True)
@@ -78,9 +90,12 @@ class TurnTree:
         generation: Generation,
         said: SessionMessage,
         stopped_by: str | int | None = None,
+        told_media: Sequence[Media] = (),
     ) -> Turn:
         """A turn behind `parent`; None: it begins a context."""
-        turn = Turn(parent, tools_key, tuple(told), told_ids, generation, said, len(self.turns), stopped_by)
+        turn = Turn(
+            parent, tools_key, tuple(told), told_ids, generation, said, len(self.turns), stopped_by, told_media=told_media
+        )
         self.turns.append(turn)
         if parent is not None:
             parent.children.append(turn)
@@ -106,14 +121,18 @@ class TurnTree:
                     best, length = turn, reached[turn]
         return best, length
 
-    def attach_ids(self, ids: Sequence[int]) -> Turn | None:
-        """The deepest turn with all of whose tokens `ids` begin; of equal ones the last. None: a new context."""
+    def attach_ids(self, ids: Sequence[int], media: Sequence[Media] = ()) -> Turn | None:
+        """The deepest turn with all of whose tokens `ids` begin, and which was shown the pictures `media` among these; of equal
+        ones the last. None: a new context."""
         best: Turn | None = None
         reached: dict[Turn | None, int] = {None: 0}
         for turn in self.turns:
             start = reached.get(turn.parent)
             own = [*turn.told_ids, *turn.generation.response_ids]
-            if start is not None and list(ids[start : start + len(own)]) == own:
+            if start is None or list(ids[start : start + len(own)]) != own:
+                continue
+            shown = [one for one in media if start <= one.place < start + len(own)]
+            if shown == [one.moved(start) for one in turn.told_media]:
                 reached[turn] = start + len(own)
                 if best is None or reached[turn] >= reached[best]:
                     best = turn

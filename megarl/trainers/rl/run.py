@@ -98,6 +98,8 @@ class RlRun(Run):
         for why, count in self.inputs.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
+        for choice in self.inputs.episodes.context.choices if self.inputs.episodes is not None else ():
+            self.progress.say(choice)
         for doubt in doubtful_choices(config):
             self.progress.say(f"warning: {doubt}")
         logged, after = config.run.log_samples, self.step or None
