@@ -36,7 +36,17 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     plan.add_argument("--gpu", default="h100", help="kind of GPU: h100, h200, a100, b200, cpu (default: h100)")
     plan.add_argument("--gpus", type=int, metavar="N", help="number of available GPUs (default: as many as the layouts take)")
     plan.add_argument("--search", action="store_true", help="rank the layouts that fit, and show why others do not")
-    plan.add_argument("--calibrate", metavar="RUN", help="folder of a run whose recorded phases scale the seconds")
+    plan.add_argument(
+        "--calibrate",
+        metavar="RUN",
+        action="append",
+        help="folder of a run whose recorded phases scale the seconds; given several times, constants are fitted to all",
+    )
+    plan.add_argument(
+        "--against",
+        metavar="FILE",
+        help="compare with measured phases: a JSON table whose row has the config's run.name as id, or a run's folder",
+    )
     plan.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts (default: half the longest)")
     plan.add_argument("--response-tokens", type=float, metavar="N", help="mean length of responses (default: half the longest)")
     plan.add_argument(
@@ -78,32 +88,39 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.models.from_hub import models_here
     from megarl.planning.calibration import Calibration
     from megarl.planning.gpus import gpu_named
+    from megarl.planning.measured import read_measured
     from megarl.planning.plan import lengths_of, make_plan
     from megarl.planning.search import search, what_fits
-    from megarl.planning.show import as_json, found_tables, plan_tables
+    from megarl.planning.show import against_tables, as_json, found_tables, plan_tables
 
     config = load_any(arguments.config, arguments.overrides)
     gpu, model = gpu_named(arguments.gpu), config.model.path
     config = models_here(config, weights=False)
     check_models(config)
+    measured = read_measured(arguments.against, config) if arguments.against else None
     lengths = lengths_of(
         config,
-        arguments.prompt_tokens,
-        arguments.response_tokens,
+        arguments.prompt_tokens or (measured.prompt_tokens if measured else None),
+        arguments.response_tokens or (measured.response_tokens if measured else None),
         pictures_per_prompt=arguments.pictures_per_prompt,
         picture_pixels=arguments.picture_pixels,
     )
     calibration = Calibration()
     if arguments.calibrate:
-        from megarl.planning.fit import calibrated
+        from megarl.planning.fit import calibrated, fitted_gpu
 
-        calibration = calibrated(arguments.calibrate, gpu)
+        if len(arguments.calibrate) > 1:
+            calibration, gpu = fitted_gpu(arguments.calibrate, gpu)
+        else:
+            calibration = calibrated(arguments.calibrate[0], gpu)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
     found = None
-    if arguments.search or not plan.fits:
+    if arguments.search or not (plan.fits or measured):
         found = search(config, gpu, plan.available, lengths, calibration)
     if arguments.json:
-        console.print(as_json(plan, found if arguments.search else None), markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            as_json(plan, found if arguments.search else None, measured), markup=False, highlight=False, soft_wrap=True
+        )
     else:
         for part in plan_tables(plan, model):
             console.print(part, highlight=False)
@@ -111,6 +128,12 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         if not arguments.json:
             console.print()
             for part in found_tables(found):
+                console.print(part, highlight=False)
+        return 0
+    if measured is not None:
+        if not arguments.json:
+            console.print()
+            for part in against_tables(plan, measured):
                 console.print(part, highlight=False)
         return 0
     if not plan.fits:

@@ -18,16 +18,9 @@ SCALED = ("sync", "generate", "log_probs", "update")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of the peaks that a run reaches, and factors by phase on top of what follows from them.
+    """Factors by phase on top of what follows from a GPU's peaks and its efficiencies (`efficiencies.py`)."""
 
-    The default efficiencies are assumptions, not measurements: of the peak in training, of the links' rates there and in
-    updates of weights, of the roofline in generation.
-    """
-
-    source: str = "assumptions (training at 0.4 of the peak, links at 0.7 of their rates, generation at 0.6 of a roofline)"
-    train_efficiency: float = 0.4
-    link_efficiency: float = 0.7
-    generation_efficiency: float = 0.6
+    source: str = "constants fitted to runs on H100 that others published (docs/planning.md)"
     scales: Mapping[str, float] = field(default_factory=dict)
     reward_s_per_sample: float = 0.0
     other_s: float = 0.0
@@ -50,7 +43,7 @@ class Recorded:
     steps: int
 
 
-def read_run(folder: str | Path) -> Recorded:
+def read_run(folder: str | Path, option: str = "--calibrate") -> Recorded:
     """What a run recorded; of three steps or more the first, which warms up, is left out.
 
     Raises:
@@ -59,7 +52,7 @@ def read_run(folder: str | Path) -> Recorded:
     config = load_config(Path(folder) / "config.yaml")
     steps = [metrics for metrics in read_metrics(Path(folder) / "metrics.jsonl") if "time/step_s" in metrics]
     if not steps:
-        raise ConfigError(f"--calibrate is '{folder}', but its metrics.jsonl has no step with times; it must be a run's folder")
+        raise ConfigError(f"{option} is '{folder}', but its metrics.jsonl has no step with times; it must be a run's folder")
     steps = steps[1:] if len(steps) > 2 else steps
     names = {name for step in steps for name in step if name.startswith("time/") and name != "time/step_s"}
     phases = {name[5:-2]: statistics.median(step.get(name, 0.0) for step in steps) for name in names}

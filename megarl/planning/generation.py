@@ -6,62 +6,59 @@ shrinks towards the longest. A prompt is computed once per group, and so are its
 
 from __future__ import annotations
 
+from math import log2
+
 import numpy as np
 
 from megarl.models.flops import FlopsModel
-from megarl.planning.calibration import Calibration
-from megarl.planning.gpus import GpuSpec
-from megarl.planning.lengths import POINTS, Lengths
+from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
+from megarl.planning.lengths import Lengths
 from megarl.planning.memory import MemoryPlan
 from megarl.planning.roles import ADAPTER_PLACES, Engines, RunShape
 
-PREFILL_EFFICIENCY = 0.5
-"""Assumed share of the peak while prompts are read."""
-LAYER_LATENCY_S = 20e-6
-"""Assumed for each layer of a decoding step where ranks add up their shares: two small all-reduces."""
 
+def generation_seconds(run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths: Lengths) -> dict[str, float]:
+    """Seconds of a step's generation by what bounds them, of the engine that has the longest response of the step.
 
-def generation_seconds(
-    run: RunShape, gpu: GpuSpec, memory: MemoryPlan, lengths: Lengths, calibration: Calibration
-) -> dict[str, float]:
-    """Seconds of a step's generation by what bounds them: `memory bandwidth`, `arithmetic`, `latency`, `prefill`, `tower`."""
-    engines, sampling = run.engines, run.config.sampling
+    These are `memory bandwidth`, `arithmetic`, `launches`, `latency`, `prefill`, `tower`.
+    """
+    engines, sampling, share = run.engines, run.config.sampling, gpu.efficiencies
     assert engines is not None
     assert sampling is not None
     sequences = run.config.sequences_per_step / engines.target.engines
     per_group = sampling.samples_per_prompt
     room = memory.kv_tokens * engines.target.dp / (lengths.prompt + lengths.response)
     at_once = max(1.0, min(sequences, room))
-    longest = lengths.responses
     # All but the last `at_once` go through full batches; the last ones leave one by one.
-    full_steps = (sequences - at_once) * lengths.response / at_once
-    ends = np.concatenate([[0.0], longest])
+    full_steps = max(0.0, sequences - at_once) * lengths.response / at_once
+    ends = np.concatenate([[0.0], lengths.responses])
     spans = np.diff(ends)
-    under_way = at_once * (POINTS - np.arange(POINTS)) / POINTS
+    under_way = np.maximum(1.0, at_once * (1 - np.cumsum(lengths.shares) + lengths.shares))
     context = lengths.prompt + (ends[:-1] + ends[1:]) / 2
-    spent: dict[str, float] = {}
+    flops, spent = FlopsModel.of(engines.adapted), dict[str, float]()
     for steps, active, tokens in (
         *zip(spans.tolist(), under_way.tolist(), context.tolist(), strict=True),
         (full_steps, at_once, lengths.prompt + lengths.response / 2),
     ):
-        for name, seconds in decode_seconds(engines, gpu, active, tokens).items():
+        for name, seconds in decode_seconds(engines, flops, gpu, active, tokens).items() if steps else ():
             spent[name] = spent.get(name, 0.0) + steps * seconds
-    flops = FlopsModel.of(engines.adapted)
     prompts = sequences / per_group * (flops.per_token * lengths.prompt + _prefill(flops, lengths.prompt))
-    spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
+    spent["prefill"] = prompts / engines.target.ranks / (gpu.peak_flops() * share.prefill)
     # The ranks of an engine share pictures, which each of them has the tower for.
     pictures = sequences / per_group * lengths.pictures.flops(flops) if lengths.pictures.most else 0.0
-    spent["tower"] = pictures / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
-    return {name: seconds / calibration.generation_efficiency for name, seconds in spent.items() if seconds}
+    spent["tower"] = pictures / engines.target.ranks / (gpu.peak_flops() * share.prefill)
+    return {name: seconds for name, seconds in spent.items() if seconds}
 
 
-def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float) -> dict[str, float]:
-    """One decoding step of `active` sequences with `context` tokens each: the larger of reading and computing, and latency."""
-    shape, ranks = engines.shape, engines.target.ranks
+def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: float, context: float) -> dict[str, float]:
+    """One decoding step of `active` sequences with `context` tokens each.
+
+    The larger of reading and computing, what a step costs whatever its size, and two all-reduces for each layer.
+    """
+    shape, ranks, share = engines.shape, engines.target.ranks, gpu.efficiencies
     read = engines.weight_bytes * _weights_touched(engines, active) + engines.adapter_bytes / ADAPTER_PLACES
     attended = shape.attended(context)
     read += active / engines.target.dp * attended * engines.cached_bytes_per_token(attended)
-    flops = FlopsModel.of(engines.adapted)
     operations = (
         active
         * (
@@ -74,7 +71,12 @@ def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float
     )
     of_memory, of_peak = read / gpu.hbm_gb_per_s / 1e9, operations / gpu.peak_flops()
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
-    return bound | ({"latency": shape.layers * LAYER_LATENCY_S} if ranks > 1 else {})
+    spent = {name: seconds / share.decoding for name, seconds in bound.items()} | {"launches": share.decoding_step_s}
+    if ranks > 1:
+        nodes = ranks / GPUS_PER_NODE
+        latency = share.node_latency_s if nodes <= 1 else share.network_latency_s * max(1.0, log2(nodes))
+        spent["latency"] = 2 * shape.layers * latency
+    return spent
 
 
 def _prefill(flops: FlopsModel, prompt: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import log, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -12,18 +13,24 @@ import numpy.typing as npt
 from megarl.planning.pictures import MEAN_SHARE, NO_PICTURES, PromptPictures
 
 SPREAD = 0.6
-"""Standard deviation of the logarithm of response lengths before the cut: most runs have a long tail."""
+"""Least standard deviation of the logarithm of response lengths before the cut: most runs have a long tail."""
 POINTS = 128
+HALVED = 0.5
+"""Behind the last whole point, each part of the tail has so much of the one before, down to a single response of the step."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of prompts and responses; a response has at most `longest` and at least one. `pictures` are prompts'."""
+    """Mean tokens of prompts and responses; a response has at most `longest` and at least one. `pictures` are prompts'.
+
+    `samples` are the responses of a step, the longest of which is taken to reach the limit.
+    """
 
     prompt: float
     response: float
     longest: int
     pictures: PromptPictures = NO_PICTURES
+    samples: int = 1
 
     @classmethod
     def assumed(cls, longest_prompt: int, longest_response: int) -> Lengths:
@@ -31,13 +38,35 @@ class Lengths:
         return cls(MEAN_SHARE * longest_prompt, MEAN_SHARE * longest_response, longest_response)
 
     @cached_property
+    def shares(self) -> npt.NDArray[np.float64]:
+        """How much of all responses each of `responses` stands for: equal ones, and a tail down to one response of the step."""
+        tail = [1 / POINTS]
+        while tail[-1] * HALVED * self.samples >= 1:
+            tail[-1:] = [tail[-1] * (1 - HALVED), tail[-1] * HALVED]
+        return np.array([1 / POINTS] * (POINTS - 1) + tail)
+
+    @cached_property
     def responses(self) -> npt.NDArray[np.float64]:
-        """Lengths of `POINTS` responses, ascending, as the distribution has them; their mean is `response`."""
-        normal = NormalDist(sigma=SPREAD)
-        shape = np.exp([normal.inv_cdf((point + 0.5) / POINTS) for point in range(POINTS)])
+        """Lengths of responses, ascending, as the distribution has them; weighed by `shares`, their mean is `response`."""
+        normal = NormalDist()
+        middle = np.cumsum(self.shares) - self.shares / 2
+        points = np.array([normal.inv_cdf(point) for point in middle.tolist()])
+        return self._cut(points, self._spread(points[-1]))
+
+    def _spread(self, last: float) -> float:
+        """The least spread with which the longest response reaches the limit, but `SPREAD` at least.
+
+        The mean is exp(m + s^2 / 2) and the longest exp(m + s * last): their ratio first grows with s, up to s = last.
+        """
+        wanted = log(self.longest / min(max(self.response, 1.0), float(self.longest)))
+        reached = last - sqrt(max(0.0, last**2 - 2 * wanted))
+        return max(SPREAD, reached)
+
+    def _cut(self, points: npt.NDArray[np.float64], spread: float) -> npt.NDArray[np.float64]:
+        shape = np.exp(spread * points)
         wanted = min(max(self.response, 1.0), float(self.longest))
         low, high = 0.0, 1e9
-        for _ in range(200):  # the mean of what is cut grows with the scale
+        for _ in range(100):  # the mean of what is cut grows with the scale
             middle = (low + high) / 2
-            low, high = (middle, high) if np.clip(middle * shape, 1, self.longest).mean() < wanted else (low, middle)
+            low, high = (middle, high) if self.shares @ np.clip(middle * shape, 1, self.longest) < wanted else (low, middle)
         return np.clip(high * shape, 1, self.longest)

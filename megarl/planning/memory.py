@@ -335,6 +335,8 @@ class MemoryPlan:
     usable: float
     kv_tokens: int
     kv_wanted: int
+    moved_bytes: float = 0.0
+    """What goes to main memory and back in each step, of the GPU that moves most; 0 where nothing takes turns."""
 
     @property
     def worst(self) -> GpuMemory:
@@ -378,12 +380,15 @@ def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
         return MemoryPlan(tuple(counted), gpu.usable_bytes, 0, 0)
     awake = [parts for kind in counted for parts in kind.turns.values() if ("engine", "parameters") in parts]
     room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
+    most_moved = 0.0
+    if takes_turns(run.config, _platform(gpu)):
+        most_moved = max(sum(by_stage[name][stage].moved for name, stage in held if name != "engine") for held in kinds)
     tokens, wanted = _kv_tokens(run, run.engines, gpu, room, lengths.response)
     length = run.config.longest_parts[0] + lengths.response
     cache = {("engine", "KV cache"): tokens * run.engines.cached_bytes_per_token(length)}
     for parts in awake:
         parts |= cache
-    return MemoryPlan(tuple(counted), gpu.usable_bytes, tokens, wanted)
+    return MemoryPlan(tuple(counted), gpu.usable_bytes, tokens, wanted, most_moved)
 
 
 def workload(run: RunShape, role: PlannedRole, precision: Precision, lengths: Lengths) -> Workload:

@@ -91,7 +91,7 @@ def lengths_of(
             f"--prompt-tokens is {prompt:,.0f}, but the pictures of a prompt alone have {tokens:,.0f}; it must be at least "
             "that, or --pictures-per-prompt or --picture-pixels smaller"
         )
-    return Lengths(prompt or max(assumed.prompt, tokens), response, assumed.longest, pictures)
+    return Lengths(prompt or max(assumed.prompt, tokens), response, assumed.longest, pictures, config.sequences_per_step)
 
 
 def make_plan(

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from megarl.planning.measured import Measured, compare
 from megarl.planning.memory import MOMENTARY, STATIC
 from megarl.planning.plan import CapacityPlan
 from megarl.planning.search import Found
@@ -34,7 +35,18 @@ def found_tables(found: Found) -> list[Table | str]:
     return [title, fitting, "", refused]
 
 
-def as_json(plan: CapacityPlan, found: Found | None) -> str:
+def against_tables(plan: CapacityPlan, measured: Measured) -> list[Table | str]:
+    """Every measured phase beside what the plan says."""
+    table = Table("phase", box=None, pad_edge=False)
+    for column in ("predicted", "measured", "ratio"):
+        table.add_column(column, justify="right")
+    for one in compare(plan, measured):
+        table.add_row(one.phase, f"{one.predicted:,.3g}", f"{one.measured:,.3g}", f"{one.ratio:.2f}")
+    source = f" ({measured.source})" if measured.source else ""
+    return [f"Seconds against those of {measured.name}{source}; a ratio below 1 is a plan that is too fast", table]
+
+
+def as_json(plan: CapacityPlan, found: Found | None, measured: Measured | None = None) -> str:
     """The same in full."""
     worst, times, pictures = plan.memory.worst, plan.times, plan.lengths.pictures
     tree: dict[str, Any] = {
@@ -69,6 +81,15 @@ def as_json(plan: CapacityPlan, found: Found | None) -> str:
             "phases": {phase.name: {"seconds": phase.seconds, "parts": dict(phase.parts)} for phase in times.phases},
         },
     }
+    if measured is not None:
+        tree["against"] = {
+            "name": measured.name,
+            "source": measured.source,
+            "phases": {
+                one.phase: {"predicted_s": one.predicted, "measured_s": one.measured, "ratio": one.ratio}
+                for one in compare(plan, measured)
+            },
+        }
     if found is not None:
         tree["search"] = {
             "fitting": [

@@ -10,20 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 from megarl.config import Layout
 from megarl.config.layout import divisors
-from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
 from megarl.planning.activations import Precision
 from megarl.planning.calibration import Calibration
 from megarl.planning.generation import generation_seconds
-from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import MemoryPlan, precision_of
-from megarl.planning.pictures import prompts_computed
+from megarl.planning.passes import Times, pass_seconds
 from megarl.planning.roles import Engines, PlannedRole, RunShape
-from megarl.reshard.cost import cost_of
+from megarl.planning.turns import takes_turns
+from megarl.reshard.cost import ClusterRates, Cost, cost_of
 
 LEAST_RANKS = 256
 """A weight update is priced for a part of the run that has so many ranks at least."""
@@ -74,12 +75,12 @@ def plan_times(
     config = run.config
     roles = {role.name: role for role in run.roles}
     sampling, sequences = config.sampling, float(config.sequences_per_step)
-    passes = {name: _pass(run, role, gpu, lengths, sequences, calibration) for name, role in roles.items()}
+    passes = {name: pass_seconds(run, role, gpu, lengths, sequences) for name, role in roles.items()}
     phases = []
     if run.engines is not None:
         if sync:
-            phases.append(PhaseTime("sync", _sync(run, gpu, calibration)))
-        phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths, calibration)))
+            phases.append(PhaseTime("sync", _sync(run, gpu, memory)))
+        phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths)))
     if sampling is not None:
         of_functions = {"rewards": sequences * calibration.reward_s_per_sample}
         phases.append(PhaseTime("reward", _added(of_functions, passes.get("reward_model", {}))))
@@ -95,7 +96,7 @@ def plan_times(
         phases.append(PhaseTime("log_probs", _added(*(passes[name] for name in answering))))
     seen, updates = sequences * config.epochs, config.optimizer_steps_per_step
     trained = [roles[name] for name in ("critic", "policy") if name in roles]
-    of_roles = [_update(run, role, gpu, lengths, seen, updates, calibration) for role in trained]
+    of_roles = [_update(run, role, gpu, lengths, seen, updates) for role in trained]
     # Roles on GPUs of their own update at the same time.
     longest = max(of_roles, key=lambda parts: sum(parts.values()))
     phases.append(PhaseTime("update", _added(*of_roles) if run.colocated else longest))
@@ -116,116 +117,33 @@ def _added(*several: Mapping[str, float]) -> dict[str, float]:
     return {part: sum(one.get(part, 0.0) for one in several) for part in dict.fromkeys(p for one in several for p in one)}
 
 
-def _pass(
-    run: RunShape,
-    role: PlannedRole,
-    gpu: GpuSpec,
-    lengths: Lengths,
-    sequences: float,
-    calibration: Calibration,
-    *,
-    decoder: float = 1.0,
-    tower: float = 1.0,
-    prediction: float = 0.0,
-) -> dict[str, float]:
-    """Seconds of a forward pass over `sequences`, with `decoder`, `tower` and `prediction` times the operations of these and of
-    the layer for multi-token prediction, which is on the last stage.
-
-    `tower` among them is what a tower adds to the pipeline's longest stage.
-    """
-    layout, shape = role.layout, role.shape
-    precision = precision_of(run, gpu)
-    flops = FlopsModel.of(shape)
-    prompt, response = round(lengths.prompt), max(1, round(lengths.response))
-    operations = decoder * sequences * flops.cost(prompt, [response])
-    if role.value_head:
-        operations -= decoder * sequences * response * flops.per_logit_row
-    of_stages = [sum(map(len, chunks)) for chunks in layout.stage_layers(shape.layers)]
-    peak = gpu.peak_flops(fp8=precision.fp8) / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
-    of_a_layer = operations / layout.world_size / (peak * calibration.train_efficiency) * layout.pp / shape.layers
-    compute = of_a_layer * max(of_stages)
-    if flops.prediction is not None and prediction:
-        of_prediction = prediction * sequences * flops.prediction.cost(max(0, prompt - 1), [response])
-        of_last = of_prediction / layout.world_size / (peak * calibration.train_efficiency) * layout.pp
-        compute = max(compute, of_a_layer * of_stages[-1] + of_last)
-    tokens = sequences * (prompt + response) / layout.dp  # of a replica
-    micro_batches = max(1.0, tokens / role.max_tokens)
-    links = _links(role, gpu, precision.itemsize, tokens, max(of_stages), calibration.link_efficiency)
-    spent = {"arithmetic": compute, **{name: decoder * seconds for name, seconds in links.items()}}
-    if lengths.pictures.most and shape.vision is not None:
-        of_first = of_a_layer * of_stages[0] + tower * _tower_seconds(run, role, gpu, lengths, sequences, calibration)
-        spent |= {"tower": max(0.0, of_first - compute)}
-    bubble = (layout.pp - 1) / (micro_batches * (layout.vpp or 1))
-    return spent | {"pipeline bubble": bubble * sum(spent.values())}
-
-
-def _tower_seconds(
-    run: RunShape, role: PlannedRole, gpu: GpuSpec, lengths: Lengths, sequences: float, calibration: Calibration
-) -> float:
-    """Seconds of a tower over the pictures of `sequences`, whole on each rank of the first stage of a replica."""
-    precision, flops = precision_of(run, gpu), FlopsModel.of(role.shape)
-    prompts = prompts_computed(
-        run.config, sequences, role.max_tokens, lengths.prompt, lengths.response, of_reference=precision.is_reference
-    )
-    peak = gpu.peak_flops() / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
-    return prompts / role.layout.dp * lengths.pictures.flops(flops) / (peak * calibration.train_efficiency)
-
-
-def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers: int, efficiency: float) -> dict[str, float]:
-    """Seconds of a forward pass's messages of one rank, for `tokens` of its replica and `layers` of its stage."""
-    layout, shape = role.layout, role.shape
-    row = shape.hidden * itemsize
-    local = tokens / layout.cp
-    tensor = 4 * layers * local * row * (layout.tp - 1) / layout.tp
-    width = (2 * shape.key_value if shape.latent is None else shape.heads * (shape.head_dim + shape.value_dim)) / layout.tp
-    context = layers * tokens * width * itemsize * (layout.cp - 1) / layout.cp
-    with_experts = layers * len(shape.expert_layers) / shape.layers
-    rows = local / (layout.tp if layout.sequence_parallel else 1)
-    experts = 2 * with_experts * rows * shape.top_k * layout.etp * row * (layout.ep - 1) / layout.ep
-    pipeline = 2 * rows * row * (layout.vpp or 1) if layout.pp > 1 else 0.0
-    # Ranks of a node share experts over NVLink; of the rest of the group all is beyond it.
-    of_node = min(1.0, GPUS_PER_NODE / (layout.ep * layout.etp))
-    seconds = {
-        "tensor parallel": tensor / gpu.link_gb_per_s(layout.tp) / 1e9,
-        "context parallel": context / gpu.link_gb_per_s(layout.tp * layout.cp) / 1e9,
-        "expert parallel": experts * (of_node / gpu.nvlink_gb_per_s + (1 - of_node) / gpu.network_gb_per_s) / 1e9,
-        "pipeline": pipeline / gpu.network_gb_per_s / 1e9,
-    }
-    return {name: spent / efficiency for name, spent in seconds.items() if spent}
-
-
 def _update(
-    run: RunShape,
-    role: PlannedRole,
-    gpu: GpuSpec,
-    lengths: Lengths,
-    sequences: float,
-    updates: int,
-    calibration: Calibration,
+    run: RunShape, role: PlannedRole, gpu: GpuSpec, lengths: Lengths, sequences: float, updates: int
 ) -> dict[str, float]:
     """Forward and backward over `sequences` in `updates` optimizer steps."""
     precision = precision_of(run, gpu)
-    of_step = float(run.config.sequences_per_step)
+    anew = _computed_anew(role.shape, precision)
     # Of a part that is frozen, gradients of the weights are not computed; before the first one that is not, none are.
-    decoder = 2.0 + _trained_share(role) + _computed_anew(role.shape, precision)
+    decoder = 2.0 + _trained_share(role) + anew
     tower = 1.0 if "vision" in role.freeze or role.shape.lora is not None else 3.0 + (precision.recompute == "full")
     if role.trained is not None and role.trained.experts.balance_coef:  # a pass that counts loads comes before
         decoder, tower = decoder + 1.0, tower + 1.0
-    one_epoch = _pass(run, role, gpu, lengths, of_step, calibration, decoder=decoder, tower=tower, prediction=decoder)
+    times = Times(decoder, tower, prediction=decoder, anew=anew, trains=True)
+    found = pass_seconds(run, role, gpu, lengths, sequences, updates=updates, times=times)
     held = max(role.parameters, key=lambda stage: stage.trained)
     replicas, of_experts = role.layout.dp * role.layout.cp, role.layout.expert_shards
     state = role.state_bytes(precision.itemsize, precision.recipe)
-    nbytes = (state.gradient + precision.itemsize) * (
-        held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (of_experts - 1) / of_experts
-    )
+    shared = held.trained_dense * (replicas - 1) / replicas + held.trained_expert * (of_experts - 1) / of_experts
     shard = held.trained_dense / replicas + held.trained_expert / of_experts
     offloaded = role.trained.optimizer.offload_fraction if role.trained is not None else 0.0
-    return {name: sequences / of_step * seconds for name, seconds in one_epoch.items()} | {
-        "data parallel": updates
-        * nbytes
-        / gpu.link_gb_per_s(role.layout.world_size // role.layout.pp)
-        / 1e9
-        / calibration.link_efficiency,
+    rate = gpu.link_gb_per_s(role.layout.world_size // role.layout.pp) * gpu.efficiencies.links * 1e9
+    reduced = state.gradient * shared / rate
+    if not precision.is_reference:  # beside the last micro-batch's backward pass
+        tokens = sequences * (lengths.prompt + lengths.response) / role.layout.dp
+        micro_batches = max(float(updates), tokens / role.max_tokens)
+        reduced = max(0.0, reduced - (1 - 1 / decoder) * sum(found.values()) / micro_batches)
+    return found | {
+        "data parallel": updates * (reduced + precision.itemsize * shared / rate),
         "optimizer": updates
         * shard
         * state.touched(precision.itemsize)
@@ -251,11 +169,29 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
     return dense / (dense + experts + 2 * (shape.query + shape.key_value) * shape.layers)
 
 
-def _sync(run: RunShape, gpu: GpuSpec, calibration: Calibration) -> dict[str, float]:
-    assert run.engines is not None
-    engines = _repeated_part(run.engines)
-    cost = cost_of(engines.plan, gpu.cluster, colocated=run.colocated)
-    return {cost.bound.name: cost.seconds / calibration.link_efficiency}
+def _sync(run: RunShape, gpu: GpuSpec, memory: MemoryPlan) -> dict[str, float]:
+    """What is sent, by the busiest link; what each tensor takes; and where trainer and engines take turns, their turns.
+
+    Engines that slept open every handle again, and take weights over at a rate of their own.
+    """
+    engines, share = run.engines, gpu.efficiencies
+    assert engines is not None
+    part = _repeated_part(engines)
+    cost = _cost(part, gpu.cluster, colocated=run.colocated)
+    in_turns = takes_turns(run.config, "cpu" if gpu.name == "cpu" else "cuda")
+    parts = {
+        cost.bound.name: cost.seconds / share.links,
+        "tensors": share.update_s + (1 + in_turns) * len(part.plan.tensors) * share.tensor_s,
+    }
+    if in_turns:
+        parts["main memory"] = 2 * memory.moved_bytes / (gpu.host_gb_per_s * share.links) / 1e9
+        parts["engines' turn"] = engines.weight_bytes / share.turn_gb_per_s / 1e9
+    return parts
+
+
+@lru_cache(maxsize=32)
+def _cost(engines: Engines, cluster: ClusterRates, *, colocated: bool) -> Cost:
+    return cost_of(engines.plan, cluster, colocated=colocated)
 
 
 def _repeated_part(engines: Engines) -> Engines:

@@ -90,15 +90,15 @@ def test_the_table_is_readable_and_says_that_seconds_are_estimates(capsys: pytes
     assert cli.main(["plan", "examples/plans/llama-3.1-70b-ppo-128xh200.yaml", "--gpu", "h200"]) == 0
     out = re.sub(" +", " ", capsys.readouterr().out)
     for line in (
-        "policy trained, 128 ranks (tp=8, pp=4, dp=4), in the processes of policy",
-        "critic trained, 128 ranks (tp=8, pp=4, dp=4), in the processes of critic",
+        "policy trained, 128 ranks (tp=4, pp=8, vpp=5, dp=4), in the processes of policy",
+        "critic trained, 128 ranks (tp=4, pp=8, vpp=5, dp=4), in the processes of critic",
         "reward_model frozen",
         "GPUs 128 of 128 h200, on the same GPUs",
         "sequences per step 2048 = 512 x 4",
         "GB of the fullest GPU",
         "KV cache",
         "phase seconds share bound by",
-        "Seconds are estimates, by assumptions",
+        "Seconds are estimates, by constants fitted to runs on H100",
     ):
         assert line in out
 

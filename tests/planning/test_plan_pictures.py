@@ -159,7 +159,7 @@ def test_the_tower_makes_the_first_stage_longer_and_fewer_layers_there_make_up_f
     even = "policy.layout={tp: 8, pp: 4, dp: 2, sequence_parallel: true}"
     plans = [make_plan(config_of(*more, path=path), H100) for more in ((), (even,))]
     updates = [parts(plan, "update") for plan in plans]
-    assert updates[0]["tower"] == 0  # it is done before the other stages are
+    assert updates[0].get("tower", 0.0) == 0  # it is done before the other stages are
     assert updates[1]["tower"] > 0
     assert plans[0].times.seconds("update") < plans[1].times.seconds("update")
     assert updates[0]["arithmetic"] == pytest.approx(updates[1]["arithmetic"] * 21 / 20)
@@ -172,7 +172,7 @@ def test_engines_hold_the_whole_tower_on_every_rank_and_compute_a_prompts_pictur
     tower, decoder = 676_550_144, 8_292_166_656 - 676_550_144
     assert engines.weight_bytes == pytest.approx((tower + decoder / 2) * 2, rel=1e-3)  # norms are whole, too
     by_prompt = plan.lengths.pictures.flops(FlopsModel.of(engines.shape))
-    seconds = 128 / 4 * by_prompt / 2 / (H100.peak_flops() * 0.5) / 0.6
+    seconds = 128 / 4 * by_prompt / 2 / (H100.peak_flops() * H100.efficiencies.prefill)
     assert parts(plan, "generate")["tower"] == pytest.approx(seconds)
     assert parts(plan_of("rollout.samples_per_prompt=16"), "generate")["tower"] == parts(plan_of(), "generate")["tower"]
 

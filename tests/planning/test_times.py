@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from megarl import cli
 from megarl.config import load_config
 from megarl.errors import ConfigError
 from megarl.planning.calibration import SCALED, read_run
+from megarl.planning.efficiencies import Efficiencies
 from megarl.planning.fit import calibrated
 from megarl.planning.gpus import gpu_named
 from megarl.planning.lengths import Lengths
@@ -20,6 +22,7 @@ from megarl.planning.plan import lengths_of, make_plan
 
 ROOT = Path(__file__).parents[2]
 CPU = gpu_named("cpu")
+SHARE = Efficiencies()
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +90,8 @@ def seconds(*overrides: str, gpu: str = "h200", **lengths: float) -> dict[str, f
 
 def test_seconds_follow_from_what_is_done() -> None:
     base = seconds()
-    assert seconds("model.recompute=none")["update"] == pytest.approx(base["update"] * 3 / 4, rel=0.05)
+    anew = seconds("model.recompute=full")
+    assert seconds("model.recompute=none")["update"] == pytest.approx(anew["update"] * 3 / 4, rel=0.05)
     assert seconds("algorithm.epochs=2")["update"] == pytest.approx(base["update"] * 2, rel=0.05)
     assert seconds("rollout.samples_per_prompt=8")["update"] == pytest.approx(base["update"] * 2, rel=0.05)
     in_loss = ("algorithm.kl.apply_to=loss", "algorithm.mini_batches=1")
@@ -111,15 +115,18 @@ def test_training_in_full_micro_batches_is_six_operations_per_parameter_and_toke
     plan = make_plan(config, gpu_named("h200"), lengths=lengths_of(config, 64, 192))
     update = next(phase for phase in plan.times.phases if phase.name == "update")
     operations = 6 * 70.55e9 * 2048 * 256
-    assert update.parts["arithmetic"] == pytest.approx(operations / 128 / (989e12 * 0.4), rel=0.03)
+    assert update.parts["arithmetic"] == pytest.approx(operations / 128 / (989e12 * SHARE.products * SHARE.unequal), rel=0.03)
 
 
 def test_decoding_one_sequence_reads_the_weights_once_for_every_token() -> None:
     overrides = ["rollout.prompts_per_step=16", "rollout.samples_per_prompt=1", "policy.layout.dp=4", "algorithm.name=ppo"]
+    overrides += ["rollout.engines=16", "rollout.tp=8"]
     config = load_config(ROOT / "examples/plans/llama-3.1-70b-ppo-128xh200.yaml", overrides)
     plan = make_plan(config, gpu_named("h200"), lengths=Lengths(16, 100, 100))
     generate = next(phase for phase in plan.times.phases if phase.name == "generate")
-    assert generate.parts["memory bandwidth"] == pytest.approx(100 * 141.1e9 / 8 / 4800e9 / 0.6, rel=0.02)
+    assert generate.parts["memory bandwidth"] == pytest.approx(100 * 141.1e9 / 8 / 4800e9 / SHARE.decoding, rel=0.02)
+    assert generate.parts["launches"] == pytest.approx(100 * SHARE.decoding_step_s)
+    assert generate.parts["latency"] == pytest.approx(100 * 2 * 80 * SHARE.node_latency_s)
 
 
 @pytest.mark.parametrize(("mean", "longest"), [(100, 1000), (900, 1000), (1000, 1000), (1, 1)])
@@ -130,6 +137,19 @@ def test_the_spread_of_lengths_has_the_mean_that_was_asked_for(mean: float, long
     assert lengths.max() <= longest
 
 
+@pytest.mark.parametrize(("mean", "longest", "samples"), [(398, 3946, 2048), (795, 3946, 2048), (1000, 8192, 512)])
+def test_the_longest_response_of_a_step_reaches_the_limit(mean: float, longest: int, samples: int) -> None:
+    """Against responses drawn at random from a log-normal distribution of the same spread."""
+    lengths = Lengths(10, mean, longest, samples=samples)
+    assert lengths.shares.sum() == pytest.approx(1)
+    assert lengths.shares @ lengths.responses == pytest.approx(mean, rel=1e-3)
+    assert lengths.responses[-1] == pytest.approx(longest, rel=0.02)
+    normal = NormalDist()
+    spread = np.log(lengths.responses[96] / lengths.responses[32]) / (normal.inv_cdf(96.5 / 128) - normal.inv_cdf(32.5 / 128))
+    drawn = np.exp(spread * np.random.default_rng(0).standard_normal((200, samples)))
+    assert np.median(drawn.max(axis=1)) * mean / drawn.mean() == pytest.approx(longest, rel=0.3)
+
+
 def test_the_command_calibrates_by_a_run_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run_folder(tmp_path, recorded_steps())
     arguments = ["--gpu", "cpu", "--calibrate", str(folder), "--json"]
@@ -138,4 +158,4 @@ def test_the_command_calibrates_by_a_run_and_says_so(tmp_path: Path, capsys: pyt
     assert plan["calibration"].startswith(f"6 steps of {folder}, against the assumptions: ")
     assert plan["times"]["step_s"] == pytest.approx(16.5, rel=0.15)
     assert cli.main(["plan", str(folder / "config.yaml"), "--gpu", "cpu"]) == 0
-    assert "Seconds are estimates, by assumptions" in capsys.readouterr().out
+    assert "Seconds are estimates, by constants fitted to runs on H100" in capsys.readouterr().out

@@ -1,0 +1,138 @@
+"""Steps that were measured, by phase: rows of a table, or a run's own records; and what a plan says of the same steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config import AnyConfig, load_any
+from megarl.errors import ConfigError, nearest
+from megarl.planning.calibration import read_run
+from megarl.planning.gpus import GpuSpec
+from megarl.planning.plan import CapacityPlan, lengths_of, make_plan
+
+STEP = "step"
+"""The name of the whole step beside those of its phases."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured step: seconds by phase (`step` is the whole), mean lengths, and the config of the run.
+
+    `memory` has `ran` (whether it did) and `adjust`: factors of parts, or of all of a role, that the run kept otherwise than
+    megarl does. `fitted`: whether the defaults of `Efficiencies` were fitted to it.
+    """
+
+    name: str
+    config: AnyConfig
+    phases: Mapping[str, float]
+    prompt_tokens: float
+    response_tokens: float
+    gpu: str | None = None
+    memory: Mapping[str, Any] | None = None
+    fitted: bool = False
+    source: str = ""
+    url: str = ""
+    note: str = ""
+
+    def plan(self, gpu: GpuSpec) -> CapacityPlan:
+        """The plan of the same step."""
+        return make_plan(self.config, gpu, lengths=lengths_of(self.config, self.prompt_tokens, self.response_tokens))
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A phase as planned and as measured, in seconds."""
+
+    phase: str
+    predicted: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """Below 1: the plan is too fast."""
+        return self.predicted / self.measured
+
+
+def compare(plan: CapacityPlan, measured: Measured) -> list[Compared]:
+    """Every phase that was measured, and that the plan has."""
+    times = plan.times
+    planned = {phase.name: phase.seconds for phase in times.phases} | {STEP: times.step_seconds}
+    return [
+        Compared(name, planned[name], seconds) for name, seconds in measured.phases.items() if seconds and planned.get(name)
+    ]
+
+
+def held_bytes(plan: CapacityPlan, measured: Measured) -> float:
+    """Bytes of the fullest GPU in the fullest turn, with what the measured run kept otherwise."""
+    adjust = (measured.memory or {}).get("adjust", {})
+
+    def of_turn(parts: Mapping[tuple[str, str], float]) -> float:
+        return sum(size * adjust.get(part, 1.0) * adjust.get(owner, 1.0) for (owner, part), size in parts.items())
+
+    return max(of_turn(parts) for gpu in plan.memory.gpus for parts in gpu.turns.values())
+
+
+def read_measured(path: str | Path, config: AnyConfig) -> Measured:
+    """What was measured of `config`: the row of a table that has its `run.name`, or its only row; or a run's folder.
+
+    Raises:
+        ConfigError: the file cannot be read or has no row for this config, or the folder is not a run's.
+    """
+    if Path(path).is_dir():
+        run = read_run(path, "--against")
+        step = sum(run.phases.values())
+        return Measured(str(path), config, {**run.phases, STEP: step}, run.prompt_tokens, run.response_tokens)
+    rows = _rows(path)
+    found = rows if len(rows) == 1 else [row for row in rows if row["id"] == config.run.name]
+    if not found:
+        names = [row["id"] for row in rows]
+        raise ConfigError(
+            f"--against is '{path}', which has no row whose id is '{config.run.name}', the config's run.name"
+            f"{nearest(config.run.name, names)}; it has {', '.join(names)}"
+        )
+    return _measured(found[0], config, path)
+
+
+def read_table(path: str | Path) -> list[Measured]:
+    """All rows of a table whose rows name their configs, relative to the table.
+
+    Raises:
+        ConfigError: the table or a config cannot be read.
+    """
+    return [_measured(row, load_any(Path(path).parent / row["config"], []), path) for row in _rows(path)]
+
+
+def _rows(path: str | Path) -> list[dict[str, Any]]:
+    try:
+        rows = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--against is '{path}', which cannot be read as JSON: {error}") from error
+    rows = rows if isinstance(rows, list) else [rows]
+    for row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get("id"), str) or not isinstance(row.get("published"), dict):
+            raise ConfigError(
+                f"--against is '{path}'; its rows must have `id`, `published`, `prompt_tokens`, `response_tokens`"
+            )
+    return rows
+
+
+def _measured(row: Mapping[str, Any], config: AnyConfig, path: str | Path) -> Measured:
+    phases = {name: seconds for name, seconds in row["published"].items() if not isinstance(seconds, dict)}
+    for name in ("prompt_tokens", "response_tokens", *phases):
+        value = row.get(name, phases.get(name))
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise ConfigError(f"{path}: {name} of '{row['id']}' is {value!r}; it must be a number above 0")
+    return Measured(
+        row["id"],
+        config,
+        phases,
+        row["prompt_tokens"],
+        row["response_tokens"],
+        gpu=row.get("gpu"),
+        memory=row.get("memory"),
+        **{name: row[name] for name in ("fitted", "source", "url", "note") if name in row},
+    )
