@@ -18,8 +18,9 @@ from torch.nn.functional import pad
 
 from megarl.data.stream import TopK
 from megarl.megatron.kept_tokens import least_kept, left_out
-from megarl.megatron.logit_passes import RowGradients, logits_to_gradient, row_sums
+from megarl.megatron.logit_passes import logits_to_gradient, row_sums
 from megarl.megatron.options import SamplingLimits, default_chunk_tokens
+from megarl.megatron.row_gradients import RowGradients
 
 LIMITED_BUFFERS = 4
 """How many times as many buffers of logits sampling limits need."""

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megarl.megatron.logit_passes import RowGradients
+    from megarl.megatron.row_gradients import RowGradients
 
 TILE = 4096
 """Logits of a row that a program holds at once, at most."""

@@ -6,10 +6,10 @@ rows that stay in the processor's caches. The arithmetic is float32, whatever th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from megarl.megatron.row_gradients import RowGradients
 
 BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 128 * 2**20}
 """By type of device, bytes of float32 that a block of rows has at most (one row, if that has more)."""
@@ -43,21 +43,6 @@ def _sums_of_block(logits: Tensor, temperature: float, found: Tensor) -> None:
     if len(found) == 4:
         found[3] = torch.linalg.vector_norm(exponentials, dim=1).square()
     found[2] = block.mul_(exponentials).sum(1)
-
-
-class RowGradients(NamedTuple):
-    """What the gradient of n rows' logits is made of, float32 `[n]` each; the gradients of log-probs are `[n, M]`.
-
-    `log_z` is the log of the sum of exponentials over the whole vocabulary. `target`, int64 `[n, M]`, are numbers in the slice;
-    `here`, bool `[n, M]`: which targets are in it.
-    """
-
-    log_z: Tensor
-    entropy: Tensor
-    of_entropy: Tensor
-    of_log_probs: Tensor
-    target: Tensor
-    here: Tensor
 
 
 def logits_to_gradient(logits: Tensor, real: int, temperature: float, given: RowGradients) -> Tensor:
