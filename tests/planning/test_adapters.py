@@ -12,9 +12,10 @@ import pytest
 from megarl import cli
 from megarl.config import load_any
 from megarl.config.layout import Layout
-from megarl.models.flops import FlopsModel, update_flops
+from megarl.models.flops import FlopsModel
 from megarl.models.lora import Lora
 from megarl.models.shape import ModelShape, shape_of
+from megarl.models.update_flops import update_flops
 from megarl.planning.gpus import gpu_named
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import make_plan
