@@ -17,16 +17,9 @@ SCALED = ("sync", "generate", "log_probs", "update")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Shares of the peaks that a run reaches, and factors by phase on top of what follows from them.
-
-    The default efficiencies are assumptions, not measurements: of the peak in training, of the links' rates there and in
-    updates of weights, of the roofline in generation.
-    """
+    """Factors by phase on top of what follows from a GPU's peaks and its efficiencies (`efficiencies.py`)."""
 
     source: str = "assumptions (training at 0.4 of the peak, links at 0.7 of their rates, generation at 0.6 of a roofline)"
-    train_efficiency: float = 0.4
-    link_efficiency: float = 0.7
-    generation_efficiency: float = 0.6
     scales: Mapping[str, float] = field(default_factory=dict)
     reward_s_per_sample: float = 0.0
     other_s: float = 0.0

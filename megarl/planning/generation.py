@@ -52,7 +52,7 @@ def generation_seconds(
     # The ranks of an engine share pictures, which each of them has the tower for.
     pictures = sequences / per_group * lengths.pictures.flops(flops) if lengths.pictures.most else 0.0
     spent["tower"] = pictures / engines.target.ranks / (gpu.peak_flops() * PREFILL_EFFICIENCY)
-    return {name: seconds / calibration.generation_efficiency for name, seconds in spent.items() if seconds}
+    return {name: seconds / gpu.efficiencies.decoding for name, seconds in spent.items() if seconds}
 
 
 def decode_seconds(engines: Engines, gpu: GpuSpec, active: float, context: float) -> dict[str, float]:

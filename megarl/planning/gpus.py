@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.config.yaml_tree import read_yaml
 from megarl.errors import ConfigError, nearest
+from megarl.planning.efficiencies import Efficiencies
 from megarl.reshard.cost import ClusterRates
 
 GPUS_PER_NODE = 8
@@ -31,6 +32,8 @@ class GpuSpec:
     host_gb_per_s: float
     cuda_name: str | None = None
     """What CUDA calls it."""
+    efficiencies: Efficiencies = Efficiencies()
+    """What it reaches of these figures."""
 
     @property
     def usable_bytes(self) -> float:

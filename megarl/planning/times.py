@@ -139,15 +139,15 @@ def _pass(
         operations -= decoder * sequences * response * flops.per_logit_row
     of_stages = [sum(map(len, chunks)) for chunks in layout.stage_layers(shape.layers)]
     peak = gpu.peak_flops(fp8=precision.fp8) / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
-    of_a_layer = operations / layout.world_size / (peak * calibration.train_efficiency) * layout.pp / shape.layers
+    of_a_layer = operations / layout.world_size / (peak * gpu.efficiencies.products) * layout.pp / shape.layers
     compute = of_a_layer * max(of_stages)
     if flops.prediction is not None and prediction:
         of_prediction = prediction * sequences * flops.prediction.cost(max(0, prompt - 1), [response])
-        of_last = of_prediction / layout.world_size / (peak * calibration.train_efficiency) * layout.pp
+        of_last = of_prediction / layout.world_size / (peak * gpu.efficiencies.products) * layout.pp
         compute = max(compute, of_a_layer * of_stages[-1] + of_last)
     tokens = sequences * (prompt + response) / layout.dp  # of a replica
     micro_batches = max(1.0, tokens / role.max_tokens)
-    links = _links(role, gpu, precision.itemsize, tokens, max(of_stages), calibration.link_efficiency)
+    links = _links(role, gpu, precision.itemsize, tokens, max(of_stages), gpu.efficiencies.links)
     spent = {"arithmetic": compute, **{name: decoder * seconds for name, seconds in links.items()}}
     if lengths.pictures.most and shape.vision is not None:
         of_first = of_a_layer * of_stages[0] + tower * _tower_seconds(run, role, gpu, lengths, sequences, calibration)
@@ -165,7 +165,7 @@ def _tower_seconds(
         run.config, sequences, role.max_tokens, lengths.prompt, lengths.response, of_reference=precision.is_reference
     )
     peak = gpu.peak_flops() / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
-    return prompts / role.layout.dp * lengths.pictures.flops(flops) / (peak * calibration.train_efficiency)
+    return prompts / role.layout.dp * lengths.pictures.flops(flops) / (peak * gpu.efficiencies.products)
 
 
 def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers: int, efficiency: float) -> dict[str, float]:
@@ -222,7 +222,7 @@ def _update(
         * nbytes
         / gpu.link_gb_per_s(role.layout.world_size // role.layout.pp)
         / 1e9
-        / calibration.link_efficiency,
+        / gpu.efficiencies.links,
         "optimizer": updates
         * shard
         * state.touched(precision.itemsize)
@@ -252,7 +252,7 @@ def _sync(run: RunShape, gpu: GpuSpec, calibration: Calibration) -> dict[str, fl
     assert run.engines is not None
     engines = _repeated_part(run.engines)
     cost = cost_of(engines.plan, gpu.cluster, colocated=run.colocated)
-    return {cost.bound.name: cost.seconds / calibration.link_efficiency}
+    return {cost.bound.name: cost.seconds / gpu.efficiencies.links}
 
 
 def _repeated_part(engines: Engines) -> Engines:
