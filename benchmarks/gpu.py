@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megarl.config.fp8 import RECIPES, device_problem, token_multiple  # noqa: E402
+from megarl.models.flops import FlopsModel  # noqa: E402
 from megarl.models.shape import shape_of  # noqa: E402
-from megarl.models.update_flops import FlopsModel  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
 
 LLAMA = {

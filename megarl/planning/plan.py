@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import AnyConfig
 from megarl.errors import ConfigError
@@ -72,16 +72,22 @@ def lengths_of(
     prompt: float | None = None,
     response: float | None = None,
     *,
+    longest: int | None = None,
     pictures_per_prompt: int | None = None,
     picture_pixels: float | None = None,
 ) -> Lengths:
     """Mean lengths as given, else half of what the config allows; a prompt is as long as its pictures at least.
 
+    `longest`: tokens of the longest response, where it is known to be shorter than the config allows.
+
     Raises:
         ConfigError: pictures do not fit into prompts of this length, or the model takes none.
     """
     assumed = Lengths.assumed(*config.longest_parts)
-    response = min(response or assumed.response, assumed.longest)
+    if config.sampling is None:  # prompt and response share one limit
+        assumed = replace(assumed, longest=config.longest_sequence)
+    longest = longest or assumed.longest
+    response = min(response or assumed.response, longest)
     pictures = pictures_of(config, pictures_per_prompt, picture_pixels, prompt)
     vision = ModelShape.read(config.model.path).vision
     tokens = pictures.patches / vision.merge**2 if vision is not None else 0.0
@@ -91,7 +97,38 @@ def lengths_of(
             f"--prompt-tokens is {prompt:,.0f}, but the pictures of a prompt alone have {tokens:,.0f}; it must be at least "
             "that, or --pictures-per-prompt or --picture-pixels smaller"
         )
-    return Lengths(prompt or max(assumed.prompt, tokens), response, assumed.longest, pictures)
+    mean_prompt = prompt or max(min(assumed.prompt, config.longest_sequence - response), tokens)
+    return Lengths(mean_prompt, response, longest, pictures)
+
+
+def check_lengths(config: AnyConfig, prompt: float | None, response: float | None, longest: int | None) -> None:
+    """Refuse lengths that the config does not allow, as they are given to `megarl plan`.
+
+    Raises:
+        ConfigError: a mean or the longest response is above its limit.
+    """
+    if config.sampling is None:
+        _check_given_rows(config, prompt, response, longest)
+        return
+    most_prompt, most_response = config.longest_parts
+    if prompt is not None and prompt > most_prompt:
+        raise ConfigError(f"--prompt-tokens is {prompt:,g}, but data.max_prompt_tokens is {most_prompt:,}; it must be at most that")
+    for option, tokens in (("--longest-response", longest), ("--response-tokens", response)):
+        if tokens is not None and tokens > most_response:
+            raise ConfigError(f"{option} is {tokens:,g}, but rollout.max_new_tokens is {most_response:,}; it must be at most that")
+    if longest is not None and (response or 0) > longest:
+        raise ConfigError(f"--response-tokens is {response:,g}, but --longest-response is {longest:,}; it must be at most that")
+
+
+def _check_given_rows(config: AnyConfig, prompt: float | None, response: float | None, longest: int | None) -> None:
+    if longest is not None:
+        raise ConfigError("--longest-response is for runs that sample responses; the rows of this one have at most data.max_tokens")
+    given = {"--prompt-tokens": prompt, "--response-tokens": response}
+    tokens = sum(filter(None, given.values()))
+    if tokens > config.longest_sequence:
+        names = " and ".join(option for option, value in given.items() if value is not None)
+        what = f"{names} is {tokens:,g}" if len(names.split()) == 1 else f"{names} add up to {tokens:,g}"
+        raise ConfigError(f"{what}, but data.max_tokens is {config.longest_sequence:,}; it must be at most that")
 
 
 def make_plan(
@@ -105,8 +142,11 @@ def make_plan(
     """The plan of a config's run on GPUs of one kind, of which there are `available` (None: as many as it takes).
 
     Raises:
-        MegarlError: a model's config cannot be read, or a layout or the engines cannot hold it.
+        MegarlError: a model's config cannot be read, or a layout or the engines cannot hold it, or the GPU has no FP8.
     """
+    if config.model.fp8 != "none" and gpu.fp8_tflops is None:
+        reason = f"{gpu.name} cannot compute: it has no FP8"
+        raise ConfigError.of("model.fp8", config.model.fp8, reason, allowed="'none', or resources.gpu another GPU")
     run, lengths = run_shape(config), lengths or lengths_of(config)
     memory = plan_memory(run, gpu, lengths)
     return CapacityPlan(run, gpu, available or run.gpus, lengths, calibration or Calibration(), memory)
