@@ -34,7 +34,8 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     )
     add_config(plan)
     plan.add_argument(
-        "--gpu", help="kind of GPU: h100, h200, h20, a100, l40s, b200, gb200, gb300, cpu, or a YAML file (default: resources.gpu)"
+        "--gpu",
+        help="kind of GPU: h100, h200, h20, a100, l40s, b200, gb200, gb300, cpu, or a YAML file (default: resources.gpu)",
     )
     plan.add_argument("--gpus", type=int, metavar="N", help="number of available GPUs (default: as many as the layouts take)")
     plan.add_argument("--search", action="store_true", help="rank the layouts that fit, and show why others do not")
@@ -83,8 +84,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.planning.calibration import Calibration
     from megarl.planning.gpus import chosen_gpu, given_efficiencies, with_efficiency
     from megarl.planning.plan import check_lengths, lengths_of, make_plan
-    from megarl.planning.search import search, what_fits
-    from megarl.planning.show import as_json, found_tables, plan_tables
+    from megarl.planning.search import Search, what_fits
+    from megarl.planning.show import as_json, plan_tables
+    from megarl.planning.show_search import found_tables, found_tree
 
     config = load_any(arguments.config, arguments.overrides)
     gpu, model = with_efficiency(chosen_gpu(config.resources.gpu, arguments.gpu), arguments.efficiency), config.model.path
@@ -106,24 +108,18 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
 
         calibration = calibrated(arguments.calibrate, gpu)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
-    found = None
-    if arguments.search or not plan.fits:
-        found = search(config, gpu, plan.available, lengths, calibration)
+    found = Search(config, gpu, lengths, calibration).ranked(plan.available) if arguments.search else None
     if arguments.json:
-        console.print(as_json(plan, found if arguments.search else None), markup=False, highlight=False, soft_wrap=True)
+        text = as_json(plan, found_tree(found) if found is not None else None)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
         for part in plan_tables(plan, model):
             console.print(part, highlight=False)
-    if arguments.search and found is not None:
-        if not arguments.json:
-            console.print()
-            for part in found_tables(found):
-                console.print(part, highlight=False)
-        return 0
-    if not plan.fits:
-        assert found is not None
-        instead = what_fits(config, found, plan)
-        raise ConfigError(f"the run does not fit: {plan.excess}; {instead}")
+        for part in ["", *found_tables(found)] if found is not None else []:
+            is_text = isinstance(part, str)  # whose overrides are pasted: no line may be cut
+            console.print(part, highlight=False, markup=not is_text, soft_wrap=is_text)
+    if found is None and not plan.fits:
+        raise ConfigError(f"the run does not fit: {plan.excess}; {what_fits(config, plan)}")
     return 0
 
 

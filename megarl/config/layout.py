@@ -132,7 +132,7 @@ class Layout:
         return stages
 
     def _stages_do_not_fit(self, num_layers: int) -> LayoutError:
-        chunks, uneven = self.vpp or 1, self._uneven_proposal(num_layers)
+        chunks, uneven = self.vpp or 1, self.uneven_ends(num_layers)
         times = f" times vpp = {self.vpp}" if self.vpp else ""
         if self.first_stage_layers is None and self.last_stage_layers is None:
             fit = [n for n in divisors(num_layers) if num_layers % (n * chunks) == 0 and (n > 1 or not self.vpp)]
@@ -164,11 +164,11 @@ class Layout:
             vpp = f"{self.pp} with vpp = {describe_value(other.vpp)}"
             if num_layers % (self.pp * chunks) == 0:
                 return vpp
-            if ends := other._uneven_proposal(num_layers):
+            if ends := other.uneven_ends(num_layers):
                 return f"{vpp}, first_stage_layers = {ends[0]} and last_stage_layers = {ends[1]}"
         return f"{closest([n for n in divisors(num_layers) if n > 1], self.pp)} with vpp = null"
 
-    def _uneven_proposal(self, num_layers: int) -> tuple[int, int] | None:
+    def uneven_ends(self, num_layers: int) -> tuple[int, int] | None:
         """First and last stage sizes that fit, the last one at most as large as the first, as near to equal as can be."""
         chunks, middle = self.vpp or 1, self.pp - 2
         best: tuple[int, int] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TypeVar
 
 import numpy as np
@@ -46,6 +47,10 @@ class FlopsModel:
     @classmethod
     def of(cls, shape: ModelShape) -> FlopsModel:
         """Of a model; experts count as many as a token uses."""
+        return _flops_of(shape)
+
+    @classmethod
+    def _counted(cls, shape: ModelShape) -> FlopsModel:
         per_token, per_pair = _attention_products(shape)
         of_linear = len(shape.linear.layers) * _linear_products(shape.hidden, shape.linear) if shape.linear else 0
         whole = 2 * (shape.attention_layers * per_token + of_linear + _mlp_products(shape))
@@ -92,6 +97,11 @@ class FlopsModel:
         if self.vision is None:
             return 0
         return sum(picture_flops(self.vision, grid) for grid in grids)
+
+
+@lru_cache(maxsize=32)
+def _flops_of(shape: ModelShape) -> FlopsModel:
+    return FlopsModel._counted(shape)
 
 
 def picture_flops(vision: Vision, grid: Grid) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class GpuSpec:
     """How many of them NVLink joins."""
     cuda_name: str | None = None
     """What CUDA calls it."""
-    efficiencies: Efficiencies = Efficiencies()
+    efficiencies: Efficiencies = field(default_factory=Efficiencies)
     """What it reaches of these figures."""
 
     @property
@@ -117,7 +117,7 @@ def _known() -> dict[str, GpuSpec]:
 def _of_file(path: str) -> GpuSpec:
     """A GPU of one's own: its figures, or those in which it differs from the kind that `like` names."""
     tree = read_yaml(path)
-    names = [field.name for field in fields(GpuSpec)]
+    names = [figure.name for figure in fields(GpuSpec)]
     for name in tree:
         if name not in (*names, "like"):
             raise ConfigError(f"{name} is no figure of a GPU{nearest(name, names)}; '{path}' may have like, {', '.join(names)}")
@@ -127,7 +127,7 @@ def _of_file(path: str) -> GpuSpec:
         kinds = [name for name in _known() if name != "cpu"]
         if like not in kinds:
             raise ConfigError(f"like in '{path}' is {describe_value(like)}; it must be {', '.join(kinds)}")
-        base = {field.name: getattr(_known()[like], field.name) for field in fields(GpuSpec)} | {"cuda_name": None}
+        base = {name: getattr(_known()[like], name) for name in names} | {"cuda_name": None}
     base["efficiencies"] = _efficiencies(tree.pop("efficiencies", {}), base.get("efficiencies", Efficiencies()), path)
     figures = base | {"name": Path(path).stem} | tree
     optional = ("cuda_name", "nvlink_gpus")
@@ -152,7 +152,7 @@ def _check_figures(figures: Mapping[str, Any], path: str) -> None:
 
 def _efficiencies(given: Any, base: Efficiencies, path: str) -> Efficiencies:
     """`base` with what a file's section `efficiencies` gives: shares, and seconds in fields whose names end in `_s`."""
-    names = [field.name for field in fields(Efficiencies)]
+    names = [figure.name for figure in fields(Efficiencies)]
     if not isinstance(given, dict):
         raise ConfigError(f"efficiencies in '{path}' is {describe_value(given)}; it must be a mapping of {', '.join(names)}")
     for name, value in given.items():

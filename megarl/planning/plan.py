@@ -111,24 +111,25 @@ def check_lengths(config: AnyConfig, prompt: float | None, response: float | Non
         _check_given_rows(config, prompt, response, longest)
         return
     most_prompt, most_response = config.longest_parts
-    if prompt is not None and prompt > most_prompt:
-        raise ConfigError(f"--prompt-tokens is {prompt:,g}, but data.max_prompt_tokens is {most_prompt:,}; it must be at most that")
-    for option, tokens in (("--longest-response", longest), ("--response-tokens", response)):
-        if tokens is not None and tokens > most_response:
-            raise ConfigError(f"{option} is {tokens:,g}, but rollout.max_new_tokens is {most_response:,}; it must be at most that")
-    if longest is not None and (response or 0) > longest:
-        raise ConfigError(f"--response-tokens is {response:,g}, but --longest-response is {longest:,}; it must be at most that")
+    for option, tokens, limit, most in (
+        ("--prompt-tokens", prompt, "data.max_prompt_tokens", most_prompt),
+        ("--longest-response", longest, "rollout.max_new_tokens", most_response),
+        ("--response-tokens", response, "rollout.max_new_tokens", most_response),
+        ("--response-tokens", response, "--longest-response", longest),
+    ):
+        if tokens is not None and most is not None and tokens > most:
+            raise ConfigError(f"{option} is {tokens:,g}, but {limit} is {most:,}; it must be at most that")
 
 
 def _check_given_rows(config: AnyConfig, prompt: float | None, response: float | None, longest: int | None) -> None:
+    limit = f"data.max_tokens is {config.longest_sequence:,}"
     if longest is not None:
-        raise ConfigError("--longest-response is for runs that sample responses; the rows of this one have at most data.max_tokens")
+        raise ConfigError(f"--longest-response is for runs that sample responses, and in this one {limit}; leave it out")
     given = {"--prompt-tokens": prompt, "--response-tokens": response}
-    tokens = sum(filter(None, given.values()))
+    names, tokens = [option for option, value in given.items() if value is not None], sum(filter(None, given.values()))
     if tokens > config.longest_sequence:
-        names = " and ".join(option for option, value in given.items() if value is not None)
-        what = f"{names} is {tokens:,g}" if len(names.split()) == 1 else f"{names} add up to {tokens:,g}"
-        raise ConfigError(f"{what}, but data.max_tokens is {config.longest_sequence:,}; it must be at most that")
+        what = f"{names[0]} is {tokens:,g}" if len(names) == 1 else f"{' and '.join(names)} are {tokens:,g} together"
+        raise ConfigError(f"{what}, but {limit}; it must be at most that")
 
 
 def make_plan(

@@ -68,8 +68,8 @@ def test_proposed_stages_fit(pp, vpp, num_layers) -> None:
 def test_a_vpp_that_no_stages_of_94_layers_have_is_answered_with_one_that_they_have() -> None:
     with pytest.raises(LayoutError, match="must be 8 with vpp = 2, first_stage_layers = 12 and last_stage_layers = 10"):
         Layout(pp=8, vpp=4).stage_layers(94)
-    sizes = [sum(map(len, stage)) for stage in Layout(pp=8, vpp=2, first_stage_layers=12, last_stage_layers=10).stage_layers(94)]
-    assert sizes == [12, *[12] * 6, 10]
+    stages = Layout(pp=8, vpp=2, first_stage_layers=12, last_stage_layers=10).stage_layers(94)
+    assert [sum(map(len, stage)) for stage in stages] == [12, *[12] * 6, 10]
 
 
 def test_deepseeks_61_layers_on_16_stages_get_a_proposal() -> None:
