@@ -1,7 +1,7 @@
 """Which layouts would do: all that the sizes allow are planned, those that fit are ranked by the time of a step.
 
-All roles with layouts of their own take the layout that is tried, the engines the GPUs that there are for them. What is recomputed
-and sizes of engines are tried of each layout, virtual stages and micro-batches of the best ones.
+All roles with layouts of their own take the layout that is tried, the engines the GPUs that there are for them. What is
+recomputed and sizes of engines are tried of each layout, virtual stages and micro-batches of the best ones.
 """
 
 from __future__ import annotations
