@@ -16,7 +16,7 @@ from megarl.planning.gpus import GPUS_PER_NODE
 
 LARGEST_PP, LARGEST_CP, LARGEST_EP, LARGEST_ENGINE = 64, 8, 64, 2 * GPUS_PER_NODE
 LEAST_LAYERS = 2
-"""Of a pipeline stage, on average: thinner ones wait for each other."""
+"""Of a pipeline stage, and of a virtual one, on average: thinner ones wait for each other."""
 LEAST_TOKENS = 1024
 """Of the longest sequence on a rank of context parallelism: shorter shares take longer to send than they spare."""
 MOST_CHUNKS = 3
@@ -110,7 +110,7 @@ def with_chunks(layout: Layout, layers: int) -> list[Layout]:
     if layout.pp < 2:
         return []
     found = []
-    for vpp in range(2, layers // layout.pp + 1):
+    for vpp in range(2, layers // (layout.pp * LEAST_LAYERS) + 1):
         plain = replace(layout, vpp=vpp, first_stage_layers=None, last_stage_layers=None)
         if (tried := with_stages(plain, layers)) is not None:
             found.append(tried)

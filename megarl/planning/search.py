@@ -44,7 +44,7 @@ MORE = 8
 """Times as many GPUs at most, where nothing fits on those that there are."""
 SHOWN = 10
 """Layouts of a search that are shown, and whose seconds have the weight update in them."""
-REFINED = 24
+REFINED = 48
 """Of the best layouts, how many are tried with virtual stages and other micro-batches."""
 
 

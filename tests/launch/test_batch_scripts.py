@@ -132,7 +132,7 @@ def test_a_node_tells_ray_of_all_its_cores_and_opens_as_many_files_as_it_may(
 def test_an_array_is_one_run_for_each_seed(rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = rendered(capsys, "slurm", str(rl_yaml), *OPTIONS["array"])
     assert "#SBATCH --array=0-2\n" in script
-    begin, end = script.index("# ---- this job"), script.index("mkdir -p")
+    begin, end = script.index("# ---- this job"), script.index('mkdir -p "$job/')
     facts = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n1"}
     shown = subprocess.run(
         ["bash", "-euc", script[begin:end] + 'echo "$run" "${options[@]}" "$job"'],

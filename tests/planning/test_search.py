@@ -148,3 +148,25 @@ def test_gpus_that_no_layout_fits_are_a_sentence_that_says_why(capsys: pytest.Ca
     error = refusal(capsys, "examples/plans/llama-3.1-405b-grpo-512xh200.yaml", "--gpus", "1")
     assert "there are 1; the config itself fits on 512; no layout that was tried fits on up to 8 h200; most often: " in error
     assert re.search(r"most often: .+ \(so dp=1\)", error)
+
+
+MIXTURE = """
+model: {path: examples/models/qwen3-30b-a3b}
+policy: {layout: {tp: 2, dp: 32, ep: 8, sequence_parallel: true}, max_tokens_per_micro_batch: 4096}
+algorithm: {name: grpo, mini_batches: 4, kl: {coef: 0.01}}
+data: {train: {source: reasoning_gym, name: gsm_symbolic}, max_prompt_tokens: 150}
+rollout: {engines: 16, tp: 4, prompts_per_step: 64, samples_per_prompt: 32, max_new_tokens: 3946}
+rewards: [{name: reasoning_gym}]
+"""
+
+
+@pytest.mark.exhaustive
+def test_expert_parallelism_as_it_was_published_is_among_the_first_ten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-30B-A3B on 64 H100 with ep 8 (NVIDIA's measurements of RL), DeepSeek-V3 on 2,048 with pp 16 and ep 16."""
+    (tmp_path / "mixture.yaml").write_text(MIXTURE)
+    mixture = planned(capsys, str(tmp_path / "mixture.yaml"), "--search")["search"]["best"]
+    assert any("ep=8" in entry["layout"].split(",") for entry in mixture)
+    large = planned(capsys, "examples/plans/deepseek-v3-grpo-2048xh100.yaml", "--search")["search"]["best"]
+    assert any({"pp=16", "ep=16"} <= set(entry["layout"].split(",")) for entry in large)
