@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.data.stream import LaidResponse, MicroBatch, PackedStream, Response, Unit, pack
+from megarl.data.stream import MicroBatch, PackedStream, Response, Unit, pack
 
 _ROW = "row"
 """The column of the places in the decoder's stream whose hidden states predict the scored tokens."""
@@ -67,8 +67,7 @@ def shifted(
     laid = pack(moved, pad_to_multiple=pad_to_multiple, segment_multiple=segment_multiple)
     before = torch.zeros(len(laid.token_ids), dtype=torch.long)
     for own, origin in zip(laid.laid, origins, strict=False):
-        place = torch.arange(own.prompt_length + own.length)
-        before[_places(own, place)] = _places(stream.laid[origin], place)
+        before[own.places] = stream.laid[origin].places[: len(own.places)]
     return ShiftedStream(laid, before, laid.columns[_ROW])
 
 
@@ -82,8 +81,3 @@ def _behind_first(response: Response) -> Response:
     columns = {name: column[1:] for name, column in response.columns.items()}
     return Response(response.index, response.token_ids[1:], response.mask[1:], columns)
 
-
-def _places(laid: LaidResponse, place: Tensor) -> Tensor:
-    """In the stream, of the tokens at `place` of a sequence."""
-    behind = laid.start + place - laid.prompt_length
-    return torch.where(place < laid.prompt_length, laid.prompt_start + place, behind)

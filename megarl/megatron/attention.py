@@ -56,14 +56,14 @@ class StreamAttention(PackedSeqParams):
 
 @dataclass(frozen=True)
 class _QueryRange:
-    """Queries at places `first` to `last` (excluded) of their segment; they look at its prefix and at places below `last`."""
+    """Queries at places `first` to `last` (excluded) of their segment; they look at its path and at places below `last`."""
 
     segment: Segment
     first: int
     last: int
 
     def is_plain(self, window: int | None) -> bool:
-        return not self.first and not self.segment.prefix_length and (window is None or self.last <= window)
+        return not self.first and not self.segment.path and (window is None or self.last <= window)
 
     def call(self, window: int | None) -> tuple[bool, int]:
         """Runs for which this is equal are computed together: of one kind, and none twice as long as another."""
@@ -88,7 +88,7 @@ def stream_attention(
     runs = list(_runs(stream, len(share.layout), share.rank))
     calls = {
         window: tuple(
-            _call(list(together), window, place, first_of_rank, dtype, device)
+            _call(stream, list(together), window, place, first_of_rank, dtype, device)
             for of_chunk in runs
             for _, together in groupby(sorted(of_chunk, key=kind), key=kind)
         )
@@ -127,6 +127,7 @@ def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange
 
 
 def _call(
+    stream: PackedStream,
     runs: list[_QueryRange],
     window: int | None,
     place: Tensor,
@@ -146,11 +147,11 @@ def _call(
     keys = torch.where(own_key < lasts, starts + own_key, 0)
     bias = None
     if not runs[0].is_plain(window):
-        prefix_starts = column(r.segment.prefix_start for r in runs)
-        prefix_lengths = column(r.segment.prefix_length for r in runs)
+        before = [stream.tokens_before(r.segment, r.segment.before) for r in runs]
+        prefix_lengths = column(map(len, before))
         prefix = torch.arange(int(prefix_lengths.max()))[None]
         in_prefix = prefix < prefix_lengths
-        keys = torch.cat([torch.where(in_prefix, prefix_starts + prefix, 0), keys], dim=1)
+        keys = torch.cat([torch.nn.utils.rnn.pad_sequence(before, batch_first=True), keys], dim=1)
         causal = own_query[..., None] >= own_key[:, None]
         visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
         if window is not None:
