@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.media import Media
-from megarl.data.prefix_tree import common_prefixes, prefix_tree
+from megarl.data.prefix_tree import Node, common_prefixes, prefix_tree
 from megarl.data.stream_media import StreamMedia, laid_media
 
 SCORED_IDS = "scored_ids"
@@ -329,22 +329,6 @@ def _check_positions(positions: Tensor, what: str, length: int) -> None:
         raise ValueError(f"a {what} of {length} tokens has positions {list(positions.shape)}; they must be [3, {length}]")
 
 
-<<<<<<< HEAD
-def laid_tokens(
-    units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
-) -> int:
-    """S of the stream that `pack` would lay of the same arguments."""
-
-    def segment(tokens: int) -> int:
-        return tokens + -tokens % segment_multiple
-
-    total = 0
-    for unit in units:
-        kept = [max(len(response.token_ids) - (position is ScorePosition.NEXT), 0) for response in unit.responses]
-        prompt = len(unit.prompt_ids)
-        total += segment(prompt + kept[0]) if len(kept) == 1 else segment(prompt) + sum(map(segment, kept))
-    return total + -total % pad_to_multiple
-=======
 def _fed(response: Response, position: ScorePosition) -> int:
     """Tokens of a response that are laid into the stream."""
     length = len(response.token_ids)
@@ -365,25 +349,43 @@ def _shareable(response: Response, first: int) -> npt.NDArray[np.int64]:
     return response.token_ids[:count].numpy()
 
 
+def _tree_of(unit: Unit, first: int, position: ScorePosition) -> tuple[list[Node], list[int], bool]:
+    """The tree of a unit's responses and where each ends (see `prefix_tree`); whether all go on alike behind the prompt.
+
+    The prompt is then laid together with what they have in common.
+    """
+    found = common_prefixes([_shareable(response, first) for response in unit.responses])
+    nodes, ends = prefix_tree(found, [_fed(response, position) for response in unit.responses])
+    return nodes, ends, sum(node.parent < 0 for node in nodes) == 1 and -1 not in ends
+
+
+def laid_tokens(
+    units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
+) -> int:
+    """S of the stream that `pack` would lay of the same arguments."""
+    total = 0
+    for unit in units:
+        nodes, _, alike = _tree_of(unit, _positions(unit)[1], position)
+        lengths, prompt = [node.end - node.start for node in nodes], len(unit.prompt_ids)
+        lengths = [prompt + lengths[0], *lengths[1:]] if alike else [prompt, *lengths]
+        total += sum(length + -length % segment_multiple for length in lengths)
+    return total + -total % pad_to_multiple
+
+
 def _lay_unit(laid: _StreamBuilder, unit: Unit, position: ScorePosition) -> list[int]:
     """Lay a unit; the segments that its responses end with."""
     of_prompt, first = _positions(unit)
-    fed = [_fed(response, position) for response in unit.responses]
-    follow = [_positions_behind(first, response, n) for response, n in zip(unit.responses, fed, strict=True)]
-    found = common_prefixes([_shareable(response, first) for response in unit.responses])
-    nodes, ends = prefix_tree(found, fed)
-    # Where all go on alike, the prompt is laid together with what they have in common.
-    alike = sum(node.parent < 0 for node in nodes) == 1 and -1 not in ends
+    follow = [_positions_behind(first, response, _fed(response, position)) for response in unit.responses]
+    nodes, ends, alike = _tree_of(unit, first, position)
     prompt = -1 if alike else laid.append(unit.prompt_ids, of_prompt)
     segments: list[int] = []
     for node in nodes:
         part = slice(node.start, node.end)
         tokens, positions = unit.responses[node.member].token_ids[part], follow[node.member][..., part]
-        if node.parent < 0 and prompt < 0:
+        if node.parent < 0 and alike:
             tokens, positions = torch.cat([unit.prompt_ids, tokens]), _joined([of_prompt, positions])
         segments.append(laid.append(tokens, positions, segments[node.parent] if node.parent >= 0 else prompt))
     return [segments[end] if end >= 0 else prompt for end in ends]
->>>>>>> 2cce51d (A stream lays what several responses begin with once: a tree of prefixes in place of one level)
 
 
 def pack(
