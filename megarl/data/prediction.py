@@ -80,4 +80,3 @@ def _with_rows(response: Response, rows: Tensor) -> Response:
 def _behind_first(response: Response) -> Response:
     columns = {name: column[1:] for name, column in response.columns.items()}
     return Response(response.index, response.token_ids[1:], response.mask[1:], columns)
-

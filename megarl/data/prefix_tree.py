@@ -27,18 +27,23 @@ class CommonPrefixes(NamedTuple):
     order: tuple[int, ...]
     common: tuple[int, ...]
 
-    def saved(self, chosen: Iterable[int]) -> int:
-        """Tokens that the responses `chosen` need not compute because another one of them does."""
-        wanted, total, least, before = set(chosen), 0, 0, False
-        for number, common in zip(self.order, (0, *self.common), strict=False):
-            least = min(least, common)
+    def repeats(self, chosen: Iterable[int]) -> tuple[int, ...]:
+        """How many first tokens each of the responses `chosen` need not compute because another one of them does, if any."""
+        if not self.common:
+            return ()
+        wanted, found = set(chosen), []
+        least: int | None = None
+        for number, common in zip(self.order, (0, *self.common), strict=True):
+            least = min(least, common) if least is not None else None
             if number in wanted:
-                total += least if before else 0
-                before, least = True, _ENDLESS
-        return total
+                found += [least] if least else []
+                least = _ENDLESS
+        return tuple(found)
 
 
 _ENDLESS = 1 << 62
+NOTHING_SHARED = CommonPrefixes((), ())
+"""Of responses that share their prompt alone."""
 
 
 class Node(NamedTuple):
@@ -70,7 +75,7 @@ def common_prefixes(responses: Sequence[Tokens]) -> CommonPrefixes:
 
 
 def prefix_tree(found: CommonPrefixes, lengths: Sequence[int]) -> tuple[list[Node], list[int]]:
-    """The nodes, parents first, those below a node behind each other, and the node at which each response ends (-1: the prompt).
+    """The nodes, parents first and those below a node behind each other, and the node that each response ends at (-1: the prompt).
 
     `lengths` are the tokens of each response; the last of them need not be among those that were compared.
     """

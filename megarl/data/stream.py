@@ -254,7 +254,7 @@ class _StreamBuilder:
         self.length = self.end = 0
 
     def append(self, tokens: Tensor, positions: Tensor, parent: int = -1) -> int:
-        """Lay `tokens` at `positions` (`[n]` or `[3, n]`) as one segment behind the segment `parent`, if there are any, and pad it.
+        """Lay `tokens`, if any, at `positions` (`[n]` or `[3, n]`) as one segment behind the segment `parent`, and pad it.
 
         Returns the number of the segment that they end with.
         """

@@ -46,6 +46,7 @@ from megarl.megatron.recurrence import Recurrence, recurrence_of
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
 from megarl.megatron.seeing import SeeingModel
+from megarl.megatron.segment_attention import segment_attention
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -176,7 +177,7 @@ def _run(
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
     layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
-    if options.layer_spec != "reference":
+    if not options.shares_prefixes:
         filled = [(split_shared_prompts(units), loss) for units, loss in filled]
     longest = _longest([units for units, _ in filled], options, position)
     shape = _PassShape(
@@ -362,7 +363,7 @@ def _forward_step(
     # All are read in this very forward call, outside the layers that may be recomputed later.
     if isinstance(core.rotary_pos_emb, PackedRotaryEmbedding):
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
-        whole = options.layer_spec == "transformer_engine"
+        whole = options.layer_spec == "transformer_engine" and not options.by_segments
         core.rotary_pos_emb.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if isinstance(core, SeeingModel):
         core.seen = laid.seen
@@ -409,6 +410,8 @@ def _attention_inputs(
 
     They are made in main memory, where `stream` and `share` are, and copied to `device`.
     """
+    if options.by_segments:
+        return None, on_device(segment_attention(stream, share, recurrence, windows), device)
     if options.layer_spec == "reference":
         attention = stream_attention(stream, share, DTYPES[options.dtype], recurrence, windows)
         return None, on_device(attention, device)
