@@ -1,8 +1,8 @@
 """Which data-parallel rank computes what, in which micro-batches. Pure arithmetic on lengths.
 
-A *unit* is a prompt with the responses to it, and what a rank computes of it at once is a *piece*. Each piece computes the prompt
-once, and what several responses begin with; with `copied_prompts` the prompt once for each of its responses, but pictures once.
-Invariants of a plan, whatever the input:
+A *unit* is a prompt with the responses to it, and what a rank computes of it at once is a *piece*. Each piece computes the
+prompt once, and what several responses begin with; with `copied_prompts` the prompt once for each of its responses, but
+pictures once. Invariants of a plan, whatever the input:
 
 1. Every response of every unit is in exactly one piece; a micro-batch holds at most one piece of a unit.
 2. Every rank has the same number of micro-batches, at least one, and none is empty.

@@ -75,7 +75,7 @@ def common_prefixes(responses: Sequence[Tokens]) -> CommonPrefixes:
 
 
 def prefix_tree(found: CommonPrefixes, lengths: Sequence[int]) -> tuple[list[Node], list[int]]:
-    """The nodes, parents first and those below a node behind each other, and the node that each response ends at (-1: the prompt).
+    """The nodes, parents first and those below a node behind each other; and at which of them each response ends (-1: none).
 
     `lengths` are the tokens of each response; the last of them need not be among those that were compared.
     """

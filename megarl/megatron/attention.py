@@ -45,8 +45,8 @@ class AttentionCall:
 class StreamAttention(PackedSeqParams):
     """What travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids` int64
-    `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
+    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids`
+    int64 `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
     """
 
     calls: Mapping[int | None, tuple[Any, ...]] = field(default_factory=dict)

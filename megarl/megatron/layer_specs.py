@@ -94,8 +94,8 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
-    With `by_segments` their attention is that of `segment_attention.py`. Behind the model's first `deepstack` layers features of
-    a vision tower are added. The layers of `rope` rotate as it says.
+    With `by_segments` their attention is that of `segment_attention.py`. Behind the model's first `deepstack` layers features
+    of a vision tower are added. The layers of `rope` rotate as it says.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
