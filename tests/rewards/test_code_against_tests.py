@@ -274,7 +274,7 @@ RIGHT: dict[str, tuple[str, list[str]]] = {
         ["import response\nassert response.f() == 1", "from response import f as own\nassert own() == 1"],
     ),
     "tests share names": ("def f(): return 1", ["x = f()", "assert x == 1"]),
-    "printing": ("def f(): print('noise'); return 1", ["print('more')\nassert f() == 1"]),
+    "printing": ("def f(): print('noise' * 10 ** 6); return 1", ["print('more' * 10 ** 6)\nassert f() == 1"]),
 }
 
 

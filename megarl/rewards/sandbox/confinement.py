@@ -86,6 +86,15 @@ def confine(memory_bytes: int, cpu_s: int, readable: Iterable[str] = ()) -> None
     system_calls.install()
 
 
+def confined(memory_bytes: int, cpu_s: int) -> str:
+    """`confine`, with the working folder to read: what is missing on this machine, or an empty text."""
+    try:
+        confine(memory_bytes, cpu_s, [os.getcwd()])
+    except (OSError, ValueError, AttributeError) as error:
+        return str(error).replace("\n", " ")
+    return ""
+
+
 def confine_commands(limits: CommandLimits, folder: str, readable: Iterable[str] = ()) -> None:
     """Let this process, and all that it starts, change files in `folder` alone, and reach no process but its own.
 

@@ -28,16 +28,26 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 class Peer:
     """This process's end: its own objects by number, and stand-ins for the other one's."""
 
-    def __init__(self, channel: Channel, far: Callable[[Peer, int, bool], Any], may: Callable[[Any, str], None]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        far: Callable[[Peer, int, bool], Any],
+        may: Callable[[Any, str], None],
+        *,
+        library: Callable[[Any], list[str] | None] | None = None,
+        import_as: Callable[[str, str], Any] | None = None,
+    ) -> None:
         """`far` makes the stand-in of (this end, a number, whether it can be called); `may` raises TypeError unless the other
-        side may read or set this attribute of this object."""
-        self._channel, self._far, self._may = channel, far, may
+        side may read or set this attribute of this object.
+
+        `library` gives the module and name by which an object is sent, if both sides import it; `import_as` imports what the
+        other side sends so. None: nothing is sent, or taken, by its name.
+        """
+        self._channel, self._far, self._may, self._library, self._import = channel, far, may, library, import_as
         self._own: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._fars: dict[int, Any] = {}
         self._errors: dict[int, type[BaseException]] = {}
-        self.library: Callable[[Any], list[str] | None] = lambda value: None
-        """Where both sides import an object from: a module and a name. It is then sent by them."""
 
     def give(self, value: Any) -> int:
         """The number of an object of this side, by which the other one may ask for it."""
@@ -122,7 +132,7 @@ class Peer:
             number = next((number for number, error in self._errors.items() if error is value), None)
         if number is not None:
             return {"yours": number}
-        place = self.library(value)
+        place = self._library(value) if self._library is not None else None
         if place is not None:
             return {"library": place}
         self._may(value, "")
@@ -135,18 +145,14 @@ class Peer:
         ((kind, about),) = given.items()
         if kind == "yours":
             return self._own[about]
-        if kind == "library":
-            return self.imported(*about)
+        if kind == "library" and self._import is not None:
+            return self._import(*about)
         if kind != "object" or type(about["mine"]) is not int:
             raise ValueError(kind)
         number = about["mine"]
         if "raises" in about:
             return self._error_class(number, *about["raises"])
         return self.stand_in(number, calls=bool(about["calls"]))
-
-    def imported(self, module: str, name: str) -> Any:
-        """An object that the other side says by where it is imported from; this side takes none."""
-        raise ValueError(f"{module}.{name}")
 
     def _described(self, error: BaseException) -> dict[str, Any]:
         try:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,28 +58,17 @@ def run_tests(code: str, tests: Sequence[str], limits: SandboxLimits, until: flo
     Raises as `run_program`.
     """
     with contextlib.ExitStack() as left:
-        ends: list[int] = []
-        for _ in range(2):
-            ends += os.pipe()
-        closing = [left.enter_context(_closed(end)) for end in ends]
-        from_tests, to_program, from_program, to_tests = ends
+        ends = [left.enter_context(open(end, "rb", buffering=0)) for _ in range(2) for end in os.pipe()]
+        from_tests, to_program, from_program, to_tests = (end.fileno() for end in ends)
         program: dict[str, object] = {"code": code, "channel": [from_tests, to_tests], "input": ""}
         judge: dict[str, object] = {"tests": list(tests), "channel": [from_program, to_program]}
         left.enter_context(_child("program_child.py", program, limits, [from_tests, to_tests]))
         process = left.enter_context(_child("tests_child.py", judge, limits, [from_program, to_program]))
-        for one in closing:
-            one()
+        for end in ends:  # the two processes have them now
+            end.close()
         output, _ = _supervise(process, limits, until)
     told = output or b""
     return min(int(told), len(tests)) if re.fullmatch(rb"\d{1,6}\n", told) else 0
-
-
-@contextlib.contextmanager
-def _closed(end: int) -> Iterator[Callable[[], None]]:
-    """A file descriptor that is closed when it is said, at the latest at the end."""
-    with contextlib.ExitStack() as left:
-        left.callback(os.close, end)
-        yield left.close
 
 
 @contextlib.contextmanager

@@ -18,13 +18,16 @@ from typing import Any
 
 def main() -> None:
     """One run."""
+    from confinement import confined
+
     with open(0, "rb", closefd=False) as stdin:
         request = json.loads(stdin.read())
     _replace_input((request["input"] or "").encode(errors="surrogatepass"))
     if request["channel"] is not None:
         import peer  # noqa: F401 - no file of megarl can be read once the process is confined
 
-    problem = _confine(request["memory_bytes"], request["cpu_s"])
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    problem = confined(request["memory_bytes"], request["cpu_s"])
     if request["channel"] is not None:
         _be_tested(request["code"], request["channel"], problem)
         os._exit(0)
@@ -42,17 +45,6 @@ def _replace_input(text: bytes) -> None:
     os.lseek(memory, 0, os.SEEK_SET)
     os.dup2(memory, 0)
     os.close(memory)
-
-
-def _confine(memory_bytes: int, cpu_s: int) -> str:
-    """Confine this process; what is missing on this machine, or an empty text."""
-    try:
-        import confinement
-
-        confinement.confine(memory_bytes, cpu_s, [os.getcwd()])
-    except (OSError, ValueError, ImportError, AttributeError) as error:
-        return str(error).replace("\n", " ")
-    return ""
 
 
 def run_program(code: str) -> None:
@@ -76,8 +68,12 @@ def _be_tested(code: str, ends: list[int], problem: str) -> None:
         run(compile(code, "response", "exec"), vars(module))
     except BaseException:  # noqa: BLE001 - SystemExit too: a program that leaves before the tests passes none
         return
-    peer = Peer(channel, lambda peer, number, calls: (FarCallable if calls else Far)(peer, number), lambda thing, name: None)
-    peer.imported = _imported  # type: ignore[method-assign]
+    peer = Peer(
+        channel,
+        lambda peer, number, calls: (FarCallable if calls else Far)(peer, number),
+        lambda thing, name: None,
+        import_as=_imported,
+    )
     peer.give(module)
     peer.give(lambda: _defined(vars(module)))
     channel.send(["began"])

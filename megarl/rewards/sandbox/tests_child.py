@@ -38,9 +38,11 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     import peer  # noqa: F401 - no file of megarl can be read once the process is confined
+    from confinement import confined
     from values import Channel, Closed
 
-    problem = _confine(request["memory_bytes"], request["cpu_s"])
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0)))  # nobody else may read this memory
+    problem = confined(request["memory_bytes"], request["cpu_s"])
     channel = Channel(*request["channel"])
     passed = 0
     try:
@@ -83,8 +85,7 @@ class ProgramNames(dict[str, Any]):
         from peer import Peer
 
         super().__init__(__name__="tests")
-        peer = Peer(channel, _stand_in, _may)
-        peer.library = _library
+        peer = Peer(channel, _stand_in, _may, library=_library)
         self._program = peer.stand_in(0, calls=False)
         self._defined: dict[str, str] = peer.stand_in(1, calls=True)()
         self._libraries: set[str] = set()
@@ -168,18 +169,6 @@ def _library(value: Any) -> list[str] | None:
         if module.partition(".")[0] in {*sys.stdlib_module_names, *_OWN_COPIES.values()}:
             return [module, value.__qualname__]
     return None
-
-
-def _confine(memory_bytes: int, cpu_s: int) -> str:
-    """Confine this process, whose memory nobody else may read; what is missing on this machine, or an empty text."""
-    try:
-        import confinement
-
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, *map(ctypes.c_ulong, (0, 0, 0, 0)))
-        confinement.confine(memory_bytes, cpu_s, [os.getcwd()])
-    except (OSError, ValueError, ImportError, AttributeError) as error:
-        return str(error).replace("\n", " ")
-    return ""
 
 
 if __name__ == "__main__":
