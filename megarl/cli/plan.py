@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
@@ -113,6 +114,8 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
             calibration, gpu = fitted_gpu(arguments.calibrate, gpu)
         else:
             calibration = calibrated(arguments.calibrate[0], gpu)
+    if measured is not None:
+        calibration = replace(calibration, whole_pass=measured.whole_pass)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
     found = None
     if arguments.search or not (plan.fits or measured):

@@ -53,9 +53,9 @@ def row_sums_kernel(logits, found, row_stride, real, rows, temperature, SQUARES:
 
 
 @triton.jit
-def gradient_kernel(
+def gradient_kernel(  # type: ignore[no-untyped-def]
     logits, per_row, targets, at_targets, row_stride, width, real, rows, count, temperature, TILE: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """One read and one write of a tile. `per_row` `[4, n]`: log Z, entropy, and the gradients of entropy and of all log-probs;
     `targets` and `at_targets` `[n, count]`."""
     row = tl.program_id(0).to(tl.int64)

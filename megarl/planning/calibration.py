@@ -24,6 +24,8 @@ class Calibration:
     scales: Mapping[str, float] = field(default_factory=dict)
     reward_s_per_sample: float = 0.0
     other_s: float = 0.0
+    whole_pass: bool = False
+    """Whether old log-probs are of a pass over all rows, as other trainers have it, and none are left to the first update."""
 
     def scale(self, phase: str) -> float:
         """What the seconds of a phase are multiplied by."""
@@ -41,6 +43,11 @@ class Recorded:
     response_tokens: float
     samples: float
     steps: int
+
+    @property
+    def other_s(self) -> float:
+        """Seconds of a step outside the phases that a plan has."""
+        return sum(seconds for phase, seconds in self.phases.items() if phase not in (*SCALED, "reward"))
 
 
 def read_run(folder: str | Path, option: str = "--calibrate") -> Recorded:

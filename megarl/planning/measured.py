@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import AnyConfig, load_any
 from megarl.errors import ConfigError, nearest
-from megarl.planning.calibration import read_run
+from megarl.planning.calibration import Calibration, read_run
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.plan import CapacityPlan, lengths_of, make_plan
 
@@ -23,7 +23,7 @@ class Measured:
     """A measured step: seconds by phase (`step` is the whole), mean lengths, and the config of the run.
 
     `memory` has `ran` (whether it did) and `adjust`: factors of parts, or of all of a role, that the run kept otherwise than
-    megarl does. `fitted`: whether the defaults of `Efficiencies` were fitted to it.
+    megarl does. `fitted`: whether the defaults of `Efficiencies` were fitted to it. `whole_pass` is as in `Calibration`.
     """
 
     name: str
@@ -34,13 +34,15 @@ class Measured:
     gpu: str | None = None
     memory: Mapping[str, Any] | None = None
     fitted: bool = False
+    whole_pass: bool = False
     source: str = ""
     url: str = ""
     note: str = ""
 
     def plan(self, gpu: GpuSpec) -> CapacityPlan:
         """The plan of the same step."""
-        return make_plan(self.config, gpu, lengths=lengths_of(self.config, self.prompt_tokens, self.response_tokens))
+        lengths = lengths_of(self.config, self.prompt_tokens, self.response_tokens)
+        return make_plan(self.config, gpu, lengths=lengths, calibration=Calibration(whole_pass=self.whole_pass))
 
 
 @dataclass(frozen=True)
@@ -134,5 +136,5 @@ def _measured(row: Mapping[str, Any], config: AnyConfig, path: str | Path) -> Me
         row["response_tokens"],
         gpu=row.get("gpu"),
         memory=row.get("memory"),
-        **{name: row[name] for name in ("fitted", "source", "url", "note") if name in row},
+        **{name: row[name] for name in ("fitted", "whole_pass", "source", "url", "note") if name in row},
     )

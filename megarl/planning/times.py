@@ -89,7 +89,7 @@ def plan_times(
     answering = [name for name in ("policy", "reference", *teachers, "critic") if name in roles]
     if not config.needs_old_log_probs:
         answering.remove("policy")
-    elif config.first_update_is_a_pass:
+    elif config.first_update_is_a_pass and not calibration.whole_pass:
         later = 1 - config.epochs / config.optimizer_steps_per_step  # the share of a step outside its first mini-batch
         passes["policy"] = {part: later * seconds for part, seconds in passes["policy"].items()}
     if answering or sampling is not None:

@@ -23,7 +23,7 @@ def each_row(learning: Any) -> list[dict[str, Any]]:
     ("module", "trees"),
     [
         ("bad_input_cases", lambda module: [module.BASE]),
-        ("fault_trials", lambda module: [module.config(Path("runs"), 8000, 8), module.agents_config(Path("runs"), 8000, 8)]),
+        ("fault_runs", lambda module: [module.config(Path("runs"), 8000, 8, family) for family in module.FAMILIES]),
         ("learning", each_row),
         ("distillation", lambda module: [module.settings(form, 0, 1, "runs") for form in module.FORMS]),
     ],

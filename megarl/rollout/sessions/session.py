@@ -266,7 +266,12 @@ class AgentSession:
             return await self._sample(ids, most, media), None
         text_of = self._renderer(request.tools).sampled_text
         generation, behind, stopped = await sample_until(
-            request.stops, lambda *asked: self._sample(*asked, media), ids, most, text_of, self.limits.piece_tokens
+            request.stops,
+            lambda so_far, length: self._sample(so_far, length, media),
+            ids,
+            most,
+            text_of,
+            self.limits.piece_tokens,
         )
         self.counts["tokens_behind_stops"] += behind
         return generation, stopped
