@@ -21,7 +21,13 @@ from megarl.planning.measured import STEP, Compared, Measured, compare, held_byt
 TABLE = Path(__file__).with_name("published") / "measurements.json"
 NAMES = ("products", "fp8", "experts", "unequal", "decoding", "decoding_step_s", "expert_layer_s", "tensor_s", "turn_gb_per_s")
 """Constants that were fitted to the rows that are marked so."""
-BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
+
+
+def put_into(page: Path, name: str, text: str) -> None:
+    """Write `text` between the page's marks of this name."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = page.read_text().split(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 def compared(row: Measured, constants: Efficiencies | None = None) -> list[Compared]:
@@ -97,9 +103,7 @@ def main() -> None:
     text = "\n".join(parts)
     print(text)
     if arguments.page:
-        page = Path(arguments.page)
-        before, rest = page.read_text().split(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}")
+        put_into(Path(arguments.page), "published", text)
     if arguments.json:
         found = {row.name: {one.phase: one.ratio for one in compared(row)} for row in rows}
         Path(arguments.json).write_text(json.dumps(found, indent=1) + "\n")

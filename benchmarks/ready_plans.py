@@ -9,6 +9,8 @@ import argparse
 import re
 from pathlib import Path
 
+from planner import TABLE, put_into
+
 from megarl.config import load_any
 from megarl.planning.gpus import gpu_named
 from megarl.planning.measured import STEP, Measured, read_table
@@ -17,8 +19,6 @@ from megarl.planning.roles import RunShape
 
 ROOT = Path(__file__).parents[1]
 PLANS = ROOT / "examples/plans"
-TABLE = ROOT / "benchmarks/published/measurements.json"
-BEGIN, END = "<!-- ready: begin -->", "<!-- ready: end -->"
 
 
 def line(path: Path, published: list[Measured]) -> str:
@@ -76,10 +76,7 @@ def main() -> None:
         lines.append(line(path, published))
         print(lines[-1], flush=True)
     if arguments.page:
-        page = Path(arguments.page)
-        before, rest = page.read_text().split(BEGIN)
-        table = "\n".join(lines)
-        page.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+        put_into(Path(arguments.page), "ready", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -169,14 +169,14 @@ def _chunk_forward(hidden: Tensor, vocabulary: VocabularySlice, targets: Tensor,
     else:
         logits = vocabulary.logits(hidden)
         picked, temperature = logits.gather(1, target), 1.0
-        peak = _largest(logits.amax(dim=1), group)
+        peak = largest_of_all(logits.amax(dim=1), group)
         least = least_kept(logits, peak[:, None], asked.limits, group)
         absent = left_out(logits, least, (target[:, 0], here[:, 0]))
     top = _likeliest(logits, vocabulary, asked.top_k, temperature) if asked.top_k else None
     if absent is not None:
         of_slice = _sums_of_kept(logits.sub_(peak[:, None]), absent, vocabulary.real, squares=asked.collision)
     of_targets = torch.where(here, picked - peak[:, None], 0.0).t()
-    sums = torch.cat([torch.stack([*of_slice]), of_targets])
+    sums = torch.cat([torch.stack(of_slice), of_targets])
     if group.size() > 1:
         torch.distributed.all_reduce(sums, group=group)
     # Everything relative to the peak: subtracting two large numbers last would cost digits.
@@ -197,13 +197,13 @@ def relative_to_all(sums: Tensor, group: torch.distributed.ProcessGroup) -> list
     """The largest logit of each row over all slices, and the further `row_sums` of this rank's slice relative to it."""
     if group.size() == 1:
         return [*sums]
-    peak = _largest(sums[0].clone(), group)
+    peak = largest_of_all(sums[0].clone(), group)
     lower = torch.where(sums[0] == -torch.inf, 0.0, sums[0] - peak)  # a slice of padding alone has sums of 0
     factor = lower.exp()
     return [peak, factor * sums[1], factor * (sums[2] + lower * sums[1]), *(factor.square() * more for more in sums[3:])]
 
 
-def _largest(peak: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
+def largest_of_all(peak: Tensor, group: torch.distributed.ProcessGroup) -> Tensor:
     """`peak` of all ranks, in its place."""
     if group.size() > 1:
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=group)

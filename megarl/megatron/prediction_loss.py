@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.megatron.heads import VocabularySlice, row_chunks
+from megarl.megatron.heads import VocabularySlice, largest_of_all, row_chunks
 
 
 class PredictionLoss(torch.autograd.Function):
@@ -65,9 +65,7 @@ class PredictionLoss(torch.autograd.Function):
 
 def _log_sum(logits: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
     """Of `logits` `[n, V/tp]` the log of the sum of exponentials over all slices, `[n]`, and the largest."""
-    peak = logits.amax(dim=1)
-    if vocabulary.group.size() > 1:
-        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX, group=vocabulary.group)
+    peak = largest_of_all(logits.amax(dim=1), vocabulary.group)
     return _summed((logits - peak[:, None]).exp_().sum(1), vocabulary).log() + peak, peak
 
 

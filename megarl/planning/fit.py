@@ -44,11 +44,10 @@ def fitted_gpu(folders: Sequence[str | Path], gpu: GpuSpec) -> tuple[Calibration
         steps.append(Measured(run.folder, run.config, phases, run.prompt_tokens, run.response_tokens))
     found = fit_constants(steps, gpu)
     rewards = [run.phases.get("reward", 0.0) / run.samples for run in runs]
-    others = [sum(time for name, time in run.phases.items() if name not in (*SCALED, "reward")) for run in runs]
     changed = {name: getattr(found, name) for name in FITTED if getattr(found, name) != getattr(gpu.efficiencies, name)}
     stated = ", ".join(f"{name} {value:.3g}" for name, value in changed.items())
     source = f"constants fitted to {len(runs)} runs: {stated or 'none changed'}"
-    calibration = Calibration(source, reward_s_per_sample=mean(rewards), other_s=mean(others))
+    calibration = Calibration(source, reward_s_per_sample=mean(rewards), other_s=mean(run.other_s for run in runs))
     return calibration, replace(gpu, efficiencies=found)
 
 
@@ -62,10 +61,9 @@ def fit(recorded: Recorded, gpu: GpuSpec) -> Calibration:
         if recorded.phases.get(phase) and times.seconds(phase)
     }
     rewards = max(0.0, recorded.phases.get("reward", 0.0) - times.seconds("reward"))
-    others = sum(seconds for phase, seconds in recorded.phases.items() if phase not in (*SCALED, "reward"))
     stated = ", ".join(f"{phase} x {factor:.3g}" for phase, factor in scales.items())
     source = f"{recorded.steps} steps of {recorded.folder}, against the assumptions: {stated}"
-    return Calibration(source, scales=scales, reward_s_per_sample=rewards / recorded.samples, other_s=others)
+    return Calibration(source, scales=scales, reward_s_per_sample=rewards / recorded.samples, other_s=recorded.other_s)
 
 
 def fit_constants(steps: Iterable[Measured], gpu: GpuSpec, names: Sequence[str] = FITTED) -> Efficiencies:

@@ -98,6 +98,12 @@ def peak_flops(gpu: GpuSpec, precision: Precision) -> float:
     return gpu.peak_flops() / (1 if precision.itemsize == 2 or gpu.name == "cpu" else 2)
 
 
+def _fullest_stage(role: PlannedRole) -> list[int]:
+    """The layers of the stage that has most."""
+    chunks = max(role.layout.stage_layers(role.shape.layers), key=lambda chunks: sum(map(len, chunks)))
+    return [layer for chunk in chunks for layer in chunk]
+
+
 def _rounded(lengths: Lengths) -> tuple[int, int]:
     return round(lengths.prompt), max(1, round(lengths.response))
 
@@ -127,8 +133,7 @@ def _traffic(
     """
     shape, layout = role.shape, role.layout
     passes = times.decoder if times.trains else 1.0
-    chunks = max(layout.stage_layers(shape.layers), key=lambda chunks: sum(map(len, chunks)))
-    layers = [layer for chunk in chunks for layer in chunk]
+    layers = _fullest_stage(role)
     of_kind = {
         has_experts: layer_activations(
             shape, layout, precision, has_experts=has_experts, mean_length=lengths.prompt + lengths.response
@@ -149,9 +154,8 @@ def _waiting(role: PlannedRole, gpu: GpuSpec, precision: Precision, passes: floa
     """Seconds that GPUs wait for launches: where layers take less than the host needs to start them."""
     if precision.is_reference:
         return 0.0
-    share, shape, layout = gpu.efficiencies, role.shape, role.layout
-    chunks = max(layout.stage_layers(shape.layers), key=lambda chunks: sum(map(len, chunks)))
-    layers = [layer for chunk in chunks for layer in chunk]
+    share, shape = gpu.efficiencies, role.shape
+    layers = _fullest_stage(role)
     with_experts = sum(layer in shape.expert_layers for layer in layers)
     of_experts = share.layer_s if sends_once_to_a_node(role) else share.expert_layer_s
     return max(0.0, passes * ((len(layers) - with_experts) * share.layer_s + with_experts * of_experts) - busy)
