@@ -22,7 +22,7 @@ from megarl.models.registry import architecture_for
 
 LORA = Lora(rank=3, alpha=5.0)
 """A rank that no number of ranks divides."""
-SPREAD = 0.1
+SPREAD = 0.07
 """Of the random values, so that adapters matter and transformers in float32 is near its float64."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 

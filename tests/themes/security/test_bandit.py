@@ -21,6 +21,7 @@ SHELTERED = {
     ("B310", "rollout/engines/sglang/external.py"): "the config has looked at the URLs: http or https",
     ("B301", "rewards/sandbox/judge_child.py"): "a child reads what its own parent wrote on a pipe; answers come back as JSON",
     ("B102", "rewards/sandbox/program_child.py"): "running a response is what the sandbox is for",
+    ("B102", "rewards/sandbox/tests_child.py"): "so is running the tests of a data row, in a process that is shut in, too",
     ("B108", "launch/*"): "names of folders that are asked about or mounted, not files that are made",
     ("B108", "cli/submit.py"): "the same",
     ("B108", "rollout/sandboxes/containers.py"): "the /tmp of a container, which is its own",
