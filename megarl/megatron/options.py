@@ -14,8 +14,8 @@ from megarl.errors import ConfigError
 from megarl.models.lora import Lora
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""By type of device, bytes of float32 logits that exist at once where a role does not say how many tokens' (two buffers of
-this are in use). On a CPU they stay near the caches; a GPU needs thousands of rows for its products to be fast."""
+"""By type of device, bytes of float32 logits that exist at once where a role does not say how many tokens' (one buffer of
+this is in use). On a CPU they stay near the caches; a GPU needs thousands of rows for its products to be fast."""
 
 
 def default_chunk_tokens(device_type: str, vocabulary: int) -> int:
