@@ -57,6 +57,8 @@ def shrunk_config(
         found |= {"q_lora_rank": 32} if found.get("q_lora_rank") else {}
     elif found.get("head_dim"):
         found["head_dim"] = HEAD
+        if HIDDEN % int(found["num_attention_heads"]):  # families refuse widths that their heads do not divide
+            found["hidden_size"] = HEAD * int(found["num_attention_heads"])
     else:  # the family may know no other head than its share of the residual stream
         found["hidden_size"] = HEAD * int(found["num_attention_heads"])
     for name, least in (("first_k_dense_replace", 1), ("num_nextn_predict_layers", 0)):

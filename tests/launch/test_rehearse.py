@@ -136,6 +136,21 @@ def test_what_cannot_be_placed_is_one_sentence(capsys: pytest.CaptureFixture[str
         assert sentence in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("heads", [9, 3, 8])
+def test_the_small_model_is_one_that_transformers_builds_whatever_its_heads(tmp_path: Path, heads: int) -> None:
+    """SmolLM2 has nine, which do not divide the width of the small model."""
+    hf_config = json.loads((ROOT / "examples/models/llama-3.1-8b/config.json").read_text())
+    hf_config |= {"num_attention_heads": heads, "num_key_value_heads": 1 if heads != 9 else 3, "head_dim": 64}
+    hf_config |= {"hidden_size": 64 * heads}
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd/config.json").write_text(json.dumps(hf_config))
+    config = load_config("c.yaml", [f"model.path={tmp_path / 'odd'}", "policy.layout={}", "rollout.tp=1"])
+    small = small_run.small_run(config, tmp_path / "small", "here")
+    weight = load_file(tmp_path / "small/model/model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert weight.shape == (16 * heads, 64 if heads == 8 else 16 * heads)
+    check_models(small)
+
+
 def test_the_small_run_has_every_teacher_in_its_layout_and_compares_tokens_that_its_model_has(tmp_path: Path) -> None:
     named = "teacher.named=[{name: math, path: elsewhere, layout: {tp: 2}}, {name: code, path: elsewhere}]"
     distillation = "algorithm.distillation={apply_to: loss, top_k: 500}"

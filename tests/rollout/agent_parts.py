@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import urllib.request
+from pathlib import Path
 
 import openai
 
@@ -63,9 +65,16 @@ async def asks_nothing(task: AgentTask) -> None:
 async def dies(task: AgentTask) -> None:
     """Takes its process with it after a turn."""
     await two_turns(task)
-    import os
-
     os._exit(7)
+
+
+async def dies_once(task: AgentTask) -> float:
+    """Takes its process with it after its turns, unless it has done so before."""
+    reward = await two_turns(task)
+    if not os.path.exists(task.row["marker"]):
+        Path(task.row["marker"]).touch()
+        os._exit(7)
+    return reward
 
 
 def strangers(task: AgentTask) -> None:

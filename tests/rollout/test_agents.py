@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,13 @@ def test_a_streamed_turn_of_a_plain_function() -> None:
 
 def test_an_agent_that_never_ends_is_ended_and_its_turns_are_kept_as_truncated() -> None:
     episodes = opened(AgentConfig(function=f"{HERE}:never_ends", processes=1, timeout_s=6))
-    [[sample]] = acted(episodes)
+    agents = psutil.Process().children()
+    try:
+        [sample] = asyncio.run(episodes.branches(PROMPT, 0, hello))
+        left = [one for one in psutil.Process().children() if one not in agents and one.status() != psutil.STATUS_ZOMBIE]
+        assert left == [], "it does not heed that it is cancelled, and so its process is ended"
+    finally:
+        episodes.close()
     assert sample.finish_reason == "length"
     assert len(sample.turns) == 3
     assert episodes.take_counts()["agent_timeouts"] == 1
@@ -122,6 +129,25 @@ def test_an_agent_that_floods_is_ended() -> None:
     assert len(branches) == 2, "it asked the same twice: two answers"
     assert branches[0].finish_reason == "length"
     assert episodes.take_counts()["floods"] == 1
+
+
+def test_an_agent_whose_process_dies_is_begun_anew_with_the_turns_that_were_sampled_for_it(tmp_path: Path) -> None:
+    episodes, asked = opened(AgentConfig(function=f"{HERE}:dies_once", processes=1)), []
+    prompt = replace(PROMPT, row={**PROMPT.row, "marker": str(tmp_path / "died")})
+
+    async def counted(ids: list[int], most: int, media: Any = None, /) -> Generation:
+        asked.append(ids)
+        return await hello(ids, most)
+
+    try:
+        [sample] = asyncio.run(episodes.branches(prompt, 0, counted))
+    finally:
+        episodes.close()
+    assert (tmp_path / "died").exists()
+    assert sample.rewards["environment"] > 0
+    assert sample.finish_reason == "stop"
+    assert len(asked) == 2
+    assert episodes.take_counts()["agent_errors"] == 0
 
 
 def test_an_agent_that_dies_leaves_its_turns_which_are_sampled_once() -> None:

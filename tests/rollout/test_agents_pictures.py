@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from megarl.data.media import Media
 from megarl.data.sample import Sample
 from megarl.data.told_pictures import PictureKeeper
 from megarl.rollout.episodes.agent import KeptTurns, samples_of
@@ -124,6 +125,26 @@ def test_another_picture_of_the_same_size_is_another_history(tmp_path: Path, his
     assert [[media.digests[0] for media in shown] for shown in script.shown[1:]] == [last, last]
     assert first != last
     assert [sum(sample.sampled_mask) for sample in samples] == [len(turns("two")[0][0]) + len(turns("three")[0][0]), 4]
+
+
+@pytest.mark.parametrize("history", ["tokens", "template"])
+def test_a_history_with_another_picture_does_not_go_on_from_the_first(tmp_path: Path, history: History) -> None:
+    keeper, script = keeper_of(tmp_path), Script(turns("one", "two"))
+    requests = [chat([["How?", FIRST]], keeper), chat([["How?", OTHER], "one", ["again"]], keeper)]
+    later, first = asyncio.run(acted(tmp_path, requests, history, script))
+    assert later.prompt_media != first.prompt_media
+    assert len(later.prompt_ids) > len(first.prompt_ids), "all of it was told, and nothing of it sampled"
+    assert script.shown[1] == later.media
+
+
+def test_a_later_try_that_shows_another_picture_is_not_given_what_was_sampled_for_the_first(tmp_path: Path) -> None:
+    script = Script(turns("one", "two"))
+    kept = KeptTurns(script)
+    first, other = (Media("image", (digest,), (1, 4, 4), 1, 4) for digest in ("a", "b"))
+    one = asyncio.run(kept([1, 2], 9, [first]))
+    kept.begin_try()
+    assert asyncio.run(kept([1, 2], 9, [other])) != one
+    assert asyncio.run(kept([1, 2], 9, [first])) == one
 
 
 def test_a_tool_of_anthropics_may_answer_with_a_picture(tmp_path: Path) -> None:

@@ -227,8 +227,9 @@ def test_a_turn_takes_no_more_than_agrees() -> None:
     values = torch.arange(5.0).view(1, 1, 5, 1)
     cache.update(values, -values, 0)
     turns = TurnCache(1000)
-    turns.keep("a", KeptTurn([1, 2, 3, 4, 5], cache))
-    assert turns.nbytes == 40
+    for _ in range(2):  # two turns of one conversation that were under way at once
+        turns.keep("a", KeptTurn([1, 2, 3, 4, 5], cache))
+        assert (len(turns), turns.nbytes) == (1, 40)
     taken = turns.take("a", [1, 2, 9, 4, 5, 6])
     assert taken is not None
     assert (taken.ids, taken.cache.layers[0].keys.flatten().tolist()) == ([1, 2], [0.0, 1.0])

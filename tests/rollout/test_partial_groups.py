@@ -20,7 +20,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError
 from megarl.rollout.engines.protocol import Generation, SamplingParams
 from megarl.rollout.episodes import EpisodeContext, Episodes
-from megarl.rollout.scheduling.partial_groups import PartialGroup, turn_name
+from megarl.rollout.scheduling.partial_groups import PartialGroup, PartialGroups, turn_name
 from megarl.rollout.scheduling.requests import episode_groups, single_turns
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
@@ -294,6 +294,16 @@ def test_an_episode_that_is_told_something_else_when_it_goes_on_begins_its_turn_
     assert len(book.told) == scheduler.partial.aborted_tokens + sum(sample.sampled_mask)
     assert list(book.behind.values()).count((5,)) == 1, "the first turn was not sampled twice"
     assert set(engine.ended) == {"g0/0"}
+
+
+def test_groups_that_are_finished_or_have_no_tokens_are_not_written() -> None:
+    groups = PartialGroups(continues=True)
+    for number in range(2):
+        groups.of(number).keep(turn_name(0, [1]), Generation([6], [-1.0], [4], "abort"))
+    groups.of(2)
+    assert list(groups.state_dict(finished={0})) == ["1"]
+    assert PartialGroups(continues=True).load_state_dict(groups.state_dict(finished={0})) == [1]
+    assert PartialGroups(continues=False).load_state_dict(groups.state_dict(finished={0})) == []
 
 
 def test_what_there_is_of_a_group_survives_a_file() -> None:

@@ -26,6 +26,7 @@ from megarl.rollout.episodes.turns import TurnTemplate
 from megarl.rollout.sessions import anthropic_form, openai_form
 from megarl.rollout.sessions.messages import RequestError, SessionMessage
 from megarl.rollout.sessions.session import REFUSALS, AgentSession, History, SessionLimits
+from megarl.rollout.sessions.tree import TurnTree
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer, ids_of
 
 TOKENIZER, END = byte_tokenizer(CHATML), ids_of("<|end|>")[0]
@@ -451,6 +452,7 @@ class Written:
         ("one. two", ["two", "."], "one"),
         ("aab", "ab", "a"),
         ("Observation:", ["Observation:"], ""),
+        ("two at once: 7", ["nce:", "once:"], "two at"),
         ("no stop here", ["Observation:"], "no stop here"),
         ("caf\u00e9 \u00e9", ["\u00e9 "], "caf"),
     ],
@@ -492,6 +494,8 @@ def test_stop_tokens_and_limits_end_a_turn_that_has_stops_and_its_history_goes_o
         of = session(Written("say x and y"), replace(WIDE, piece_tokens=2))
         answer = await completion(of, [{"role": "user", "content": "hello"}], stop_token_ids=[x])
         assert answer["choices"][0]["message"]["content"] == "say"
+        told = anthropic_form.answer(of.tree.turns[0], "megarl")
+        assert (told["stop_reason"], told["stop_sequence"]) == ("stop_sequence", x)
         assert of.tree.turns[0].generation.response_ids == ids_of("say x")
         [first] = of.tree.turns
         said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "say"}, {"role": "user", "content": "?"}]
@@ -501,6 +505,38 @@ def test_stop_tokens_and_limits_end_a_turn_that_has_stops_and_its_history_goes_o
         answer = await completion(cut, [{"role": "user", "content": "hello"}], stop="and", max_completion_tokens=5)
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 5
+
+    asyncio.run(scenario())
+
+
+def test_of_turns_that_were_told_and_said_the_same_the_last_is_gone_on_from_and_of_a_path_the_deepest() -> None:
+    tree, told = TurnTree(), [SessionMessage("user", "hi")]
+    said, again = SessionMessage("assistant", "yes"), SessionMessage("user", "and?")
+    first, last = (tree.add(None, "[]", told, [1, 2], Generation([3], [-1.0], [0], "stop"), said) for _ in range(2))
+    deepest = tree.add(last, "[]", [again], [4], Generation([5], [-1.0], [0], "stop"), said)
+    assert tree.attach([*told, said, SessionMessage("user", "?")], "[]") == (last, 2)
+    assert tree.attach([*told, said, again, said, again], "[]") == (deepest, 4)
+    assert tree.attach_ids([1, 2, 3, 9]) is last
+    assert tree.attach_ids([1, 2, 3, 4, 5, 6]) is deepest
+    assert tree.attach_ids([1, 2]) is None
+    assert first.children == []
+
+
+def test_what_follows_the_beginning_of_a_context_is_bounded_in_all() -> None:
+    async def scenario() -> None:
+        recorder = Recorder()
+        recorder.next_text = "ten tokens"
+        of = session(recorder, SessionLimits(turns=9, context_tokens=1000, response_tokens=30))
+        opening = [{"role": "user", "content": "hello"}]
+        said = await ask(of, opening)
+        [turn] = of.tree.turns
+        with pytest.raises(RequestError, match="at most 30 of these may follow its beginning") as refused:
+            await ask(of, [*opening, said, {"role": "user", "content": "more"}])
+        assert refused.value.code == "context_length_exceeded"
+        between = len(
+            template(()).between([SessionMessage("user", "more").for_template()], turn.generation.response_ids[-1]).ids
+        )
+        assert 30 - len(turn.generation.response_ids) - between < 1 <= 30 - between, "each part alone would have fitted"
 
     asyncio.run(scenario())
 

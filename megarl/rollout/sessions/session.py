@@ -265,14 +265,11 @@ class AgentSession:
         if not request.stops:
             return await self._sample(ids, most, media), None
         text_of = self._renderer(request.tools).sampled_text
-        generation, behind, stopped = await sample_until(
-            request.stops,
-            lambda so_far, length: self._sample(so_far, length, media),
-            ids,
-            most,
-            text_of,
-            self.limits.piece_tokens,
-        )
+
+        async def sample(behind: list[int], tokens: int) -> Generation:
+            return await self._sample(behind, tokens, media)
+
+        generation, behind, stopped = await sample_until(request.stops, sample, ids, most, text_of, self.limits.piece_tokens)
         self.counts["tokens_behind_stops"] += behind
         return generation, stopped
 
