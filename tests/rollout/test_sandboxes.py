@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -253,7 +254,15 @@ def test_one_port_is_all_that_an_agent_reaches(listening: int) -> None:
     assert wide.exit_code == 0
 
 
-def test_times_and_modes_of_what_is_outside_stay_where_commands_have_the_run_s_user(tmp_path: Path) -> None:
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """One that another user may enter, unlike pytest's own, whose parents it would have to open too."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_times_and_modes_of_what_is_outside_stay_where_commands_have_the_run_s_user(open_folder: Path) -> None:
     """Landlock does not watch these, so under the user of the run they are answered and not made."""
     if shutil.which("setpriv") is None or os.geteuid():
         pytest.skip("needs root and setpriv, to run a keeper as another user")
@@ -268,12 +277,10 @@ def test_times_and_modes_of_what_is_outside_stay_where_commands_have_the_run_s_u
         "    boxes.close()\n"
         "asyncio.run(main())"
     )
-    mine = tmp_path / "mine"
+    mine = open_folder / "mine"
     mine.write_text("")
     mine.chmod(0o640)
     os.chown(mine, 54321, 54321)
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
     user = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", f"--inh-caps=-all,{capabilities}"]
     argv = [*user, f"--ambient-caps=-all,{capabilities}", sys.executable, "-c", program, repr(sys.path)]
     commands = [f"chmod 0 {mine}", f"touch -d 2001-01-01 {mine}", "kill -9 " + str(os.getpid()), "echo x > x; cat x"]
