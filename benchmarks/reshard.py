@@ -46,7 +46,7 @@ from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.pusher import Pusher
 from megarl.weight_sync.staging import sharing_by_file
-from megarl.workers.senders import Membership, open_sender, plan_for
+from megarl.workers.senders import Membership, open_sender, plans_for
 
 REAL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 ONE_BILLION = LlamaConfig(
@@ -176,8 +176,7 @@ def as_a_rank(
     pusher: Pusher, engine: SglangEngine, weights: Weights, transport: str
 ) -> tuple[list[Tensor], Callable[[bool], Any]]:
     """What a run's only training rank holds, and what sends that to the engine, with or without checksums."""
-    plan = plan_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1, LOAD_BYTES["cpu"])
-    assert plan is not None
+    [plan] = plans_for(engine.endpoint, engine.endpoint.layout.model, Layout(), 1, LOAD_BYTES["cpu"])
     mine, hf = RankPlan(plan, 0, single_batch=transport == "process_group"), dict(weights)
     shards = {rule.megatron_name: shard_from_hf(rule, hf.__getitem__, 0, 1) for rule in plan.weight_map.bound_rules()}
     return list(shards.values()), lambda verify: pusher.push_loads(mine.loads(shards, [0]), {0: None}, None, verify=verify)

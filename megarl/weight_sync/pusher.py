@@ -19,7 +19,6 @@ from torch import Tensor
 from megarl.errors import EngineError
 from megarl.reshard.plan import LOAD_BYTES
 from megarl.reshard.rank_plan import SendBatch, SliceKey, WeightSlice
-from megarl.weight_sync.checksums import digest
 from megarl.weight_sync.delta import SentWeights
 from megarl.weight_sync.sglang_senders import checksums_of
 from megarl.weight_sync.staging import StagedSlices, Staging, ZeroCopy
@@ -177,13 +176,14 @@ class Pusher:
         self._sent.begin()
         try:
             for load in loads:
-                staged = self._staging.stage(load.pieces)
+                is_remembered = version is not None and not load.relayed
+                staged = self._staging.stage(load.pieces, hashed=is_remembered or (verify and not load.relayed))
+                changed = self._changed(staged) if is_remembered else staged.pieces
                 of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
                 checksums = None
                 if not load.relayed:
-                    checksums = hashing.submit(checksums_of, one.held(staged), values=verify)
+                    checksums = hashing.submit(checksums_of, one.held(staged), values=verify, staged=staged)
                     staged.readers.append(checksums)
-                changed = self._changed(staged) if version is not None and not load.relayed else staged.pieces
                 for engine, lane in of_lanes:
                     if checksums is not None:
                         lane.checksums.append(checksums)
@@ -201,7 +201,7 @@ class Pusher:
 
     def _changed(self, staged: StagedSlices) -> list[WeightSlice]:
         """The pieces whose bits are not those of the last push; remembers what they are."""
-        return [piece for piece in staged.pieces if self._sent.changed(piece.held, digest(piece.tensor))]
+        return [piece for piece in staged.pieces if self._sent.changed(piece.held, staged.digest(piece))]
 
 
 class _EngineQueue:

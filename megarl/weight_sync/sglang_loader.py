@@ -8,9 +8,11 @@ What SGLang derives from a parameter (`DERIVED_FROM`) is made anew as soon as th
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -444,14 +446,16 @@ def _answer(
 def _digests(parameters: ModelParameters, boxes: Iterable[tuple[tuple[Any, ...], str]]) -> tuple[list[str], list[str]]:
     """The digests of boxes, and the parameters that they do not cover; boxes of adapters alone need cover no weights."""
     boxes, tensors = list(boxes), parameters.tensors
-    digests: list[str] = []
     weights_too = not all(is_adapter_tensor(place[0]) for place, _ in boxes)
     filled: dict[str, list[torch.Tensor]] = {name: [] for name in tensors if weights_too or is_adapter_tensor(name)}
+    read = []
     for place, dtype in boxes:
         held = SliceKey(*place)
-        values = box(parameters, held)
-        digests.append(digest(_as_sent(values, getattr(torch, dtype))))
-        filled[engine_name(parameters, held.tensor)[0]].append(values)
+        read.append((box(parameters, held), getattr(torch, dtype)))
+        filled[engine_name(parameters, held.tensor)[0]].append(read[-1][0])
+    # on a GPU the kernels of one stream follow each other anyway
+    with ThreadPoolExecutor(1 if any(values.is_cuda for values, _ in read) else len(os.sched_getaffinity(0))) as threads:
+        digests = list(threads.map(lambda one: digest(_as_sent(*one)), read))
     return digests, [name for name, values in filled.items() if not _covers(name, tensors[name].data, values)]
 
 

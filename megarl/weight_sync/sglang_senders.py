@@ -25,7 +25,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EVERY_RANK
-from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, digest
+from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
 from megarl.weight_sync.rdma import check_installed
 from megarl.weight_sync.sglang_loader import SELECTORS, joining, reading, receiving
@@ -113,7 +113,7 @@ class _ServerSender:
         pieces = self.pieces([(name, weight.to(getattr(torch, layout.sent_dtype(name)))) for name, weight in bucket])
         self._staging = self._staging or self.staging("", 1)
         staged = self._staging.stage(pieces)
-        self._checksums |= checksums_of(self.held(staged))
+        self._checksums |= checksums_of(self.held(staged), staged=staged)
         self.deliver(staged)
 
     def checksums(self) -> dict[SliceKey, str]:
@@ -138,9 +138,15 @@ def _update(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[st
     }
 
 
-def checksums_of(pieces: Sequence[WeightSlice], *, values: bool = True) -> dict[SliceKey, str]:
-    """The checksums of `pieces`; without `values`, and of what SGLang's own loader cuts, that there is none."""
-    return {held: digest(tensor) if values and held.engine_rank != EVERY_RANK else UNCHECKED for held, tensor in pieces}
+def checksums_of(
+    pieces: Sequence[WeightSlice], *, values: bool = True, staged: StagedSlices | None = None
+) -> dict[SliceKey, str]:
+    """The checksums of `pieces`; without `values`, and of what SGLang's own loader cuts, that there is none.
+
+    Those that were taken when they were `staged` are not taken again.
+    """
+    known = staged or StagedSlices(pieces)
+    return {p.held: known.digest(p) if values and p.held.engine_rank != EVERY_RANK else UNCHECKED for p in pieces}
 
 
 class TensorSender(_ServerSender):

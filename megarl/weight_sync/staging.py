@@ -20,7 +20,8 @@ import numpy as np
 import torch
 import torch.multiprocessing
 
-from megarl.reshard.rank_plan import WeightSlice
+from megarl.reshard.rank_plan import SliceKey, WeightSlice
+from megarl.weight_sync.checksums import RunningDigest, digest
 from megarl.weight_sync.cuda_ipc import shared
 from megarl.weight_sync.rdma import ByteRange, RegisteredMemory
 from megarl.weight_sync.sglang_loader import opening
@@ -32,6 +33,7 @@ NamedTensors = Sequence[tuple[str, torch.Tensor]]
 SLICED = "megarl.weight_sync.sglang_loader.load"
 ALIGN_BYTES = 16  # any dtype may be viewed at any weight's start
 BUFFERS = 2  # one is filled while the engine reads the other
+BLOCK_BYTES = 256 * 2**10  # copied and hashed at a time: it stays in a core's own cache
 _STRATEGY = threading.Lock()  # torch's sharing strategy is one for the process
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes that NumPy has, by their bytes
 
@@ -48,13 +50,21 @@ class StagedSlices:
         buffer: torch.Tensor | None = None,
         name: str = "",
         memory: RegisteredMemory | None = None,
+        digests: dict[SliceKey, str] | None = None,
     ) -> None:
         self.pieces, self.buffer, self.name, self.memory = pieces, buffer, name, memory
         self.readers: list[Future[Any]] = []
+        self._digests = {} if digests is None else digests
 
     def only(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
         """As this, but only these pieces are to be read."""
-        return StagedSlices(pieces, self.buffer, self.name, self.memory)
+        return StagedSlices(pieces, self.buffer, self.name, self.memory, self._digests)
+
+    def digest(self, piece: WeightSlice) -> str:
+        """The checksum of one of the pieces, which is taken once."""
+        if piece.held not in self._digests:
+            self._digests[piece.held] = digest(piece.tensor)
+        return self._digests[piece.held]
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Names and values, as views of where they lie."""
@@ -96,8 +106,8 @@ class ZeroCopy:
     def free_on_gpu(self) -> None:
         """There is nothing to give back."""
 
-    def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
-        """The pieces as they are."""
+    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
+        """The pieces as they are; checksums are taken when they are asked for."""
         _wait_for_readers(self._staged)
         self._staged = StagedSlices(pieces)
         return self._staged
@@ -121,13 +131,15 @@ class Staging:
         """Memory that the buffers take now."""
         return sum(buffer.nbytes for buffer in self._buffers if buffer is not None)
 
-    def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
-        """Copy `pieces` into the next buffer."""
+    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
+        """Copy `pieces` into the next buffer, on a CPU with their checksums if they are wanted (`hashed`)."""
         number, self._next = self._next, (self._next + 1) % len(self._buffers)
         _wait_for_readers(self._staged[number])
         size = packed_starts(pieces)[-1]
         buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
-        staged = self._staged[number] = StagedSlices(pack(pieces, buffer), buffer, f"{self._name}/{number}")
+        digests: dict[SliceKey, str] | None = None if buffer.is_cuda or not hashed else {}
+        copies = pack(pieces, buffer, digests)
+        staged = self._staged[number] = StagedSlices(copies, buffer, f"{self._name}/{number}", digests=digests)
         return staged
 
     def free_on_gpu(self) -> None:
@@ -158,8 +170,8 @@ class RegisteredStaging(Staging):
         super().__init__(buffers, name)
         self._memory = RegisteredMemory(name)
 
-    def stage(self, pieces: Sequence[WeightSlice]) -> StagedSlices:
-        staged = super().stage(pieces)
+    def stage(self, pieces: Sequence[WeightSlice], *, hashed: bool = True) -> StagedSlices:
+        staged = super().stage(pieces, hashed=hashed)
         staged.memory = self._memory
         if staged.buffer is not None and staged.buffer.is_cuda:  # who reads it does not know of the stream that fills it
             torch.cuda.current_stream(staged.buffer.device).synchronize()
@@ -211,12 +223,15 @@ def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[Byt
     return parts
 
 
-def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor) -> list[WeightSlice]:
-    """Copies of `pieces` in `buffer`."""
+def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, digests: dict[SliceKey, str] | None = None) -> list[WeightSlice]:
+    """Copies of `pieces` in `buffer`; on a CPU their checksums are put into `digests`."""
     copies = []
     for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
         copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        _copy(copy, tensor.detach())
+        if digests is None:
+            _copy(copy, tensor.detach())
+        else:
+            digests[held] = _copy_hashed(copy, tensor.detach())
         copies.append(WeightSlice(held, copy))
     return copies
 
@@ -228,6 +243,19 @@ def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
         return
     bits = _BITS[to.element_size()]
     np.copyto(to.view(bits).numpy(), values.view(bits).numpy())
+
+
+def _copy_hashed(to: torch.Tensor, values: torch.Tensor) -> str:
+    """As `_copy`, with the checksum of what was copied: of each block while it is in the cache, which costs little more."""
+    bits = _BITS[to.element_size()]
+    copy, source = to.view(bits).numpy(), values.view(bits).numpy()
+    rows = max(1, BLOCK_BYTES * len(copy) // max(1, copy.nbytes))
+    running = RunningDigest()
+    for first in range(0, len(copy), rows):
+        block = copy[first : first + rows]
+        np.copyto(block, source[first : first + rows])
+        running.update(block.data)
+    return running.hexdigest()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
