@@ -69,11 +69,11 @@ function drawCurves(box, lines, { stacked = false, height = 190, readout } = {})
     rows.push(raw);
     series.push({
       label: line.label, stroke: () => faint ? withAlpha(paint(line.color), isSmooth ? 0.28 : 0.5) : color(), width: faint || stacked ? 1 : 2,
-      dash: line.points ? [4, 4] : undefined, points, spanGaps: true, fill: line.fill ? () => withAlpha(paint(line.color), 0.75) : undefined,
+      scale: line.right ? "share" : "y", dash: line.points || line.right ? [4, 4] : undefined, points, spanGaps: true, fill: line.fill ? () => paint(line.color) : undefined,
     });
     if (isSmooth && !line.points && !line.thin) {
       rows.push(spread(line, smoothed(line.values, view.smooth)));
-      series.push({ label: `${line.label} smoothed`, stroke: color, width: 2, points: { show: false }, spanGaps: true });
+      series.push({ label: `${line.label} smoothed`, scale: line.right ? "share" : "y", stroke: color, width: 2, points: { show: false }, spanGaps: true });
     }
   }
   const grid = { stroke: () => css("--line"), width: 1 };
@@ -83,11 +83,13 @@ function drawCurves(box, lines, { stacked = false, height = 190, readout } = {})
     cursor: { sync: { key: `runs-${view.x}`, setSeries: false }, points: { size: 6 }, y: false },
     scales: {
       x: { time: false, range: (_, low, high) => low === high ? [low - 1, high + 1] : [low, high] },
+      share: { range: [0, 1] },
       y: view.log && !stacked ? { distr: 3 } : { range: (_, low, high) => room(low, high, stacked) },
     },
     axes: [
       { ...axis, grid: { show: false }, size: 24, gap: 2, incrs: view.x === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] : undefined, values: (_, marks) => marks.map(compact) },
       { ...axis, grid, size: 48, gap: 4, values: (_, marks) => marks.map((mark) => mark === null ? "" : compact(mark)) },
+      ...(lines.some((line) => line.right) ? [{ ...axis, scale: "share", side: 1, size: 44, gap: 4, grid: { show: false }, values: (_, marks) => marks.map((mark) => `${Math.round(100 * mark)} %`) }] : []),
     ],
     hooks: {
       setCursor: [(one) => {
@@ -100,6 +102,7 @@ function drawCurves(box, lines, { stacked = false, height = 190, readout } = {})
     },
   }, rows, box);
   plots.add(plot);
+  if (readout) readout.textContent = readout.dataset.rest = X_NAMES[view.x];
   return plot;
 }
 
@@ -121,7 +124,6 @@ function chartCard(title, lines, { note = "", isLarge = false, stacked = false, 
     html("div", { class: "title" }, html("h3", {}, title), html("span", { class: "now" }, note), full), box, legend, readout);
   card.draw = () => {
     if (card.plot) { plots.delete(card.plot); card.plot.destroy(); }
-    readout.textContent = "";
     const current = lines();
     card.plot = current.length ? drawCurves(box, current, { stacked, height: isLarge ? 230 : 180, readout }) : null;
     card.hidden = !current.length;

@@ -28,7 +28,7 @@ function runCard(run) {
   const figures = [
     [run.curves["reward/mean"] ? "reward, last step" : "loss, last step", isNumber(last) ? short(last) : null],
     [heldOutName, heldOutValue],
-    ["best step", status.best ? `${status.best[0]} (reward ${short(status.best[1])})` : null],
+    ["best step", status.best ? `${status.best[0]} (${short(status.best[1])})` : null],
     ["seconds per step", isNumber(status.step_seconds) ? short(status.step_seconds) : null],
     ["tokens", status.tokens ? compact(status.tokens) : null],
   ];
@@ -72,16 +72,26 @@ function headlines() {
       keys: single ? [["training", "--c0"], [label, "--c1"]] : [],
     });
   };
-  const has_reward = has("reward/mean");
   return [
-    has_reward ? withPoints("reward", "reward/mean", "eval/reward", "held-out") : withPoints("loss", "train/loss", "eval/loss", "held-out"),
+    has("reward/mean") ? withPoints("reward", "reward/mean", "eval/reward", "held-out") : withPoints("loss", "train/loss", "eval/loss", "held-out"),
     one("KL to the reference", ["kl/reference", "mismatch/k3"]),
     one("entropy", ["policy/entropy", "train/accuracy"]),
-    one("response length (tokens)", ["response/tokens_mean"]),
-    one("responses cut at the limit (share)", ["response/truncated"].filter((name) => changes(name))),
+    lengths(),
     one("gradient norm", ["policy/grad_norm", "train/grad_norm"]),
     phaseChart(),
   ].filter(Boolean);
+}
+
+// Lengths in tokens, and on the axis at the right the share of responses that were cut.
+function lengths() {
+  const [tokens, cut] = ["response/tokens_mean", "response/truncated"];
+  if (!has(tokens)) return null;
+  const single = runs.length === 1;
+  const shares = () => has(cut) ? linesOf(cut).filter((line) => !line.low).map((line) => ({ ...line, label: `${line.label} cut`, right: true, color: single ? "--c1" : line.color })) : [];
+  return chartCard("response length", () => [...linesOf(tokens), ...shares()], {
+    isLarge: true, note: isNumber(lastOf(tokens)) ? `${short(lastOf(tokens))} tokens` : "", attributes: { "data-headline": tokens },
+    keys: single && has(cut) ? [["tokens", "--c0"], ["cut at the limit", "--c1"]] : [],
+  });
 }
 
 // Seconds of each phase of a step, one above the other; of several runs the first one's.

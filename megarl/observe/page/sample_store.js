@@ -55,9 +55,12 @@ class SampleStore {
       const known = this.prompts.indexOf(prompt);
       return known >= 0 ? known : this.prompts.push(prompt) - 1;
     });
+    // a group whose first samples are here already goes on
+    const goesOn = rows.length && this.length && columns.step[0] === this.columns.step.at(-1) && rows[0][1] === this.row(this.length - 1)[1];
+    const first = this.groupCount - (goesOn ? 1 : 0);
     for (const name of ["step", "reward", "advantage"]) this.columns[name].push(...columns[name]);
     this.columns.prompt.push(...columns.prompt.map((number) => numbers[number]));
-    this.columns.group.push(...columns.group.map((group) => group + this.groupCount));
+    this.columns.group.push(...columns.group.map((group) => group + first));
     this.groupCount = 1 + this.columns.group.at(-1);
     this.late.push(...rows);
   }
