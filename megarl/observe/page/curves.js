@@ -121,7 +121,7 @@ function chartCard(title, lines, { note = "", isLarge = false, stacked = false, 
   const full = html("button", { class: "icon", title: "full size", "aria-label": `full size: ${title}`, onclick: () => enlarge(title, lines, { stacked, keys }) }, "⤢");
   const legend = keys.length ? html("div", { class: "keys" }, ...keys.map(keyOf)) : null;
   const card = html("div", { class: isLarge ? "chart large" : "chart", ...attributes },
-    html("div", { class: "title" }, html("h3", {}, title), html("span", { class: "now" }, note), full), box, legend, readout);
+    html("div", { class: "title" }, html("h3", {}, title), html("span", { class: "now" }, note), full), box, readout, legend);
   card.draw = () => {
     if (card.plot) { plots.delete(card.plot); card.plot.destroy(); }
     const current = lines();
