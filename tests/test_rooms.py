@@ -202,18 +202,20 @@ def test_a_name_of_a_class_stands_for_one_thing() -> None:
     assert TWO_CLASSES.keys() - shared.keys() == set(), "exceptions that nothing needs any more"
 
 
-def top_level_names(tree: ast.Module) -> set[str]:
-    """What a module defines or imports at its top, in branches and `with` blocks too."""
+def names_of(module: str) -> set[str]:
+    """What a module binds outside functions and classes: definitions, imports and assignments."""
     names: set[str] = set()
-    for node in (
-        node for top in tree.body for node in ([top] if isinstance(top, ast.FunctionDef | ast.ClassDef) else ast.walk(top))
-    ):
+    nodes: list[ast.AST] = [ast.parse(MODULES[module].read_text())]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
+        nodes += ast.iter_child_nodes(node)
     return names
 
 
@@ -222,19 +224,9 @@ def test_what_is_imported_of_megarl_is_there(room: str) -> None:
     """Benchmarks and examples are not run by tests, and nobody sees that a name has moved away from under them."""
     missing = []
     for file in sorted((ROOT / room).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] != "megarl":
-                continue
-            module = ROOT / str(node.module).replace(".", "/")
-            source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
-            names = top_level_names(ast.parse(source.read_text(encoding="utf-8"))) if source.exists() else set()
-            is_there = [
-                name.name in names or (module / f"{name.name}.py").exists() or (module / name.name).is_dir()
-                for name in node.names
-            ]
-            missing += [
-                f"{file.relative_to(ROOT)}: {node.module}.{name.name}"
-                for name, ok in zip(node.names, is_there, strict=True)
-                if not ok
-            ]
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (module := node.module or "").split(".")[0] == "megarl":
+                there = names_of(module) if module in MODULES else set()
+                wanted = [name.name for name in node.names if f"{module}.{name.name}" not in MODULES]
+                missing += [f"{file.relative_to(ROOT)}: {module}.{name}" for name in wanted if name not in there]
     assert not missing

@@ -188,9 +188,7 @@ def digest(tensor: torch.Tensor) -> str:
     tensor = tensor.detach().contiguous()
     if tensor.is_cuda:
         return checksum(tensor)
-    running = RunningDigest()
-    running.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return running.hexdigest()
+    return RunningDigest(tensor.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def compare(sent: Mapping[Any, str], held: Mapping[Any, str]) -> None:

@@ -41,6 +41,8 @@ class Sender(Protocol):
 
     in_flight: int
     """How many loads it may be given at a time, each in a thread of its own."""
+    is_checked: bool
+    """Whether checksums taken here say what the engine's ranks must hold; else the engine takes its own."""
 
     def staging(self, name: str) -> Staging | ZeroCopy:
         """What pieces are copied into so that the engine can read them, or what leaves them where they are.
@@ -50,9 +52,6 @@ class Sender(Protocol):
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
         """What it must be given of whole tensors for this engine; the same for all engines of a run."""
-
-    def held(self, staged: StagedSlices) -> Sequence[WeightSlice]:
-        """What the engine's ranks must hold of what was staged; nothing if the engine takes checksums itself."""
 
     def join(self) -> None:
         """Make what connects this process with the engine; raises EngineError. All of an engine's senders do it together."""
@@ -176,13 +175,13 @@ class Pusher:
         self._sent.begin()
         try:
             for load in loads:
-                is_remembered = version is not None and not load.relayed
-                staged = self._staging.stage(load.pieces, hashed=is_remembered or (verify and not load.relayed))
-                changed = self._changed(staged) if is_remembered else staged.pieces
+                hashed = not load.relayed and (version is not None or (verify and one.is_checked))
+                staged = self._staging.stage(load.pieces, hashed=hashed)
+                changed = self._changed(staged) if version is not None and not load.relayed else staged.pieces
                 of_lanes = [(engine, lane) for engine, lane in lanes.items() if engine in load.engines]
                 checksums = None
-                if not load.relayed:
-                    checksums = hashing.submit(checksums_of, one.held(staged), values=verify, staged=staged)
+                if one.is_checked and not load.relayed:
+                    checksums = hashing.submit(checksums_of, staged, values=verify)
                     staged.readers.append(checksums)
                 for engine, lane in of_lanes:
                     if checksums is not None:

@@ -54,7 +54,7 @@ class Relay:
     def _sending(self, message: Message, shards: Mapping[str, Tensor], *, verify: bool) -> torch.distributed.P2POp:
         pieces = self._plan.pieces(message.buckets, shards)
         buffer = torch.empty(packed_starts(pieces)[-1], dtype=torch.uint8, device=self._device)
-        packed = pack(pieces, buffer)
+        packed = pack(pieces, buffer, hashed=verify)
         self.sent.setdefault(message.engine, {}).update(checksums_of(packed, values=verify))
         return torch.distributed.P2POp(torch.distributed.isend, buffer, message.relay)
 

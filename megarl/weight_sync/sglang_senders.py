@@ -79,6 +79,7 @@ class _ServerSender:
     """What all transports share: `send` for one caller, `deliver` for a caller that stages and hashes for many engines."""
 
     in_flight = 1
+    is_checked = True
 
     def __init__(self, endpoint: ServerEndpoint, timeout_s: float = 300.0) -> None:
         self.endpoint, self.timeout_s = endpoint, timeout_s
@@ -92,10 +93,6 @@ class _ServerSender:
     def pieces(self, bucket: NamedTensors) -> list[WeightSlice]:
         """The slices of every rank, of whole weights."""
         return [piece for name, weight in bucket for piece in self.endpoint.layout.pieces(name, weight)]
-
-    def held(self, staged: StagedSlices) -> Sequence[WeightSlice]:
-        """What the engine's ranks must hold of what was staged."""
-        return staged.pieces
 
     def deliver(self, staged: StagedSlices) -> None:
         """Send what has been staged; returns when the engine has taken it over, or raises EngineError."""
@@ -113,7 +110,7 @@ class _ServerSender:
         pieces = self.pieces([(name, weight.to(getattr(torch, layout.sent_dtype(name)))) for name, weight in bucket])
         self._staging = self._staging or self.staging("", 1)
         staged = self._staging.stage(pieces)
-        self._checksums |= checksums_of(self.held(staged), staged=staged)
+        self._checksums |= checksums_of(staged)
         self.deliver(staged)
 
     def checksums(self) -> dict[SliceKey, str]:
@@ -138,15 +135,12 @@ def _update(endpoint: ServerEndpoint, payloads: list[str]) -> tuple[str, dict[st
     }
 
 
-def checksums_of(
-    pieces: Sequence[WeightSlice], *, values: bool = True, staged: StagedSlices | None = None
-) -> dict[SliceKey, str]:
-    """The checksums of `pieces`; without `values`, and of what SGLang's own loader cuts, that there is none.
-
-    Those that were taken when they were `staged` are not taken again.
-    """
-    known = staged or StagedSlices(pieces)
-    return {p.held: known.digest(p) if values and p.held.engine_rank != EVERY_RANK else UNCHECKED for p in pieces}
+def checksums_of(staged: StagedSlices, *, values: bool = True) -> dict[SliceKey, str]:
+    """The checksums of all pieces; without `values`, and of what SGLang's own loader cuts, that there is none."""
+    return {
+        piece.held: staged.digest(piece) if values and piece.held.engine_rank != EVERY_RANK else UNCHECKED
+        for piece in staged.pieces
+    }
 
 
 class TensorSender(_ServerSender):

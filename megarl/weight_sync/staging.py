@@ -137,9 +137,7 @@ class Staging:
         _wait_for_readers(self._staged[number])
         size = packed_starts(pieces)[-1]
         buffer = self._at_least(number, size, pieces[0].tensor.device)[:size]
-        digests: dict[SliceKey, str] | None = None if buffer.is_cuda or not hashed else {}
-        copies = pack(pieces, buffer, digests)
-        staged = self._staged[number] = StagedSlices(copies, buffer, f"{self._name}/{number}", digests=digests)
+        staged = self._staged[number] = pack(pieces, buffer, f"{self._name}/{number}", hashed=hashed)
         return staged
 
     def free_on_gpu(self) -> None:
@@ -223,17 +221,17 @@ def parts_to_read(specs: Sequence[Spec], most_bytes: int) -> list[tuple[list[Byt
     return parts
 
 
-def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, digests: dict[SliceKey, str] | None = None) -> list[WeightSlice]:
-    """Copies of `pieces` in `buffer`; on a CPU their checksums are put into `digests`."""
-    copies = []
+def pack(pieces: Sequence[WeightSlice], buffer: torch.Tensor, name: str = "", *, hashed: bool = False) -> StagedSlices:
+    """Copies of `pieces` in `buffer`, on a CPU with their checksums if they are wanted (`hashed`)."""
+    copies, digests = [], {}
     for start, (held, tensor) in zip(packed_starts(pieces)[:-1], pieces, strict=True):
         copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if digests is None:
-            _copy(copy, tensor.detach())
-        else:
+        if hashed and not copy.is_cuda:
             digests[held] = _copy_hashed(copy, tensor.detach())
+        else:
+            _copy(copy, tensor.detach())
         copies.append(WeightSlice(held, copy))
-    return copies
+    return StagedSlices(copies, buffer, name, digests=digests)
 
 
 def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
@@ -241,14 +239,12 @@ def _copy(to: torch.Tensor, values: torch.Tensor) -> None:
     if to.is_cuda:
         to.copy_(values)
         return
-    bits = _BITS[to.element_size()]
-    np.copyto(to.view(bits).numpy(), values.view(bits).numpy())
+    np.copyto(_bits(to), _bits(values))
 
 
 def _copy_hashed(to: torch.Tensor, values: torch.Tensor) -> str:
     """As `_copy`, with the checksum of what was copied: of each block while it is in the cache, which costs little more."""
-    bits = _BITS[to.element_size()]
-    copy, source = to.view(bits).numpy(), values.view(bits).numpy()
+    copy, source = _bits(to), _bits(values)
     rows = max(1, BLOCK_BYTES * len(copy) // max(1, copy.nbytes))
     running = RunningDigest()
     for first in range(0, len(copy), rows):
@@ -256,6 +252,11 @@ def _copy_hashed(to: torch.Tensor, values: torch.Tensor) -> str:
         np.copyto(block, source[first : first + rows])
         running.update(block.data)
     return running.hexdigest()
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """A view of a CPU's tensor in a dtype that NumPy has."""
+    return tensor.view(_BITS[tensor.element_size()]).numpy()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

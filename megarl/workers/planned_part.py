@@ -15,6 +15,7 @@ from megarl.reshard.verify import verify as verify_plan
 from megarl.weight_sync.pusher import Pushed, Pusher, merge
 from megarl.weight_sync.relay import Relay
 from megarl.weight_sync.sglang_senders import checksums_of
+from megarl.weight_sync.staging import StagedSlices
 
 
 class PlannedPart:
@@ -66,7 +67,7 @@ class PlannedPart:
         """By engine the checksums of what this rank would send: nothing is."""
         found: dict[int, dict[SliceKey, str]] = {}
         for load in self._share.loads(shards, engines):
-            of_load = checksums_of(load.pieces)
+            of_load = checksums_of(StagedSlices(load.pieces))
             for engine in load.engines & frozenset(engines):
                 found.setdefault(engine, {}).update(of_load)
         return {engine: Pushed(checksums) for engine, checksums in found.items()}

@@ -30,6 +30,7 @@ class ActorSender:
     """Sends through the engine's actor; the engine itself takes the checksums."""
 
     in_flight = 1
+    is_checked = False
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
@@ -41,10 +42,6 @@ class ActorSender:
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
         """Whole tensors."""
         return [WeightSlice(SliceKey.whole(name, tensor), tensor) for name, tensor in bucket]
-
-    def held(self, staged: StagedSlices) -> list[WeightSlice]:
-        """Nothing: see the class."""
-        return []
 
     def join(self) -> None:
         """There is nothing to join."""

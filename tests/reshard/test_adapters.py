@@ -46,7 +46,7 @@ def push_twice(rank: int, world_size: int, folder: str, layout: Layout, lora: Lo
     for tp in tps:
         engines = {number: Collecting(engine_layout(folder, tp, lora=lora)) for number in range(ENGINES)}
         for engine in engines.values():
-            engine.held = lambda staged: staged.pieces  # type: ignore[method-assign]
+            engine.is_checked = True
         mine.parts, mine.pusher, mine.engines = [], None, set()
         reported: list[Any] = []
         push = Rank.push_weights

@@ -133,8 +133,8 @@ def test_responses_that_are_cut_go_on_under_new_weights_and_hits_of_the_cache_ar
         assert one.finish_reason == "length"
         by_version = [reference_log_probs(model, prompt, one.response_ids, 1.0) for model in (old, new)]
         expected = torch.cat([by_version[0][:had], by_version[1][had:]])
-        # over 200 tokens SGLang and transformers are each up to 1e-5 from float64
-        assert (torch.tensor(one.log_probs) - expected).abs().max() < 1e-4
+        # over 200 tokens SGLang and transformers are each up to 1e-5 from float64, so twice that from each other
+        assert (torch.tensor(one.log_probs) - expected).abs().max() < 2e-5
     # the first one's are those of the request that computes the prompt, too; nothing of the old weights is a hit
     size = len(prompt)
     assert cut[0].prefill == PrefillCounts(2 * size, size - 1)

@@ -53,7 +53,7 @@ async def send(engine: SglangEngine, version: int, base: int | None, weights: We
     if base is None:
         folder = HFFolder(engine.server.options.model_path)
         for name in layout.slices:
-            checksums |= checksums_of(layout.pieces(name, folder.get_slice(name)[...]))
+            checksums |= checksums_of(StagedSlices(layout.pieces(name, folder.get_slice(name)[...])))
     await engine.begin_update(version, base)
     await engine.apply_update(weights)
     await engine.end_update(version, checksums)

@@ -22,6 +22,7 @@ from megarl.rollout.engines.sglang.engine import SglangEngine
 from megarl.rollout.engines.sglang.server import ServerOptions
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout, check_model
 from megarl.weight_sync.sglang_senders import ServerEndpoint, checksums_of
+from megarl.weight_sync.staging import StagedSlices
 from megarl.workers.senders import plans_for
 from tests.families import FAMILIES, build_folder
 from tests.models.test_transformers_names import other_values, take_an_update_in_bfloat16
@@ -92,7 +93,7 @@ def test_on_a_gpu_every_rank_is_sent_its_own_part_of_experts_and_all_checksums_a
     layout = EngineLayout.of_model(folder, "float32", 2, "cuda")
     for held in layout.slices.values():
         assert [box.engine_rank for box in held] == [0, 1]
-        checksums = checksums_of([WeightSlice(box, torch.zeros(box.rows, box.cols)) for box in held])
+        checksums = checksums_of(StagedSlices([WeightSlice(box, torch.zeros(box.rows, box.cols)) for box in held]))
         assert UNCHECKED not in checksums.values()
     endpoint = ServerEndpoint("http://engine", layout, "token")
     (plan,) = plans_for(endpoint, layout.model, Layout(), engines=1, load_bytes=LOAD_BYTES["cpu"])

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SendBatch, SliceKey, WeightSlice
 from megarl.rollout.engines.embedded import EmbeddedEngine
+from megarl.weight_sync.checksums import RunningDigest, digest
 from megarl.weight_sync.delta import base_for
 from megarl.weight_sync.pusher import Pushed, Pusher, merge
 from megarl.weight_sync.staging import StagedSlices, Staging
@@ -40,6 +41,7 @@ class Direct:
     """Sends to an embedded engine in this process; `dies_at` is the bucket in which the engine is lost."""
 
     in_flight = 1
+    is_checked = False  # the engine takes the checksums
 
     def __init__(self, engine: EmbeddedEngine, *, dies_at: int | None = None, slow_s: float = 0.0) -> None:
         self.engine, self.dies_at, self.slow_s = engine, dies_at, slow_s
@@ -52,10 +54,6 @@ class Direct:
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[WeightSlice]:
         """Whole tensors."""
         return [WeightSlice(SliceKey.whole(name, weight), weight) for name, weight in bucket]
-
-    def held(self, staged: StagedSlices) -> list[WeightSlice]:
-        """The engine takes the checksums."""
-        return []
 
     def join(self) -> None:
         """It is here."""
@@ -246,6 +244,36 @@ def test_at_most_two_buckets_are_staged_and_none_is_overwritten_before_the_engin
     assert staging.bytes == 2 * 4000
 
 
+HASHED = {
+    "whole": torch.randn(300, 700), "several blocks to a row": torch.randn(3, 2**17), "vector": torch.randn(70_001),
+    "columns": torch.randn(300, 700)[:, 100:390], "bfloat16": torch.randn(513, 257).bfloat16(), "empty": torch.zeros(0, 5),
+    "bytes": torch.randn(40, 33).to(torch.float8_e4m3fn), "scales": torch.arange(7, dtype=torch.int64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HASHED)
+def test_the_checksum_that_is_taken_while_copying_is_that_of_the_whole(name: str) -> None:
+    pieces = [WeightSlice(SliceKey.whole(name, HASHED[name]), HASHED[name])]
+    [copy] = (staged := Staging().stage(pieces)).pieces
+    with mock.patch("megarl.weight_sync.staging.digest", side_effect=AssertionError("it was taken while copying")):
+        found = staged.digest(copy)
+    assert found == digest(HASHED[name]) == digest(copy.tensor)
+
+
+@pytest.mark.parametrize(("version", "verify", "is_checked", "times"), [
+    (None, True, True, 2), (None, False, True, 0), (None, True, False, 0), (1, False, False, 2), (1, True, True, 2),
+])  # fmt: skip
+def test_every_piece_is_hashed_once_if_at_all(version: int | None, verify: bool, is_checked: bool, times: int) -> None:
+    pusher, sender = Pusher(), Taking()
+    sender.is_checked = is_checked
+    pusher.connect(0, lambda: sender)
+    load = load_of({name: torch.ones(50, 4) for name in "ab"}, {0})
+    with mock.patch("megarl.weight_sync.staging.RunningDigest", side_effect=RunningDigest) as running:
+        pusher.push_loads(iter([load]), {0: None}, version, verify=verify)
+    assert running.call_count == times
+    assert sender.names == ["a", "b"]
+
+
 def load_of(weights: dict[str, Tensor], engines: set[int]) -> SendBatch:
     """Weights for the only rank of some engines."""
     pieces = [WeightSlice(SliceKey.whole(name, weight)._replace(engine_rank=0), weight) for name, weight in weights.items()]
@@ -255,13 +283,11 @@ def load_of(weights: dict[str, Tensor], engines: set[int]) -> SendBatch:
 class Taking(Counting):
     """Takes checksums of what it sends, and keeps it instead of handing it to an engine."""
 
+    is_checked = True
+
     def __init__(self) -> None:
         super().__init__(None)  # type: ignore[arg-type]
         self.values: dict[str, Tensor] = {}
-
-    def held(self, staged: StagedSlices) -> list[WeightSlice]:
-        """What was staged."""
-        return list(staged.pieces)
 
     def deliver(self, staged: StagedSlices) -> None:
         """Keep a copy."""
@@ -301,6 +327,8 @@ def test_every_thread_that_hashes_or_sends_chooses_the_ranks_device_first(folder
     chosen, worked = set[str](), set[str]()
 
     class Noting(Direct):
+        is_checked = True
+
         def deliver(self, staged: StagedSlices) -> None:
             worked.add(threading.current_thread().name)
 
