@@ -155,6 +155,16 @@ def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose:
     return [results[place] for place in range(len(references))]
 
 
+def is_lost(reference: Any) -> bool:
+    """Whether a call has failed because its actor's process ended."""
+    done, _ = ray.wait([reference], timeout=0)
+    try:
+        ray.get(done)
+    except ray.exceptions.RayError as error:
+        return isinstance(error, (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError))
+    return False
+
+
 def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> DeadlineError:
     if isinstance(whose, WorkerGroup):
         late = f"ranks of {whose.name} {missing}"

@@ -81,18 +81,18 @@ def f(x):
 """
 VERDICT = r"""
 import os
-for end in range(3, 64):
+for end in range(1, 4096):
     for text in (b'1\n', b'\x03\0\0\0[1]', b'ready\n500000000\n'):
         try: os.write(end, text)
         except OSError: pass
-def f(x): return 4
+def f(x): return 3
 """
 MESSAGES = """
 import os, struct
 TEXTS = '["value",true,null]', '["call",{"list":[]}]', '["error",{"kind":"exit","of":{"list":[]}}]', '{}', '[]'
 def f(x):
     for text in TEXTS:
-        for end in range(3, 64):
+        for end in range(1, 4096):
             try: os.write(end, struct.pack('<I', len(text)) + text.encode())
             except OSError: pass
     return 3

@@ -13,7 +13,7 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.config.evaluations import EvaluationConfig
 from megarl.data.branches import first_branches
 from megarl.data.sample import Prompt, Sample
-from megarl.errors import EngineError
+from megarl.errors import EngineError, WorkerError
 from megarl.models.registry import architecture_for, load_hf_config
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.reshard.relays import Machines
@@ -28,7 +28,7 @@ from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
 from megarl.workers.cluster import Cluster
 from megarl.workers.engine_calls import EngineCalls
-from megarl.workers.group import wait_for
+from megarl.workers.group import is_lost, wait_for
 
 CALLS_PER_ENGINE = 512  # under way at once, at most
 GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
@@ -75,6 +75,7 @@ class Rollouts:
         options = [engine.options(config, place) for place in places]
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
+        self._say = say or (lambda line: None)
         self.scheduler = self._schedule(say)
         self._updates: WeightUpdates | None = None
         self._taken: list[RolloutBatch] = []
@@ -104,14 +105,31 @@ class Rollouts:
 
     def begin_start(self) -> list[Any]:
         """Start every engine; the trainer loads meanwhile. Give the result to `finish_start`."""
-        initial_version = None if self.config.other_weights else self.version
-        return [engine.start.remote(initial_version) for engine in self.engines]
+        return [self._start(number) for number in range(len(self.engines))]
+
+    def _start(self, number: int) -> Any:
+        return self.engines[number].start.remote(None if self.config.other_weights else self.version)
 
     def finish_start(self, starting: list[Any], roles: Roles | None = None) -> None:
-        """Wait until the engines answer; `roles` hold the policy that they will be given."""
+        """Wait until the engines answer; `roles` hold the policy that they will be given.
+
+        An engine whose process was lost meanwhile, which Ray makes anew, is started once more.
+        """
         names = [f"engine {number}" for number in range(len(starting))]
         deadline_s = self.config.resources.deadlines.start_s + GRACE_S
-        wait_for(starting, phase="engine start", deadline_s=deadline_s, whose=names)
+        again: list[int] = []
+        while True:
+            try:
+                wait_for(starting, phase="engine start", deadline_s=deadline_s, whose=names)
+                break
+            except WorkerError:
+                lost = [number for number, start in enumerate(starting) if is_lost(start)]
+                if not lost or set(lost) & set(again):
+                    raise
+                again += lost
+                for number in lost:
+                    self._say(f"engine {number}'s process was lost while it started; it is started again")
+                    starting[number] = self._start(number)
         if self.config.other_weights:
             self.scheduler.empty()
         else:

@@ -18,6 +18,7 @@ import pytest
 import ray
 
 from megarl.config import Config
+from megarl.errors import WorkerError
 from megarl.observe import read_metrics
 from megarl.trainers.rl.loop import train
 from megarl.trainers.rl.rollouts import Rollouts
@@ -129,37 +130,41 @@ def test_uniform_groups_are_replaced_while_generation_goes_on(
 
 
 class Killer:
-    """Kills engine 0 while it generates for a step, and engine 1 in the middle of a weight update."""
+    """Kills engine 0 while it generates for a step, and engine 1 in the middle of a weight update.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kill: Callable[[Any], None], *, at_step: int) -> None:
+    `process_of` gives the process to kill; it is asked before there is work, for a short response may end meanwhile.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, process_of: Callable[[Any], int], *, at_step: int) -> None:
         self.killed: list[str] = []
         self.rollouts: Rollouts | None = None
-        self.kill, self.at_step, self.steps = kill, at_step, 0
+        self.at_step, self.steps = at_step, 0
         next_batch, push = Rollouts.next_batch, Roles.push
 
         def next_batch_and_kill(rollouts: Rollouts, *arguments: Any) -> Any:
             self.rollouts, self.steps = rollouts, self.steps + 1
             if self.steps == self.at_step:
-                threading.Thread(target=self.while_it_works, args=(0,)).start()
+                pid = process_of(rollouts.engines[0])
+                threading.Thread(target=self.while_it_works, args=(0, pid)).start()
             return next_batch(rollouts, *arguments)
 
         def push_and_kill(roles: Roles, *arguments: Any, **named: Any) -> Any:
             if self.steps == self.at_step + 1 and "in update" not in self.killed:
                 assert self.rollouts is not None
                 self.killed.append("in update")
-                self.kill(self.rollouts.engines[1])
+                os.kill(process_of(self.rollouts.engines[1]), signal.SIGKILL)
             return push(roles, *arguments, **named)
 
         monkeypatch.setattr(Rollouts, "next_batch", next_batch_and_kill)
         monkeypatch.setattr(Roles, "push", push_and_kill)
 
-    def while_it_works(self, engine: int) -> None:
+    def while_it_works(self, engine: int, pid: int) -> None:
         assert self.rollouts is not None
         state, ends_at = self.rollouts.scheduler.engines[engine], time.monotonic() + 20
         while not state.load and time.monotonic() < ends_at:
             time.sleep(0.001)
         self.killed.append("in generation" if state.load else "idle")
-        self.kill(self.rollouts.engines[engine])
+        os.kill(pid, signal.SIGKILL)
 
 
 def check_everything_is_accounted_for(config: Config, killer: Killer, *, staleness: int) -> None:
@@ -176,7 +181,10 @@ def check_everything_is_accounted_for(config: Config, killer: Killer, *, stalene
 def test_engines_killed_while_they_generate_and_in_an_update_lose_nothing(
     tiny_config: Callable[..., Config], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killer = Killer(monkeypatch, lambda engine: ray.kill(engine, no_restart=False), at_step=2)
+    def actor_of(engine: Any) -> int:
+        return int(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())))
+
+    killer = Killer(monkeypatch, actor_of, at_step=2)
     config = tiny_config(**{**settings, "rollout.engines": 2, "rollout.max_new_tokens": 120})
     train(config)
     check_everything_is_accounted_for(config, killer, staleness=0)
@@ -187,17 +195,48 @@ def test_engines_killed_while_they_generate_and_in_an_update_lose_nothing(
 def test_sglang_servers_killed_while_they_generate_and_in_an_update_lose_nothing(
     tiny_config: Callable[..., Config], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kill_server(engine: Any) -> None:
+    def server_of(engine: Any) -> int:
         port = ray.get(engine.endpoint.remote()).url.rpartition(":")[2]
         for process in psutil.Process(os.getpid()).children(recursive=True):
             with contextlib.suppress(psutil.Error):  # other children come and go
                 if "megarl.rollout.engines.sglang.launch" in (line := process.cmdline()) and port in line:
-                    os.kill(process.pid, signal.SIGKILL)
+                    return process.pid
+        raise AssertionError("no server listens there")
 
-    killer = Killer(monkeypatch, kill_server, at_step=2)
+    killer = Killer(monkeypatch, server_of, at_step=2)
     more = {"rollout.engine": "sglang", "rollout.engines": 2, "rollout.max_new_tokens": 40, "rollout.threads": 1}
     # by process group, which must be made anew for an engine that comes back
     more |= {"rollout.weight_transport": "process_group", "resources.placement": "separate"}
     config = tiny_config(**{**settings, **more, "rollout.schedule": SCHEDULES["async"]})
     train(config)
     check_everything_is_accounted_for(config, killer, staleness=2)
+
+
+def lose_while_starting(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """Engine 0's process ends in place of its first `times` starts."""
+    start = Rollouts._start
+    lost: list[int] = []
+
+    def start_or_end(rollouts: Rollouts, number: int) -> Any:
+        if number or len(lost) == times:
+            return start(rollouts, number)
+        lost.append(number)
+        return rollouts.engines[0].__ray_call__.remote(lambda _: os._exit(1))
+
+    monkeypatch.setattr(Rollouts, "_start", start_or_end)
+
+
+def test_an_engine_lost_while_it_starts_is_started_once_more(
+    tiny_config: Callable[..., Config],
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    more = {"rollout.engines": 2, "run.steps": 1}
+    lose_while_starting(monkeypatch, 1)
+    metrics, _ = run(tiny_config(**{**settings, **more}))
+    assert [row["step"] for row in metrics] == [1]
+    assert capfd.readouterr().out.count("engine 0's process was lost while it started; it is started again") == 1
+    lose_while_starting(monkeypatch, 2)
+    with pytest.raises(WorkerError, match="engine 0 failed in phase 'engine start'"):
+        train(tiny_config(**{**settings, **more, "run.name": "lost-twice", "run.max_restarts": 0}))
