@@ -150,6 +150,10 @@ class RunStopped(MegarlError):
     """A run saved and left, because a signal asked it to; not a failure, and it can be continued (exit code 75)."""
 
 
+class RunInterrupted(RunStopped):
+    """A run was ended by Ctrl-C; the sentence says from where it can be continued (exit code 130)."""
+
+
 class ClusterError(ConfigError):
     """There is no Ray cluster at the address in the config, or it has too few places for the layouts."""
 

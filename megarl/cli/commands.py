@@ -24,7 +24,7 @@ from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
 from megarl.cli.submit import add_doctor_cluster, add_submit, doctor_cluster
 from megarl.config.secrets import redacted
-from megarl.errors import ConfigError, MegarlError, RunStopped, nearest
+from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest
 
 USER_ERROR = 2
 STOPPED = 75
@@ -67,6 +67,8 @@ def reported(run: Callable[[], int]) -> int:
         return run()
     except MegarlError as error:
         print(f"megarl: {redacted(str(error))}", file=sys.stderr)
+        if isinstance(error, RunInterrupted):
+            return INTERRUPTED
         return STOPPED if isinstance(error, RunStopped) else USER_ERROR
     except KeyboardInterrupt:
         print("megarl: interrupted", file=sys.stderr)

@@ -38,7 +38,9 @@ class RunConfig(Section):
     """`never`: start a new run. `auto`: continue from the newest checkpoint if there is one. A folder: continue from that
     checkpoint."""
     save_every: Count = 0
-    """Save a checkpoint every this many steps. 0: only at the end."""
+    """Save a checkpoint every this many steps. 0: only as `save_minutes` says, and at the end."""
+    save_minutes: NonNegative = 30.0
+    """Save a checkpoint after the step in which this many minutes have passed since the last one. 0: never."""
     keep_checkpoints: Count = 2
     """Number of newest checkpoints that stay on disk. 0: all."""
     keep_best: str | None = None

@@ -61,4 +61,4 @@ def test_every_command_has_a_heading() -> None:
 def test_every_error_has_its_exit_code() -> None:
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|[^|]*\|$", (DOCS / "errors.md").read_text(), re.MULTILINE))
     kinds = [name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert rows == {name: "75" if name == "RunStopped" else "2" for name in kinds}
+    assert rows == {name: {"RunStopped": "75", "RunInterrupted": "130"}.get(name, "2") for name in kinds}

@@ -22,7 +22,7 @@ from megarl.checkpoint.dist_writer import Written, join_shards, write_shards
 from megarl.checkpoint.manifest import check
 from megarl.checkpoint.run_checkpoint import read_state
 from megarl.config import parse_config
-from megarl.errors import CheckpointError, ConfigError, RewardError, WorkerError
+from megarl.errors import CheckpointError, ConfigError, RewardError, RunInterrupted, WorkerError
 from megarl.megatron.shards import ShardBox, Shards
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.saving import Saving, unwritable
@@ -258,6 +258,38 @@ def test_a_run_that_lost_a_rank_does_not_wait_for_it_and_leaves_no_half_checkpoi
         run.saving.begin(run.roles, 1, {"step": 1}, {})
         raise WorkerError("rank 1 is gone")
     assert list(run.checkpoints.folder.iterdir()) == []
+
+
+def test_a_run_that_is_interrupted_says_from_where_it_can_be_continued(tmp_path: Path) -> None:
+    with pytest.raises(RunInterrupted) as caught, interrupted(tmp_path) as run:
+        run.step = 3
+        raise KeyboardInterrupt
+    assert str(caught.value) == (
+        f"interrupted after step 3 of 100; there is no checkpoint in {tmp_path}/run/checkpoints, so run.resume=auto would begin "
+        "anew"
+    )
+    with pytest.raises(RunInterrupted) as caught, interrupted(tmp_path) as run:
+        save(run.saving, run.roles, 7)
+        run.step = 8
+        raise KeyboardInterrupt
+    assert str(caught.value) == (
+        f"interrupted after step 8 of 100; run.resume=auto continues from the newest checkpoint, {tmp_path}/run/checkpoints/"
+        "step_000007"
+    )
+
+
+def test_a_checkpoint_is_written_after_so_many_minutes_whatever_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("megarl.trainers.run.base.time.monotonic", lambda: now)
+    with interrupted(tmp_path) as run:
+        for minutes, saved in ((29.9, []), (30.0, [2]), (59.9, [2]), (60.0, [2, 4])):
+            now = 1000.0 + 60 * minutes
+            run.step += 1
+            run.save_if_due()
+            run.saving.finish(run.roles, wait=True)
+            assert [int(path.name.rpartition("_")[2]) for path in run.checkpoints.all()] == saved
 
 
 @pytest.mark.parametrize("at_the_start", [True, False])

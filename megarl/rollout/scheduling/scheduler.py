@@ -286,6 +286,9 @@ class Scheduler:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(deadline_s)
+        except KeyboardInterrupt:
+            future.cancel()  # else it is still pending when the loop is closed, and asyncio says so
+            raise
         except TimeoutError:
             future.cancel()
             raise DeadlineError(

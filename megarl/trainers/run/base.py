@@ -21,7 +21,16 @@ from megarl.checkpoint.provenance import CONFIG, differences, provenance
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
 from megarl.config import AnyConfig, save_resolved, to_yaml
 from megarl.config.guard_rules import GuardRule
-from megarl.errors import CheckpointError, ConfigError, DeadlineError, MegarlError, RunStopped, WorkerError, nearest
+from megarl.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    MegarlError,
+    RunInterrupted,
+    RunStopped,
+    WorkerError,
+    nearest,
+)
 from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, write_summary
 from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow
@@ -66,6 +75,7 @@ class Run(ABC):
         self._settings = config
         self._stack = ExitStack()
         self._stop = StopRequest()
+        self._saved_at = time.monotonic()
 
     @abstractmethod
     def start(self) -> None:
@@ -106,6 +116,14 @@ class Run(ABC):
             self.checkpoints.remove_unfinished()
         if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
             raise self._disk_trouble(error) from error
+        if isinstance(error, KeyboardInterrupt) and self.leads:
+            raise RunInterrupted(f"interrupted after step {self.step} of {self._settings.run.steps}; {self._how_to_go_on()}")
+
+    def _how_to_go_on(self) -> str:
+        newest = self.checkpoints.all()[-1:]
+        if not newest:
+            return f"there is no checkpoint in {self.checkpoints.folder}, so run.resume=auto would begin anew"
+        return f"run.resume=auto continues from the newest checkpoint, {newest[0]}"
 
     @contextmanager
     def telling_of_disk_trouble(self) -> Iterator[None]:
@@ -149,6 +167,7 @@ class Run(ABC):
             config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
+        self._stop.tell = self._tell_of_stop
         self.phases.listen(self._name_what_is_written)
         for damage in self.checkpoints.damaged:
             self.progress.say(f"a checkpoint was passed over: {damage}")
@@ -162,6 +181,10 @@ class Run(ABC):
         if state is not None:
             self.evaluations.update(state["evaluations"])
             self.load_state(state)
+
+    def _tell_of_stop(self) -> None:
+        again = "; Ctrl-C again leaves at once" if self._stop.received == "Ctrl-C" else ""
+        self.progress.say(f"{self._stop.received}: finishing the step in progress, then saving{again}")
 
     def tell_placement(self, placement: Placement) -> None:
         """Say in one line where ranks and engines are, and write all of it to `placement.json`."""
@@ -201,6 +224,7 @@ class Run(ABC):
     def next_step(self) -> Iterator[None]:
         """One training step; what happens inside is timed and its metrics are collected."""
         self.metrics = {}
+        self._stop.has_steps = True
         with self.profiling.of_step(self.step + 1, self.roles), self.phases.step():
             yield
         self.step += 1
@@ -221,17 +245,20 @@ class Run(ABC):
             self.progress.step_done(self.step, self.metrics)
 
     def save_if_due(self) -> None:
-        """Save at `run.save_every`, after the last step, and when the batch system has warned, which ends the run here.
+        """Save as `run.save_every` and `run.save_minutes` say, after the last step, and when told to stop, which ends the run here.
 
         Training goes on while a checkpoint is written, but no other is begun and the run does not end before it is whole.
 
         Raises:
-            RunStopped: after a warning, with everything saved.
+            RunStopped: after a signal, with everything saved.
             CheckpointError: this checkpoint, or the one before, could not be written.
         """
-        every = self._settings.run.save_every
-        warned = self.roles.groups[POLICY].any_rank(self._stop.received is not None)
-        if self.finished or warned or (every and self.step % every == 0):
+        every, minutes = self._settings.run.save_every, self._settings.run.save_minutes
+        any_rank = self.roles.groups[POLICY].any_rank
+        warned = any_rank(self._stop.received is not None)
+        late = bool(minutes) and any_rank(time.monotonic() - self._saved_at >= 60 * minutes)
+        if self.finished or warned or late or (every and self.step % every == 0):
+            self._saved_at = time.monotonic()
             with self.phases("save"):
                 self.saving.finish(self.roles, wait=True)
                 self._begin_to_save()
@@ -239,7 +266,8 @@ class Run(ABC):
         elif self.saving.is_under_way:
             self.saving.finish(self.roles, wait=False)
         if warned and not self.finished:
-            raise RunStopped(
+            kind = RunInterrupted if self._stop.received == "Ctrl-C" else RunStopped
+            raise kind(
                 f"stopped by {self._stop.received or 'a signal to another rank'} after step {self.step} of "
                 f"{self._settings.run.steps}; run.resume=auto continues from {self.checkpoints.folder}/step_{self.step:06d}"
             )

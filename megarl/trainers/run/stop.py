@@ -1,9 +1,10 @@
-"""A batch system's warning that a job's time is over: the run saves after the step in progress and leaves."""
+"""A batch system's warning that a job's time is over, or a person's Ctrl-C: the run saves after the step in progress and leaves."""
 
 from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
@@ -11,18 +12,23 @@ WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """While entered, notes SIGTERM and SIGUSR1 in `received`; the second one interrupts at once, as Ctrl-C does.
+    """While entered, notes SIGTERM and SIGUSR1 in `received`; the second one interrupts at once.
 
+    So it does with Ctrl-C (SIGINT) while `has_steps` says that there is work to lose; before that Ctrl-C interrupts at once.
     Only a process's main thread can be told of signals; entered in another, it notes nothing.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.has_steps = False
+        """Whether a step of this run has begun."""
+        self.tell: Callable[[], None] | None = None
+        """Called in a thread of its own when the first signal was noted: handlers must not print."""
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in WARNINGS}
+            self._before = {number: signal.signal(number, self._note) for number in (*WARNINGS, signal.SIGINT)}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -31,6 +37,8 @@ class StopRequest:
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is not None or (number == signal.SIGINT and not self.has_steps):
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
+        self.received = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if self.tell is not None:
+            threading.Thread(target=self.tell, name="told to stop", daemon=True).start()

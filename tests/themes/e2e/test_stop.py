@@ -22,8 +22,17 @@ def steps_of(folder: Path) -> list[int]:
     return [int(row["step"]) for row in read_metrics(metrics)] if metrics.exists() else []
 
 
+@pytest.mark.parametrize(
+    ("number", "name", "code"),
+    [(signal.SIGUSR1, "SIGUSR1", 75), pytest.param(signal.SIGINT, "Ctrl-C", 130, marks=pytest.mark.exhaustive)],
+)
 def test_a_warned_run_saves_leaves_and_is_continued(
-    tiny_config: Callable[..., Config], warm_workers: WarmWorkers, tmp_path: Path
+    tiny_config: Callable[..., Config],
+    warm_workers: WarmWorkers,
+    tmp_path: Path,
+    number: signal.Signals,
+    name: str,
+    code: int,
 ) -> None:
     config = tiny_config(**{"run.steps": 1000, "run.name": "warned", "data.eval": None})
     folder = Path(config.run_folder)
@@ -32,14 +41,15 @@ def test_a_warned_run_saves_leaves_and_is_continued(
     run = start_megarl(*arguments, environment=warm_workers.environment)
     try:
         wait_for_step(run, folder, 2)
-        run.send_signal(signal.SIGUSR1)
+        run.send_signal(number)
         _, said = run.communicate(timeout=120)
     finally:
         if run.poll() is None:
             run.kill()
     last = steps_of(folder)[-1]
-    assert run.returncode == 75, said
-    assert f"megarl: stopped by SIGUSR1 after step {last} of 1000; run.resume=auto continues from" in said
+    assert run.returncode == code, said
+    assert "Task was destroyed" not in said
+    assert f"megarl: stopped by {name} after step {last} of 1000; run.resume=auto continues from" in said
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{last:06d}"]
     resumed = start_megarl(*arguments, "run.resume=auto", f"run.steps={last + 1}", environment=warm_workers.environment)
     _, said = resumed.communicate(timeout=120)
@@ -56,6 +66,22 @@ def test_the_second_signal_interrupts_and_the_handlers_are_put_back() -> None:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_the_first_ctrl_c_is_noted_once_there_is_a_step_to_lose_and_told_once() -> None:
+    told = threading.Event()
+    with StopRequest() as stop:
+        stop.tell = told.set
+        with pytest.raises(KeyboardInterrupt):  # while processes start there is nothing to save
+            signal.raise_signal(signal.SIGINT)
+        assert stop.received is None
+        assert not told.is_set()
+        stop.has_steps = True
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == "Ctrl-C"
+        assert told.wait(timeout=10)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_a_run_in_another_thread_than_the_main_one_needs_no_signals() -> None:
