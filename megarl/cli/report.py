@@ -36,7 +36,8 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
     compare = commands.add_parser(
         "compare",
         help="compare configs and results of runs",
-        description="Show the config fields in which runs differ, and the means of their metrics over the last 10 steps.",
+        description="Show the config fields in which runs differ, and the means of their metrics over the last 10 steps (of an "
+        "evaluation: its last value).",
     )
     compare.add_argument("runs", metavar="RUN", nargs="+", help="run folders, two or more")
     compare.add_argument("--out", metavar="FILE", help="also write the runs' report as an HTML file")
@@ -91,7 +92,7 @@ def _compare(arguments: argparse.Namespace, console: Console) -> int:
     from rich.table import Table
 
     from megarl.observe.report import build_page
-    from megarl.observe.run_record import differences, last_mean
+    from megarl.observe.run_record import differences, last_figure
 
     runs = _read(arguments.runs)
     if len(runs) < 2:
@@ -100,11 +101,11 @@ def _compare(arguments: argparse.Namespace, console: Console) -> int:
     fields = Table("config field", *names, box=None, pad_edge=False)
     for name, values in differences(runs).items():
         fields.add_row(name, *("–" if value is None else json.dumps(value, ensure_ascii=False) for value in values))
-    metrics = Table("mean of the last 10 steps", box=None, pad_edge=False)
+    metrics = Table("mean of the last 10 steps; eval/*: last value", box=None, pad_edge=False)
     for name in names:
         metrics.add_column(name, justify="right")
     for metric in dict.fromkeys(name for run in runs for name in run.metric_names):
-        means = [last_mean(run.curve(metric)) for run in runs]
+        means = [last_figure(run, metric) for run in runs]
         if any(mean is not None for mean in means):
             metrics.add_row(metric, *("–" if mean is None else f"{mean:.4g}" for mean in means))
     console.print(fields, markup=False)

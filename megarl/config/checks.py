@@ -67,7 +67,7 @@ def check_fields_agree(config: Config) -> None:
         *(one.layout for one in config.teacher.named),
         config.reward_model.layout,
     )
-    check_profile(config.profile, config.run.steps, [layout for layout in layouts if layout is not None])
+    check_profile(config.profile, config.run.known_steps, [layout for layout in layouts if layout is not None])
     if not config.rewards and not config.uses_reward_model and config.algorithm.distillation.reward_coef:
         raise ConfigError("a run needs a source of reward: set rewards, or set reward_model.path")
     trained = {"policy": config.policy, "critic": config.critic}
@@ -122,7 +122,7 @@ def check_supervised(config: SupervisedConfig) -> None:
             rule="does not divide data.rows_per_step",
         )
     check_run(config.run, evaluates=config.data.eval is not None, remedy="set data.eval")
-    check_profile(config.profile, config.run.steps, [config.policy.layout])
+    check_profile(config.profile, config.run.known_steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
     check_lora(config.model, {"policy": config.policy}, config.reference, has_engines=False)
     check_fp8(config.model, trained={"policy": config.policy}, frozen=["the reference"] if config.uses_reference else [])

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.config.checks import check_fields_agree, check_supervised
 from megarl.config.reference import allowed_values, config_fields, fields_of, section_of
-from megarl.config.renamed import check_renamed, new_names
+from megarl.config.renamed import FOREIGN, check_renamed, new_names
 from megarl.config.schema import Config
 from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
 from megarl.config.section import Section
@@ -74,9 +74,12 @@ def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
     except ValidationError as error:
         problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] not in _UNKNOWN_KEY)
-    first = _error(problems[0], tree, root)
-    more = len({_place(problem, root) for problem in problems}) - 1
-    raise ConfigError(f"{first} ({more} more problem{'s' * (more > 1)} in this config)") if more else first
+    by_place = {_place(problem, root): problem for problem in reversed(problems)}
+    first, *others = [_error(problem, tree, root) for problem in reversed(by_place.values())]
+    if not others:
+        raise first
+    rest = "; ".join(f"({number}) {other}" for number, other in enumerate(others, start=2))
+    raise ConfigError(f"{first}; and {len(others)} more problem{'s' * (len(others) > 1)} in this config: {rest}")
 
 
 def to_yaml(config: Section) -> str:
@@ -109,6 +112,12 @@ def _error(problem: ErrorDetails, tree: dict[str, Any], root: type) -> ConfigErr
     return ConfigError.of(name, _at(tree, known), allowed=allowed, choices=choices)
 
 
+_KINDS: dict[type, str] = {
+    Config: "`megarl train` by reinforcement learning, without a section objective",
+    SupervisedConfig: "`megarl sft`, `reward-model` or `preference`, with a section objective",
+}
+
+
 def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
     """Where the problem is: the unknown key itself, or the field whose value is wrong."""
     return problem["loc"] if problem["type"] in _UNKNOWN_KEY else _deepest_field(problem["loc"], root)[1]
@@ -116,6 +125,9 @@ def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
 
 def _unknown_key(place: Sequence[int | str], root: type) -> str:
     name = _dotted(place)
+    other = SupervisedConfig if root is Config else Config
+    if _deepest_field(place, other)[1] == tuple(place):
+        return f"{name} is a field of {_KINDS[other]}, but this is a config for {_KINDS[root]}"
     known = [leaf.name for leaf in config_fields(root) if ".NAME." not in leaf.name]
     _, section_place = _deepest_field(place[:-1], root)
     section: type | None = root
@@ -123,7 +135,8 @@ def _unknown_key(place: Sequence[int | str], root: type) -> str:
         if section is not None and isinstance(key, str):
             section = section_of(fields_of(section)[key].annotation)
     siblings = [_dotted((*place[:-1], key)) for key in (fields_of(section) if section else ())]
-    namesakes = [leaf for leaf in known if leaf.rpartition(".")[2] == str(place[-1])]
+    foreign = [leaf for leaf in FOREIGN.get(str(place[-1]), ()) if leaf in known]
+    namesakes = foreign[:1] or [leaf for leaf in known if leaf.rpartition(".")[2] == str(place[-1])]
     namesakes = namesakes or [leaf for leaf in new_names(str(place[-1])) if leaf in known]
     below = [leaf for leaf in namesakes if leaf.startswith(f"{_dotted(place[:-1])}.")]
     if len(below or namesakes) == 1:

@@ -21,13 +21,13 @@ class ProfileConfig(Section):
     """Ranks to record, in each group of training ranks (policy, critic, …)."""
 
 
-def check_profile(profile: ProfileConfig, run_steps: int, layouts: Sequence[Layout]) -> None:
+def check_profile(profile: ProfileConfig, run_steps: int | None, layouts: Sequence[Layout]) -> None:
     """Refuse steps that the run does not have, and ranks that none of its `layouts` has.
 
     Raises:
         ConfigError: names the field, its value and what it must be.
     """
-    late = [step for step in profile.steps if step > run_steps]
+    late = [step for step in profile.steps if run_steps is not None and step > run_steps]
     if late:
         raise ConfigError.of("profile.steps", profile.steps, allowed=f"steps from 1 to run.steps = {run_steps}")
     last = max(layout.world_size for layout in layouts) - 1

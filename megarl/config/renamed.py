@@ -41,6 +41,22 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
 }
 """New field -> old value -> new value."""
 
+FOREIGN: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("epochs", "num_epochs", "total_epochs", "num_train_epochs", "num_episodes"), ("run.epochs",)),
+    **dict.fromkeys(("max_steps", "total_training_steps"), ("run.steps",)),
+    **dict.fromkeys(("save_freq", "save_steps"), ("run.save_every",)),
+    **dict.fromkeys(("test_freq", "eval_steps"), ("run.eval_every",)),
+    **dict.fromkeys(("ppo_epochs", "num_iterations"), ("algorithm.epochs",)),
+    **dict.fromkeys(("train_batch_size", "rollout_batch_size"), ("rollout.prompts_per_step", "data.rows_per_step")),
+    **dict.fromkeys(("num_generations", "n_samples_per_prompt"), ("rollout.samples_per_prompt",)),
+    **dict.fromkeys(("max_response_length", "max_completion_length", "generate_max_len"), ("rollout.max_new_tokens",)),
+    **dict.fromkeys(("max_prompt_length", "prompt_max_len"), ("data.max_prompt_tokens",)),
+    **dict.fromkeys(("learning_rate", "actor_learning_rate"), ("policy.optimizer.lr",)),
+    **dict.fromkeys(("kl_coef", "init_kl_coef", "kl_loss_coef"), ("algorithm.kl.coef",)),
+    **dict.fromkeys(("model_name_or_path", "pretrain"), ("model.path",)),
+}
+"""Names of other trainers -> fields that mean the same, by kind of run; a hint, whatever section they stand in."""
+
 _GUARD = re.compile(r"(?P<action>\S+) if (?P<metric>\S+) (?P<side>above|below) (?P<bound>\S+)(?: for (?P<steps>\d+) steps?)?")
 
 

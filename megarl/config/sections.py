@@ -34,6 +34,9 @@ class RunConfig(Section):
     """Seed of the data order, of new weights and of sampling."""
     steps: Positive = 100
     """Number of training steps. One step generates responses, scores them and updates the policy."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the rows of `data.train`, in place of `steps`: epochs times rows by rows of a step, rounded up. null: `steps`
+    counts."""
     resume: str = "never"
     """`never`: start a new run. `auto`: continue from the newest checkpoint if there is one. A folder: continue from that
     checkpoint."""
@@ -57,6 +60,11 @@ class RunConfig(Section):
     """Number of samples written to `samples.jsonl` in every step."""
     export: bool = False
     """At the end, write the trained model as a Hugging Face folder to `<run.folder>/<run.name>/model/`."""
+
+    @property
+    def known_steps(self) -> int | None:
+        """`steps`; None where `epochs` makes them of the number of rows."""
+        return self.steps if self.epochs is None else None
 
 
 class ModelConfig(Section):

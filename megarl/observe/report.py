@@ -21,7 +21,7 @@ import yaml
 from megarl.data.final_answer import read_boxes
 from megarl.data.rows import find_value
 from megarl.observe.pictures import PagePictures, frames_shown, shown_media, told_media
-from megarl.observe.run_record import RunRecord, differences, last_mean, repetitions, reward_of
+from megarl.observe.run_record import RunRecord, differences, last_figure, repetitions, reward_of
 
 SAMPLES = 600
 """Samples of a run in a page at most, evenly spread over its steps."""
@@ -86,7 +86,7 @@ def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, A
         "pictures_left_out": pictures.left_out,
         "repetitions": repetitions(runs),
         "differences": differences(runs),
-        "last": {name: [last_mean(run.curve(name)) for run in runs] for name in _all_metrics(runs)},
+        "last": {name: [last_figure(run, name) for run in runs] for name in _all_metrics(runs)},
     }
 
 

@@ -122,7 +122,13 @@ def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     return {name: values for name, values in rows.items() if any(value != values[0] for value in values)}
 
 
-def last_mean(curve: Mapping[int, float], steps: int = 10) -> float | None:
-    """Mean of the last `steps` values; None if there are none."""
-    values = [value for _, value in sorted(curve.items())][-steps:]
+def last_figure(run: RunRecord, metric: str, steps: int = 10) -> float | None:
+    """Mean of the last `steps` values, or of an evaluation (`eval/…`) the last value; None if there is none.
+
+    Step 0, which is before training, counts for nothing but an evaluation that was not repeated.
+    """
+    curve = run.curve(metric)
+    if metric.startswith("eval/"):
+        return curve[max(curve)] if curve else None
+    values = [value for step, value in sorted(curve.items()) if step][-steps:]
     return sum(values) / len(values) if values else None

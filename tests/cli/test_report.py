@@ -73,6 +73,20 @@ def test_a_long_run_makes_a_page_of_bounded_size(tmp_path) -> None:
     assert data["trace"][-1]["step"] == 1500
 
 
+def test_compare_takes_an_evaluation_s_last_value_and_leaves_step_0_out(tmp_path, capsys) -> None:
+    for name, rows in {
+        "a": [{"step": 0, "eval/accuracy": 0.0, "reward/mean": 100.0}, {"step": 1, "reward/mean": 0.25},
+              {"step": 2, "reward/mean": 0.75, "eval/accuracy": 0.09375}],
+        "b": [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "reward/mean": 0.125}],
+    }.items():  # fmt: skip
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["eval/accuracy", "0.09375", "0.5"] in rows
+    assert ["reward/mean", "0.5", "0.125"] in rows
+
+
 def test_compare_prints_fields_and_means(tmp_path, capsys) -> None:
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=3e-5, seed=1)]
     assert main(["compare", *map(str, runs), "--out", str(tmp_path / "c.html")]) == 0

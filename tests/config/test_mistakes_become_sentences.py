@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config import load_config, parse_config
+from megarl.config import load_config, parse_config, parse_supervised_config
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
@@ -219,7 +219,33 @@ def test_fields_that_contradict_each_other_are_named(overrides: list[str], parts
 
 
 def test_further_problems_are_counted() -> None:
-    assert "(2 more problems in this config)" in sentence("run.a=1", "run.b=1", "run.steps=x")
+    text = sentence("run.a=1", "run.b=1", "run.steps=x")
+    assert text.startswith("run.a is not a config field")
+    assert "; and 2 more problems in this config: (2) run.b is not a config field" in text
+    assert "; (3) run.steps is 'x'; it must be a whole number of at least 1" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("data.epochs", "run.epochs"),
+        ("trackers.num_train_epochs", "run.epochs"),
+        ("algorithm.train_batch_size", "rollout.prompts_per_step"),
+        ("run.save_freq", "run.save_every"),
+        ("rollout.max_completion_length", "rollout.max_new_tokens"),
+    ],
+)
+def test_a_name_of_another_trainer_leads_to_what_means_the_same(wrong: str, right: str) -> None:
+    assert f"(did you mean '{right}'?)" in sentence(f"{wrong}=1")
+
+
+def test_a_config_for_the_other_kind_of_run_is_told_so() -> None:
+    assert sentence("data.rows_per_step=8").startswith(
+        "data.rows_per_step is a field of `megarl sft`, `reward-model` or `preference`, with a section objective, but this is a "
+        "config for `megarl train` by reinforcement learning"
+    )
+    with pytest.raises(ConfigError, match=r"algorithm is a field of `megarl train` by reinforcement learning"):
+        parse_supervised_config(apply_overrides(BASE, ["algorithm.name=grpo"]))
 
 
 def test_a_key_given_twice_is_refused(tmp_path) -> None:

@@ -111,6 +111,7 @@ def test_tokens_are_coloured_by_what_the_step_made_of_them(opened: Chromium) -> 
 
     clear = "rgba(0, 0, 0, 0)"
     assert colours() == ["rgba(37, 121, 219, 0.68)", "rgba(214, 69, 36, 0.38)", clear]  # the last one was not sampled
+    assert opened.run("COLORINGS.advantage.paint(0, 1)") is None  # a group of equal rewards says neither more nor less
     opened.fill("#sample-coloring", "difference")
     assert colours() == ["rgba(190, 60, 170, 0)", "rgba(190, 60, 170, 0.7)", clear]
     title = opened.run("document.querySelectorAll('#samples-list .response')[0].children[1].title")

@@ -216,9 +216,11 @@ class Interrupted(Run):
         return {}
 
 
+SETTINGS = {"model": {"path": "model"}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}]}
+
+
 def interrupted(tmp_path: Path) -> Interrupted:
-    settings = {"model": {"path": "model"}, "data": {"train": {"name": "chain_sum"}}, "rewards": [{"name": "exact_number"}]}
-    return Interrupted(parse_config({**settings, "run": {"folder": str(tmp_path)}}))
+    return Interrupted(parse_config({**SETTINGS, "run": {"folder": str(tmp_path)}}))
 
 
 def test_drivers_of_one_world_meet_when_the_leader_has_done_its_part_and_share_its_failure(saving: Saving) -> None:
@@ -290,6 +292,22 @@ def test_a_checkpoint_is_written_after_so_many_minutes_whatever_the_step(
             run.save_if_due()
             run.saving.finish(run.roles, wait=True)
             assert [int(path.name.rpartition("_")[2]) for path in run.checkpoints.all()] == saved
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "per_step", "steps"), [(15, 1000, 8, 1875), (1, 7, 2, 4), (0.5, 100, 8, 7), (0.1, 70, 7, 1)]
+)
+def test_epochs_are_passes_over_the_rows(tmp_path: Path, epochs: float, rows: int, per_step: int, steps: int) -> None:
+    run = interrupted(tmp_path)
+    given = parse_config({**SETTINGS, "run": {"folder": str(tmp_path), "epochs": epochs}})
+    config = run.count_epochs(given, rows, per_step)
+    run.step = steps - 1
+    assert not run.finished
+    run.step = steps
+    assert run.finished
+    assert config.run.steps == steps
+    assert f"steps: {steps}\n" in run.saving.config_text
+    assert run.count_epochs(config.model_copy(deep=True), rows, per_step) == config  # as a resumed run counts
 
 
 @pytest.mark.parametrize("at_the_start", [True, False])

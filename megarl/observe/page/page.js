@@ -15,7 +15,8 @@ function table(head, rows, isNumeric = () => false) {
 function overview() {
   const facts = runs.map((run) => {
     const { eval: measured = {}, gates = {} } = run.summary;
-    const shown = (figures) => figures ? figures.accuracy ?? figures.reward ?? figures.loss : null;
+    const name = ["reward", "accuracy", "loss"].find((one) => isNumber(measured.after?.[one] ?? measured.before?.[one]));
+    const shown = (figures) => isNumber(figures?.[name]) ? `${name} ${short(figures[name])}` : null;
     const gate = Object.entries(gates).map(([name, value]) => `${name} ${short(value)}`).join(", ");
     const last = run.curves["reward/mean"] ?? run.curves["train/loss"] ?? [];
     return [run.name, run.seed, run.steps.at(-1), run.summary.seconds_per_step, last.at(-1), shown(measured.before),
@@ -175,7 +176,7 @@ function configs() {
 
 function comparison() {
   const rows = Object.entries(data.last).filter(([, values]) => values.some(isNumber));
-  return [html("p", { class: "note" }, "Means of the last 10 steps."),
+  return [html("p", { class: "note" }, "Means of the last 10 steps; of evaluations the last value."),
     table(["metric", ...runs.map((run) => run.name)], rows.map(([name, values]) => [name, ...values]), (column) => column > 0)];
 }
 

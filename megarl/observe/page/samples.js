@@ -7,7 +7,7 @@ const COLORINGS = {
   advantage: {
     title: "advantage (blue: to be said more, red: less)",
     value: (sample, token) => sample.advantages?.[token],
-    paint: (value, most) => `rgba(${value > 0 ? "var(--good)" : "var(--bad)"}, ${0.08 + 0.6 * Math.abs(value) / most})`,
+    paint: (value, most) => value === 0 ? null : `rgba(${value > 0 ? "var(--good)" : "var(--bad)"}, ${0.08 + 0.6 * Math.abs(value) / most})`,
   },
   difference: {
     title: "|trainer − engine| log-prob, of the same weights unless stale",

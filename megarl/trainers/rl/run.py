@@ -63,10 +63,11 @@ class RlRun(Run):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.config = config
         with self.telling_of_disk_trouble():
             self.inputs = read_inputs(config)
         self._stack.callback(self.inputs.close)
+        config = self.count_epochs(config, sum(map(len, self.inputs.train)), config.rollout.prompts_per_step)
+        self.config = config
         self.sources = DataSources.of(self.inputs.train, config.data.source_key)
         self.sampler = build_sampler(
             self.inputs.train,

@@ -11,15 +11,17 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from rich.console import Console
 
 from megarl.checkpoint.manifest import made_by
 from megarl.checkpoint.provenance import CONFIG, differences, provenance
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
-from megarl.config import AnyConfig, save_resolved, to_yaml
+from megarl.config import AnyConfig, Config, SupervisedConfig, save_resolved, to_yaml
 from megarl.config.guard_rules import GuardRule
 from megarl.errors import (
     CheckpointError,
@@ -44,6 +46,7 @@ from megarl.trainers.run.saving import Saving, unwritable
 from megarl.trainers.run.stop import StopRequest
 from megarl.trainers.run.timeline import Timeline
 
+OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -76,6 +79,16 @@ class Run(ABC):
         self._stack = ExitStack()
         self._stop = StopRequest()
         self._saved_at = time.monotonic()
+
+    def count_epochs(self, config: OneConfig, rows: int, per_step: int) -> OneConfig:
+        """Where `run.epochs` is set, `config` with the steps that pass so often over `rows` rows, `per_step` in a step."""
+        run = config.run
+        if run.epochs is None:
+            return config
+        steps = ceil(Fraction(repr(run.epochs)) * rows / per_step)
+        self._settings = config = config.model_copy(update={"run": run.model_copy(update={"steps": steps})})
+        self.saving.config_text = to_yaml(config)
+        return config
 
     @abstractmethod
     def start(self) -> None:
@@ -349,6 +362,8 @@ class Run(ABC):
     def _say_result(self) -> None:
         before, after = self.evaluations["before"], self.evaluations["after"]
         if before is not None and after is not None:
+            if "reward" in before:
+                self.progress.say(f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {self.step} steps")
             for name in (name for name in before if name == "accuracy" or name.rpartition("/")[2].startswith("avg@")):
                 what = "held-out accuracy" if name == "accuracy" else name
                 self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")

@@ -64,6 +64,7 @@ class SupervisedRun(Run):
             held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
         self.held_out = [sample for part in held_out for sample in part]
         self.rows = len({sample.row_id for part in train for sample in part})
+        self.config = config = self.count_epochs(config, self.rows, config.data.rows_per_step)
         self.overlap = count_held_out([sample for part in train for sample in part], self.held_out)
         self.sampler = build_sampler(
             train,
