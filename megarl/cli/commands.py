@@ -22,6 +22,7 @@ from megarl.cli.convert import add_convert
 from megarl.cli.plan import add_plan
 from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
+from megarl.cli.rewards import add_rewards
 from megarl.cli.submit import add_doctor_cluster, add_submit, doctor_cluster
 from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest
@@ -31,7 +32,7 @@ STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "data", "convert", "plan", "rehearse",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "rewards", "data", "convert", "plan", "rehearse",
     "config", "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
@@ -119,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     _training_commands(commands)
     _model_commands(commands)
     _serving_and_data_commands(commands)
+    add_rewards(commands, _Parser, _config_arguments, _console)
     add_convert(commands, _Parser)
     add_plan(commands, _config_arguments, _console)
     add_rehearse(commands, _config_arguments, _console)

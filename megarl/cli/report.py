@@ -52,7 +52,7 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
     order.add_argument("--best", action="store_true", help="highest reward first")
     order.add_argument("--worst", action="store_true", help="lowest reward first")
     samples.add_argument(
-        "--grep", metavar="TEXT", default="", help="only samples with TEXT in prompt or response; ignores case"
+        "--grep", metavar="TEXT", default="", help="only samples with TEXT in prompt, response or any turn; ignores case"
     )
     samples.add_argument("--count", type=int, default=5, help="number of samples (default: 5)")
     samples.set_defaults(run=lambda arguments: _samples(arguments, console()))
@@ -131,7 +131,7 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
         if not wanted and steps:
             raise DataError(f"--step is {arguments.step}, but samples were written of steps {steps[0]} to {steps[-1]}")
     if text:
-        wanted = [s for s in wanted if text in s["prompt_text"].lower() or text in s["response_text"].lower()]
+        wanted = [s for s in wanted if any(text in part.lower() for part in (s["prompt_text"], s["response_text"], *turn_texts(s)))]
     if not wanted:
         raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample")
     if arguments.best or arguments.worst:

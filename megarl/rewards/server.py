@@ -75,7 +75,9 @@ def serve(
     """Serve `sources` until interrupted. `deadline_s` is given to the scoring of one request. Raises as `serve_reward`."""
     app = make_app(sources, answer_key=answer_key, deadline_s=deadline_s, token=token)
     try:
-        web.run_app(app, host=host, port=port, print=None)
+        labels = ", ".join(label for label, _, _ in sources.sources)
+        listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
+        web.run_app(app, host=host, port=port, print=lambda _: print(listening, flush=True))  # called when it does
     except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megarl.config.secrets import without_secrets
 from megarl.config.sections import DataConfig, reward_labels
 from megarl.data.final_answer import extract_answer
+from megarl.data.rows import find_value
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError, nearest
 from megarl.rewards.builtin.boxes import Boxes
@@ -28,6 +29,7 @@ from megarl.rewards.builtin.llm_judge import LlmJudge
 from megarl.rewards.builtin.math_verify import MathVerify
 from megarl.rewards.builtin.multiple_choice import MultipleChoice
 from megarl.rewards.builtin.reasoning_gym import ReasoningGymTask
+from megarl.rewards.foreign_forms import RowKeys
 from megarl.rewards.scorer import Scorer, StatesAnswers, Verdict
 from megarl.rewards.user_reward import UserReward
 from megarl.system.user_code import FORMS
@@ -51,6 +53,8 @@ BUILT_IN: dict[str, type[Any]] = {
 """Each is made with the key of the gold answer in a row, `ReasoningGymTask` with the sources of rows instead."""
 
 
+TRIED_S = 60.0
+"""For a function of the user that is tried before a run."""
 _MARGIN_S = 5.0
 """What a scorer is told to be done before the deadline, so that slow answers get 0 and do not end the run."""
 
@@ -91,7 +95,7 @@ def _scorer(config: RewardSetting, data: DataConfig) -> Scorer:
         raise RewardError(
             f"there is no reward '{config.name}'{nearest(config.name, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, {FORMS}"
         )
-    return UserReward(config.name, config.args)
+    return UserReward(config.name, config.args, RowKeys(data.prompt_key, data.answer_key))
 
 
 class RewardSources:
@@ -114,6 +118,20 @@ class RewardSources:
         for _, _, scorer in self.sources:
             for prompt in prompts:
                 scorer.check(prompt)
+
+    def try_functions(self, prompts: Sequence[Prompt]) -> None:
+        """Have the user's own functions judge two made-up responses to the first of `prompts`, so that a mistake is told early.
+
+        Raises:
+            RewardError: one of them raised, or returned what is no reward.
+        """
+        for label, _, scorer in self.sources:
+            if isinstance(scorer, UserReward) and prompts:
+                samples = [made_up_sample(prompts[0], _gold_text(prompts[0], scorer.keys.answer), number) for number in (0, 1)]
+                try:
+                    _within(scorer, samples, time.monotonic() + TRIED_S, label, TRIED_S)
+                except RewardError as error:
+                    raise RewardError(f"{error}; asked before the run about made-up responses to row {prompts[0].row_id}") from None
 
     def final_answer(self, response: str) -> str | None:
         """What a response answers, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
@@ -152,6 +170,18 @@ class RewardSources:
                 sample.rewards[label] = reward
                 totals[place] += weight * reward
         return totals
+
+
+def made_up_sample(prompt: Prompt, text: str, number: int = 0) -> Sample:
+    """The response `text` to `prompt` as an engine might have given it, for functions that are tried without a model."""
+    ids = (f"{prompt.group_id}/{number}", prompt.group_id, prompt.row_id)
+    texts = {"prompt_text": prompt.prompt_text, "response_text": text}
+    return Sample(*ids, list(prompt.prompt_ids), [0], [1], [0.0], [0], "stop", row=dict(prompt.row), **texts)
+
+
+def _gold_text(prompt: Prompt, key: str) -> str:
+    gold = find_value(prompt.row, key)
+    return str(gold) if isinstance(gold, str | int | float) else "0"
 
 
 def _within(scorer: Scorer, samples: list[Sample], until: float, label: str, deadline_s: float) -> Sequence[Verdict]:

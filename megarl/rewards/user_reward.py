@@ -1,4 +1,5 @@
-"""A reward function of the user: `f(samples, **args) -> list[float]`, or `f(sample, **args) -> float`, sync or async.
+"""A reward function of the user: `f(samples, **args) -> list[float]`, or `f(sample, **args) -> float`, sync or async, or one
+that was written for another trainer (`foreign_forms.py`).
 
 Whatever it does wrong becomes a RewardError that names it and what it returned; nothing is replaced by 0.
 """
@@ -14,14 +15,19 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
+from megarl.rewards.foreign_forms import RowKeys, foreign_form, numbers_of
 from megarl.system.user_code import describe, load_user_function, why_not_called
+
+
+SAMPLE_HAS = "response_text, prompt_text, row (the data row: sample.row['answer']), turns, finish_reason, truncated and response_ids"
+"""What functions read of a sample, as the error about another name says it; docs/add_a_reward.md has all of it."""
 
 
 class UserReward:
     """The function called `name`. It scores one sample at a time if its first parameter is `sample` or `single` is true."""
 
-    def __init__(self, name: str, args: Mapping[str, Any]) -> None:
-        """Import the function and check that it takes `args` (without `single`).
+    def __init__(self, name: str, args: Mapping[str, Any], keys: RowKeys = RowKeys()) -> None:
+        """Import the function and check that it takes `args` (without `single`). Functions of other trainers read `keys`.
 
         Raises:
             RewardError: it cannot be imported, or refuses the arguments.
@@ -30,15 +36,18 @@ class UserReward:
         self.args = {key: value for key, value in args.items() if key != "single"}
         self.function = load_user_function(name, RewardError)
         self.single = bool(args["single"]) if "single" in args else _first_parameter(self.function) == "sample"
-        if (why := why_not_called(self.function, None, **self.args)) is not None:
-            raise RewardError(f"reward function '{name}' does not take the arguments {self.args}: {why}")
+        self.keys, self.foreign = keys, foreign_form(self.function)
+        if self.foreign is None and (why := why_not_called(self.function, None, **self.args)) is not None:
+            what = f"the arguments {self.args}" if self.args else "samples as its only argument"
+            raise RewardError(f"reward function '{name}' does not take {what}: {why}")
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[float]:
         """One finite reward per sample."""
         try:
             answer = self._ask(samples)
         except (Exception, SystemExit) as error:
-            raise RewardError(f"reward function '{self.name}' raised {describe(error)}") from error
+            has = f"; a Sample has {SAMPLE_HAS}" if _asks_a_sample(error) else ""
+            raise RewardError(f"reward function '{self.name}' raised {describe(error)}{has}") from error
         if hasattr(answer, "tolist"):  # NumPy arrays and tensors
             answer = answer.tolist()
         if not isinstance(answer, list | tuple):
@@ -54,6 +63,11 @@ class UserReward:
 
     def _ask(self, samples: Sequence[Sample]) -> Any:
         """Call the function outside any event loop, so that it may have one of its own; what it awaits runs at once."""
+        if self.foreign is not None:
+            answer = self.foreign(self.function, samples, self.keys, self.args)
+            if isinstance(answer, list) and any(map(inspect.isawaitable, answer)):
+                answer = asyncio.run(_gather(answer))
+            return numbers_of(asyncio.run(_gather([answer]))[0] if inspect.isawaitable(answer) else answer)
         if not self.single:
             answer = self.function(list(samples), **self.args)
             return asyncio.run(_gather([answer]))[0] if inspect.isawaitable(answer) else answer
@@ -77,6 +91,10 @@ class UserReward:
 
 async def _gather(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*awaitables))
+
+
+def _asks_a_sample(error: BaseException) -> bool:
+    return isinstance(error, AttributeError) and isinstance(error.obj, Sample)
 
 
 def _first_parameter(function: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["eval", "c.yaml"], "data.eval is null"),
         (["config", "c.yaml", "algorithm.mini_batches=3"], "it must be 2 or 4"),
         (["doctor", "run.steps=3"], "run.steps=3"),
-        (["sft", "c.yaml"], "rewards is not a config field"),
+        (["sft", "c.yaml"], "rewards is a field of `megarl train` by reinforcement learning"),
         (["generate", "c.yaml"], "--out"),
         (["generate", "c.yaml", "--out", "x", "--as", "pears"], "'pears'"),
         (["data", "inspect", "missing.jsonl", "--model", "nowhere"], "missing.jsonl"),
@@ -57,6 +58,29 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(config_file: str, capsys, arg
     assert output.err.count("\n") == 1
     assert part in output.err
     assert [path.name for path in Path().iterdir()] == ["c.yaml"]
+
+
+def test_a_response_is_judged_without_a_model(config_file: str, capsys, monkeypatch) -> None:
+    Path("rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "2+2?", "answer": "4"}\n')
+    Path("mine.py").write_text("def f(sample): return len(sample.prompt_text) * 10 + sample.response_text.count('4')\n")
+    own = [
+        "data.train={source: jsonl, path: rows.jsonl}", "rewards=[{name: mine.py:f}, {name: exact_number, weight: 0.5}]"
+    ]  # fmt: skip
+    for argv, reward in (
+        (["--row", "1", "--response", "4 or 4"], "42.5"),
+        (["--response", "4"], "41"),
+        (["--response", "-"], "40.5"),
+    ):
+        monkeypatch.setattr("sys.stdin", io.StringIO("it is 2"))
+        assert cli.main(["rewards", "try", config_file, *own, *argv]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].split() == ["reward", reward]
+    assert "torch" not in subprocess.run(
+        [sys.executable, "-c", "import sys; from megarl.cli import main; main(sys.argv[1:]); print(*sys.modules)", "rewards",
+         "try", config_file, *own, "--response", "4"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert cli.main(["rewards", "try", config_file, *own, "--row", "2", "--response", "4"]) == 2
+    assert "--row is 2, but data.train has no such row" in capsys.readouterr().err
 
 
 def test_overrides_may_stand_before_and_after_options(config_file: str, capsys) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
-from megarl.data.sample import Sample
+from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards import RewardSources, build_rewards
 
@@ -100,6 +100,76 @@ def test_installed_functions_are_found_by_module(monkeypatch: pytest.MonkeyPatch
 def test_bad_answers_name_the_function_and_what_it_returned(tmp_path: Path, body: str, sentence: str) -> None:
     with pytest.raises(RewardError, match=sentence):
         _function(tmp_path, body).score(_samples(3))
+
+
+ROWS: list[dict[str, Any]] = [
+    {"prompt": "1+1?", "data_source": "gsm8k", "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 7}},
+    {"prompt": "2+2?", "data_source": "math", "reward_model": {"ground_truth": "4"}, "extra_info": {"index": 8}},
+]
+FOREIGN = {
+    "verl": """
+def f(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+    score = {("gsm8k", "2", 7): 1.0, ("math", "4", 8): 2.0}[data_source, ground_truth, extra_info["index"]]
+    return {"score": score + (solution_str == ground_truth) * 10 + bonus, "acc": True}
+""",
+    "verl without extra_info": """
+def f(data_source, solution_str, ground_truth, bonus=0.0):
+    return {"gsm8k": 1.0, "math": 2.0}[data_source] + (solution_str == ground_truth) * 10 + bonus
+""",
+    "verl in batches": """
+def f(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    return [info["index"] - 6 + 10 * (s == g) + bonus for s, g, info in zip(solution_strs, ground_truths, extra_infos)]
+""",
+    "TRL": """
+def f(prompts, completions, data_source, bonus=0.0, **kwargs):
+    assert prompts == ["1+1?", "2+2?"] and [one["index"] for one in kwargs["extra_info"]] == [7, 8]
+    return [{"gsm8k": 1.0, "math": 2.0}[d] + 10 * (c == "2") + bonus for c, d in zip(completions, data_source)]
+""",
+    "TRL, async, completions alone": """
+async def f(completions, bonus=0.0, **kwargs):
+    return [i + 1 + 10 * (c == "2") + bonus for i, c in enumerate(completions)]
+""",
+    "OpenRLHF": """
+import torch
+def f(queries, prompts, labels, bonus=0.0):
+    responses = [q[len(p):] for q, p in zip(queries, prompts)]
+    assert prompts == ["<user>1+1?", "<user>2+2?"]
+    rewards = torch.tensor([i + 1 + 10.0 * (r == l) + bonus for i, (r, l) in enumerate(zip(responses, labels))])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
+""",
+}
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_functions_of_other_trainers_are_called_as_these_call_them(tmp_path: Path, form: str) -> None:
+    (tmp_path / "mine.py").write_text(FOREIGN[form])
+    data = DATA.model_copy(update={"prompt_key": "prompt", "answer_key": "reward_model.ground_truth"})
+    samples = [
+        Sample(f"s{i}", "g", f"r{i}", [1], [], [], [], [], "stop", f"<user>{row['prompt']}", text, row=row)
+        for i, (row, text) in enumerate(zip(ROWS, ["2", "5"], strict=True))
+    ]
+    for args, bonus in (({}, 0.0), ({"bonus": 0.5}, 0.5)):
+        settings = [RewardConfig(name=f"{tmp_path}/mine.py:f", args=args)]
+        assert build_rewards(settings, data).score(samples) == [11.0 + bonus, 2.0 + bonus]
+
+
+def test_trl_functions_get_messages_where_prompts_are_messages(tmp_path: Path) -> None:
+    rewards = _function(tmp_path, "def f(completions, **_): return [len(c[0]['content']) + (c[0]['role'] == 'assistant') for c in completions]")
+    row = {"question": [{"role": "user", "content": "1+1?"}]}
+    assert rewards.score([Sample("s", "g", "r", [1], [], [], [], [], "stop", response_text="two", row=row)]) == [4.0]
+
+
+def test_functions_are_tried_on_made_up_responses_before_a_run(tmp_path: Path) -> None:
+    prompt = Prompt("train-0", "g", [1, 2], "1+1?", {"answer": "2"})
+    counted = "import pathlib\ndef f(samples):\n    assert [s.response_text for s in samples] == ['2', '2']\n    return [0.0, 1.0]"
+    _function(tmp_path, counted).try_functions([prompt])
+    for body, sentence in {
+        "def f(sample): return sample.answer": "'Sample' object has no attribute 'answer' .* a Sample has response_text, prompt_text",
+        "def f(samples): return [1.0]": "returned 1 rewards for 2 samples",
+    }.items():
+        with pytest.raises(RewardError, match=sentence + ".*; asked before the run about made-up responses to row train-0"):
+            _function(tmp_path, body).try_functions([prompt])
+    build_rewards([RewardConfig(name="exact_number")], DATA).try_functions([Prompt("r", "g", [], "")])  # megarl's own are not
 
 
 def test_deadline_names_the_source_that_missed_it(tmp_path: Path) -> None:

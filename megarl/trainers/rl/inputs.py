@@ -108,6 +108,8 @@ def read_inputs(config: Config, *, train: bool = True) -> RlInputs:
         kept = [drop_eval_overlap(prompts, all_held_out) for prompts in parts]
         rewards = build_rewards(config.rewards, data)
         rewards.check([*(prompt for part in kept for prompt in part), *held_out])
+        if kind.kind == "single":
+            rewards.try_functions([*(prompt for part in kept for prompt in part[:1]), *held_out[:1]])
         Teachers(config).check(tokenizer, (prompt for part in kept for prompt in part))
         opened.pop_all()
     return RlInputs(tokenizer, episodes, kept, held_out, evaluations, sum(map(len, parts)), builder.dropped, rewards)

@@ -1,0 +1,75 @@
+"""`megarl rewards try`: one response judged by a config's rewards, without a model; megarl/cli/commands.py adds the command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def add_rewards(
+    commands: Any,
+    parser_class: type[argparse.ArgumentParser],
+    config_arguments: Callable[[argparse.ArgumentParser], None],
+    console: Callable[[], Console],
+) -> None:
+    """Add the command to the subparsers `commands`."""
+    rewards = commands.add_parser("rewards", help="try the rewards of a config", description="Try the rewards of a config.")
+    actions = rewards.add_subparsers(metavar="ACTION", required=True, parser_class=parser_class)
+    one = actions.add_parser(
+        "try",
+        help="judge one response without a model",
+        description="Have the `rewards` of CONFIG judge a response that you write, to a row of data.train. No model, tokenizer "
+        "or engine is loaded: the prompt is the row's own text, without the chat template.",
+    )
+    config_arguments(one)
+    one.add_argument("--response", metavar="TEXT", required=True, help="the response; - reads it from stdin")
+    one.add_argument("--row", metavar="N", type=int, default=0, help="row of data.train, counted from 0 (default: 0)")
+    one.set_defaults(run=lambda arguments: _try(arguments, console()))
+
+
+def _try(arguments: argparse.Namespace, console: Console) -> int:
+    from rich.text import Text
+
+    from megarl.config import load_config
+    from megarl.data.prompts import rows_of
+    from megarl.data.rows import find_value, value_of
+    from megarl.data.sample import Prompt
+    from megarl.observe.chat import printable
+    from megarl.rewards import build_rewards
+    from megarl.rewards.sources import made_up_sample
+
+    config = load_config(arguments.config, arguments.overrides)
+    data, number = config.data, arguments.row
+    row = next(islice(rows_of(data.train), number, None), None) if number >= 0 else None
+    if row is None:
+        raise DataError(f"--row is {number}, but data.train has no such row, or data.train.keep leaves it out")
+    prompt_text = _text(value_of(row, data.prompt_key, "data.prompt_key", f"row {number} of data.train"))
+    prompt = Prompt(f"train-{number}", f"train-{number}@0", [], prompt_text, row)
+    sources = build_rewards(config.rewards, data)
+    sources.check([prompt])
+    response = sys.stdin.read() if arguments.response == "-" else arguments.response
+    sample = made_up_sample(prompt, response)
+    (total,) = sources.score([sample])
+    lines = [("prompt", prompt_text), ("expected", find_value(row, data.answer_key)), ("response", response)]
+    lines += [(label, f"{sample.rewards[label]:g} (weight {weight:g})") for label, weight, _ in sources.sources]
+    judged = " (a response that could not be judged counts 0)" if sources.failures else ""
+    width = max(len(what) for what, _ in [*lines, ("reward", "")])
+    for what, value in [*lines, ("reward", f"{total:g}{judged}")]:
+        console.print(Text(f"{what:<{width}}  {printable(str(value))}"), soft_wrap=True)
+    return 0
+
+
+def _text(prompt: Any) -> str:
+    """A row's prompt as text: that of its messages, one after the other, where it is a conversation."""
+    if not isinstance(prompt, list):
+        return str(prompt)
+    contents = [turn.get("content", turn.get("value", "")) if isinstance(turn, dict) else turn for turn in prompt]
+    return "\n".join(str(content) for content in contents)
