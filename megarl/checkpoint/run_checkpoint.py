@@ -97,7 +97,7 @@ class CheckpointFolder:
         found = [(int(m[1]), p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found)]
 
-    def resolve(self, resume: str) -> Path | None:
+    def resolve(self, resume: str, field: str = "run.resume") -> Path | None:
         """The checkpoint that `run.resume` means: `never` none, `auto` the newest sound one if any, else the named folder.
 
         What `auto` passes over as damaged is in `damaged`, a sentence each.
@@ -111,10 +111,11 @@ class CheckpointFolder:
         if resume == "auto":
             return self._newest_sound()
         path = Path(resume)
+        words = "'never', 'auto' or " if field == "run.resume" else "a run folder, or "
         if not (path / "state.json").is_file():
             raise CheckpointError(
-                f"run.resume is '{resume}', but there is no checkpoint in that folder (state.json is missing); "
-                "it must be 'never', 'auto' or a folder such as runs/<name>/checkpoints/step_000010"
+                f"{field} is '{resume}', but there is no checkpoint in that folder (state.json is missing); "
+                f"it must be {words}a folder such as runs/<name>/checkpoints/step_000010"
             )
         check(path)
         return path

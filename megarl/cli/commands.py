@@ -179,10 +179,11 @@ def _model_commands(commands: Any) -> None:
     )
     _config_arguments(evaluate)
     which = evaluate.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to evaluate (default: model.path)")
+    which.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to evaluate (default: model.path)")
     which.add_argument(
         "--watch", action="store_true", help="evaluate each checkpoint of the run when it appears, until the run is finished"
     )
+    evaluate.add_argument("--out", metavar="FILE", help="also write every judged response to this JSONL file; it must not exist")
     evaluate.set_defaults(run=_evaluate)
 
     generate = commands.add_parser(
@@ -197,7 +198,7 @@ def _model_commands(commands: Any) -> None:
         help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong; pass_rates: the rows "
         "with their share of correct responses (default: samples)",
     )  # fmt: skip
-    generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint to sample from (default: model.path)")
+    generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to sample from (default: model.path)")
     generate.set_defaults(run=_generate)
 
 
@@ -292,10 +293,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     check_models(config)
     from megarl.trainers.rl.evaluate import evaluate, watch
 
+    if arguments.watch and arguments.out is not None:
+        raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
         watch(config, lambda line: print(line, flush=True))
     else:
-        print(json.dumps(evaluate(config, arguments.checkpoint), indent=2))
+        figures = evaluate(config, arguments.checkpoint, lambda line: print(line, file=sys.stderr, flush=True), arguments.out)
+        print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
     return 0
 
 

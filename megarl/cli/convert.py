@@ -161,11 +161,13 @@ def _add_draft(arguments: argparse.Namespace) -> int:
 
 
 def _open_dist(arguments: argparse.Namespace, *, adapters: bool = False) -> Any:
+    from megarl.checkpoint.folders import weights_in
     from megarl.checkpoint.format.dist_format import is_dist_checkpoint
     from megarl.convert.sources import open_dist
 
-    config_only = arguments.dry_run and not is_dist_checkpoint(Path(arguments.source))
-    return open_dist(arguments.source, arguments.hf_config, config_only=config_only, adapters=adapters)
+    weights = weights_in(arguments.source)
+    config_only = arguments.dry_run and not is_dist_checkpoint(weights)
+    return open_dist(weights, arguments.hf_config, config_only=config_only, adapters=adapters)
 
 
 def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
@@ -200,13 +202,14 @@ def _carry_out(plan: Any, arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     """Compare names, shapes, dtypes and every value of two folders; with one folder, what it holds with what was written to it.
     Exit code 1 if they differ."""
+    from megarl.checkpoint.folders import weights_in
     from megarl.convert.plan import gib
     from megarl.convert.verify import check_record, compare, open_any
 
     if arguments.right is None and arguments.prompts is not None:
         raise ConfigError("--prompts compares two folders, but only one is named")
-    left = open_any(arguments.left, arguments.hf_config)
-    right = open_any(arguments.right, arguments.hf_config) if arguments.right is not None else None
+    left = open_any(weights_in(arguments.left), arguments.hf_config)
+    right = open_any(weights_in(arguments.right), arguments.hf_config) if arguments.right is not None else None
     with _progress("verify") as progress:
         tally = compare(left, right, progress) if right is not None else check_record(left, progress)
     if right is not None and arguments.prompts is not None:
@@ -235,10 +238,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     """Say what a folder of weights is: model, layout, dtypes, bytes."""
+    from megarl.checkpoint.folders import weights_in
     from megarl.convert.inspect import inspect
     from megarl.convert.plan import gib
 
-    rows, tensors = inspect(arguments.path)
+    rows, tensors = inspect(weights_in(arguments.path))
     _print_rows(rows)
     if arguments.keys:
         width = max((len(tensor.name) for tensor in tensors), default=0)

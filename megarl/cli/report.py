@@ -167,28 +167,28 @@ def _chat(arguments: argparse.Namespace, console: Console) -> int:
 
 def _as_model(folder: Path, scratch: Path) -> Path:
     """The Hugging Face folder that `folder` is or holds; for a checkpoint, or the newest of a run, one written to `scratch`."""
-    for model in (folder, folder / "model"):
-        if (model / "config.json").is_file():
-            return model
+    from megarl.checkpoint.folders import weights_in
     from megarl.checkpoint.format.dist_format import is_dist_checkpoint
     from megarl.convert.plan import plan_hf
     from megarl.convert.run import run_plan
     from megarl.convert.sources import open_dist
 
-    newest = sorted((folder / "checkpoints").glob("step_*"))[-1:]
-    for weights in (folder, folder / "policy", *(checkpoint / "policy" for checkpoint in newest)):
-        if is_dist_checkpoint(weights):
-            run_plan(plan_hf("export", open_dist(weights), None), scratch)
-            return scratch
+    weights = weights_in(folder, exported_first=True)
+    if (weights / "config.json").is_file():
+        return weights
+    if is_dist_checkpoint(weights):
+        run_plan(plan_hf("export", open_dist(weights), None), scratch)
+        return scratch
     raise ModelError(
         f"{folder} is no Hugging Face folder, no checkpoint and no run that has one; megarl chat takes any of these"
     )
 
 
 def _read(folders: list[str]) -> list[RunRecord]:
+    from megarl.checkpoint.folders import run_of
     from megarl.observe.run_record import read_run
 
-    return [read_run(folder) for folder in folders]
+    return [read_run(run_of(folder)) for folder in folders]
 
 
 def _write(console: Console, file: str | Path, text: str) -> None:

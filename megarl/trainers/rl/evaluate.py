@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.checkpoint.folders import checkpoint_in
 from megarl.checkpoint.run_checkpoint import CheckpointFolder
 from megarl.config import Config
 from megarl.config.checks import check_evaluates
-from megarl.data.sample import Sample
+from megarl.config.evaluations import EvaluationConfig
+from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.observe import evaluation_line, read_metrics
+from megarl.system.atomic_files import write_text_atomically
 from megarl.trainers.rl.eval_figures import evaluation
 from megarl.trainers.rl.inputs import RlInputs, read_inputs
 from megarl.trainers.rl.rollouts import Rollouts
@@ -24,6 +28,8 @@ from megarl.trainers.run.start import open_cluster, open_roles
 
 POLL_S = 5.0
 """Between two looks for a new checkpoint."""
+TELL_S = 10.0
+"""Between two lines that say how far an evaluation is."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +47,87 @@ class Answering:
         self.roles.restore(str(checkpoint.resolve()), [POLICY])
         self.rollouts.update_weights()
 
-    def measure(self) -> dict[str, float]:
-        """The figures of `data.eval` (`evaluation`) and of every set of `evaluations` (`set_figures`), and seconds."""
+    def measure(self, judged: list[tuple[str, Sample]] | None = None) -> dict[str, float]:
+        """The figures of `data.eval` (`evaluation`) and of every set of `evaluations` (`set_figures`), and seconds.
+
+        `judged` is given every response with the name of its set, `data.eval` or that of an evaluation.
+        """
         started = time.perf_counter()
         figures: dict[str, float] = {}
+        kept = judged if judged is not None else []
         if self.inputs.held_out:
             samples = self.rollouts.generate(self.inputs.held_out, greedy=True)
+            kept += [("data.eval", sample) for sample in samples]
             figures |= evaluation(samples, self.inputs.rewards.score(samples))
-        figures |= self.inputs.measure_sets(self.rollouts.sample)
+
+        def sample(prompts: Sequence[Prompt], settings: EvaluationConfig) -> list[Sample]:
+            samples = self.rollouts.sample(prompts, settings)
+            kept.extend((settings.name, one) for one in samples)
+            return samples
+
+        figures |= self.inputs.measure_sets(sample)
         return figures | {"seconds": time.perf_counter() - started}
 
+    @property
+    def asked(self) -> str:
+        """The sets that `measure` asks, with their numbers of rows and answers to each."""
+        sets = [f"data.eval ({len(self.inputs.held_out)} rows, greedy)"] if self.inputs.held_out else []
+        for one in self.inputs.evaluations:
+            settings = one.settings
+            how = f"temperature {settings.temperature:g}" if settings.temperature else "greedy"
+            sets.append(f"{settings.name} ({len(one.prompts)} rows, {settings.samples_per_prompt} answers each, {how})")
+        return ", ".join(sets)
 
-def evaluate(config: Config, checkpoint: str | None) -> dict[str, float]:
+
+def evaluate(
+    config: Config, checkpoint: str | None, say: Callable[[str], None] | None = None, out: str | None = None
+) -> dict[str, float]:
     """Evaluate `model.path`, or the policy saved in `checkpoint`, on `data.eval` and on every set of `evaluations`.
 
     Returns the figures of `evaluation` for `data.eval`, those of `set_figures` as `NAME/figure` for each set, and the seconds
-    that generating and scoring took. Writes nothing. A reward model is not asked.
+    that generating and scoring took. `say` is told in lines what is measured and how far it is. Every judged response is a
+    line of the file `out`; without it nothing is written. A reward model is not asked.
 
     Raises:
         MegarlError: anything the user can mend, as one sentence.
     """
     check_evaluates(config)
+    if out is not None and Path(out).exists():
+        raise ConfigError(f"--out is '{out}', which exists already; name another file")
+    tell, started, judged = say or _say_nothing, time.perf_counter(), list[tuple[str, Sample]]()
+    tell(f"starting engines with {checkpoint or config.model.path}")
     with answering(config, checkpoint, train=False) as answers:
-        return answers.measure()
+        tell(f"started in {time.perf_counter() - started:.1f} s; measuring {answers.asked}")
+        with _telling(answers.rollouts, tell):
+            figures = answers.measure(judged)
+    if out is not None:
+        lines = (json.dumps({"set": name} | sample.to_dict()) + "\n" for name, sample in judged)
+        write_text_atomically(out, "".join(lines))
+        tell(f"{len(judged)} judged responses written to {out}")
+    return figures
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+@contextmanager
+def _telling(rollouts: Rollouts, tell: Callable[[str], None], every_s: float = TELL_S) -> Iterator[None]:
+    """Meanwhile tell every few seconds how many prompts of the set under way are answered."""
+    is_over = threading.Event()
+
+    def work() -> None:
+        while not is_over.wait(every_s):
+            done, wanted = rollouts.answered
+            tell(f"{done} of {wanted} prompts answered" if done < wanted else "judging")
+
+    thread = threading.Thread(target=work, name="progress of an evaluation", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def watch(config: Config, say: Callable[[str], None]) -> None:
@@ -139,7 +203,9 @@ def answering(config: Config, checkpoint: str | None, *, train: bool) -> Iterato
         raise ConfigError.needs(
             field, "a checkpoint whose weights the engines get first", f"name one with --checkpoint, or remove {field}"
         )
-    folder = CheckpointFolder(config.run_folder).resolve(checkpoint) if checkpoint is not None else None
+    folder = None
+    if checkpoint is not None:
+        folder = CheckpointFolder(config.run_folder).resolve(str(checkpoint_in(checkpoint) or checkpoint), "--checkpoint")
     inputs = read_inputs(config, train=train)
     with ExitStack() as stack:
         stack.callback(inputs.close)

@@ -80,6 +80,8 @@ class Rollouts:
         self._updates: WeightUpdates | None = None
         self._taken: list[RolloutBatch] = []
         self._counted = (0, 0, 0, 0)
+        self._asked: Sequence[PendingResult] = ()
+        self._prompts_asked, self._per_request = 0, 1
 
     def _schedule(self, say: Callable[[str], None] | None) -> Scheduler:
         rollout, schedule = self.config.rollout, self.config.rollout.schedule
@@ -231,9 +233,16 @@ class Rollouts:
         )
         return self._ask(prompts, params, settings.samples_per_prompt)
 
+    @property
+    def answered(self) -> tuple[int, int]:
+        """Of the prompts that were asked last outside batches: those that are answered, and all."""
+        done = sum(answer.done() for answer in self._asked) * self._per_request
+        return min(done, self._prompts_asked), self._prompts_asked
+
     def _ask(self, prompts: Sequence[Prompt], params: SamplingParams, n: int) -> list[Sample]:
         per_request = max(1, self.scheduler.groups_per_request * self.config.rollout.samples_per_prompt // n)
-        answers = self.scheduler.ask(prompts, self._respond(params, n), per_request)
+        self._asked = answers = self.scheduler.ask(prompts, self._respond(params, n), per_request)
+        self._prompts_asked, self._per_request = len(prompts), per_request
         self._wait(answers)
         return first_branches([sample for answer in answers for group in answer.result() for sample in group])
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from rich.console import Console
 
+from megarl.checkpoint.folders import checkpoint_in
 from megarl.checkpoint.manifest import made_by
 from megarl.checkpoint.provenance import CONFIG, differences, provenance
 from megarl.checkpoint.run_checkpoint import CheckpointFolder, read_state
@@ -132,6 +133,10 @@ class Run(ABC):
         if isinstance(error, KeyboardInterrupt) and self.leads:
             raise RunInterrupted(f"interrupted after step {self.step} of {self._settings.run.steps}; {self._how_to_go_on()}")
 
+    def _resume_from(self, resume: str) -> str:
+        """`run.resume`, where it names another run's folder as the newest checkpoint in it."""
+        return resume if resume in ("never", "auto") else str(checkpoint_in(resume) or resume)
+
     def _how_to_go_on(self) -> str:
         newest = self.checkpoints.all()[-1:]
         if not newest:
@@ -158,7 +163,7 @@ class Run(ABC):
         config = self._settings
         self._stack.enter_context(self._stop)
         follow(self.phases)
-        resume_from = self.checkpoints.resolve(config.run.resume)
+        resume_from = self.checkpoints.resolve(self._resume_from(config.run.resume))
         state = read_state(resume_from) if resume_from is not None else None
         self.step = state["step"] if state is not None else 0
         self._refuse_to_overwrite()

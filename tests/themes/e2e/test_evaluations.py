@@ -82,7 +82,16 @@ def test_sets_are_measured_as_each_says_and_checkpoints_by_a_watcher(
     watch(config, said.append)
     assert len(said) == 3  # nothing is left to do
 
-    figures = evaluate(config, str(folder / "checkpoints" / "step_000002"))
+    told: list[str] = []
+    figures = evaluate(config, str(folder), told.append, str(folder / "answers.jsonl"))  # the run: its newest checkpoint
+    answers = list(map(json.loads, (folder / "answers.jsonl").read_text().splitlines()))
+    assert [answer["set"] for answer in answers] == 6 * 4 * ["digits"] + 5 * ["sums"]
+    digits = [sum(answer["rewards"].values()) for answer in answers if answer["set"] == "digits"]
+    assert sum(digits) / len(digits) == pytest.approx(figures["digits/reward"])
+    assert "measuring digits (6 rows, 4 answers each, temperature " in told[1]
+    assert told[-1] == f"29 judged responses written to {folder}/answers.jsonl"
+    with pytest.raises(ConfigError, match=r"--out is '.*answers.jsonl', which exists already"):
+        evaluate(config, None, out=str(folder / "answers.jsonl"))
     assert figures["sums/tokens_mean"] == lines[1]["sums/tokens_mean"]
     assert figures.keys() == names | {"seconds"}
 
