@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +30,11 @@ from megarl.cli.submit import add_doctor_cluster, add_submit, doctor_cluster
 from megarl.config.secrets import redacted
 from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest
 
+if TYPE_CHECKING:
+    from megarl.config.reference import ConfigField
+
+NARROW = 140
+"""Columns below which config fields are listed in paragraphs, as a table would cut their names."""
 USER_ERROR = 2
 STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
@@ -128,9 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_submit(commands, _Parser, _config_arguments, _console)
     config = commands.add_parser(
         "config",
-        help="list every config field, or show the resolved CONFIG",
-        description="Without CONFIG: every field with its default, allowed values and meaning. With CONFIG: the resolved "
-        "config and its batch arithmetic.",
+        help="list config fields, or show the resolved CONFIG",
+        description="Without CONFIG: every field with its default, allowed values and meaning; with the name of a section "
+        "or field, such as rollout.episode, in its place: those. With CONFIG: the resolved config and its batch arithmetic.",
     )
     _config_arguments(config, is_optional=True)
     config.set_defaults(run=_config)
@@ -221,10 +229,14 @@ def _serving_and_data_commands(commands: Any) -> None:
     inspect = data.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser).add_parser(
         "inspect",
         help="show rows as the model sees them",
-        description="Show the first rows of FILE as the model will see them: tokens that are trained on told from the others.",
+        description="Show the first rows of FILE as the model will see them: tokens that are trained on told from the others. "
+        "Of a config (.yaml) these are the rows of data.train, with its keys, system prompt, filters and tools.",
     )
-    inspect.add_argument("file", metavar="FILE", help=".jsonl or .parquet file, or a folder of Arrow or Parquet files")
-    inspect.add_argument("--model", metavar="FOLDER", required=True, help="model folder that the tokenizer comes from")
+    inspect.add_argument(
+        "file", metavar="FILE", help="config (.yaml), .jsonl or .parquet file, or a folder of Arrow or Parquet files"
+    )
+    inspect.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="fields of a config to override")
+    inspect.add_argument("--model", metavar="FOLDER", help="model folder that the tokenizer comes from (default: the config's)")
     inspect.add_argument("--rows", type=int, default=3, help="rows shown (default: 3)")
     inspect.add_argument(
         "--kind", choices=("prompts", "sft", "pairs", "kto", "steps"), help="kind of rows (default: guessed from their keys)"
@@ -333,6 +345,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from megarl.data.supervised import SupervisedSettings
     from megarl.models.from_hub import model_here
 
+    if Path(arguments.file).suffix in (".yaml", ".yml"):
+        return _inspect_config(arguments)
+    if arguments.model is None:
+        raise ConfigError("--model is missing; it must be the model folder that the tokenizer comes from")
+    if arguments.overrides:
+        raise ConfigError(f"unrecognized arguments: {' '.join(arguments.overrides)}; only a config (.yaml) has fields to override")
     given = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
@@ -348,14 +366,41 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _inspect_config(arguments: argparse.Namespace) -> int:
+    from megarl.config import Config, load_any
+    from megarl.data.inspect import inspect_config
+    from megarl.models.from_hub import models_here
+
+    model = [] if arguments.model is None else [f"model.path={json.dumps(arguments.model)}"]
+    config = models_here(load_any(arguments.file, [*arguments.overrides, *model]), weights=False)
+    tools: list[dict[str, Any]] = []
+    if isinstance(config, Config) and config.rollout.episode.kind != "single":
+        from megarl.data.tokenize import load_tokenizer
+        from megarl.rollout.episodes import open_episodes
+
+        tokenizer, rollout = load_tokenizer(config.model.path), config.rollout
+        episodes = open_episodes(rollout.episode, config.data, tokenizer, rollout.max_new_tokens, None)
+        tools = list(episodes.tool_schemas)
+        episodes.close()
+    inspect_config(config, arguments.rows, _console(), tools)
+    return 0
+
+
 def _config(arguments: argparse.Namespace) -> int:
     from megarl.config import SupervisedConfig, config_fields, load_any, to_yaml
 
-    if arguments.config is None:
-        for title, found in (
+    section = _section_named(arguments)
+    if arguments.config is None or section:
+        for title, fields in (
             ("train, eval, generate", config_fields()),
             ("sft, reward-model, preference", config_fields(SupervisedConfig)),
         ):
+            found = [leaf for leaf in fields if not section or f"{leaf.name}.".startswith((f"{section}.", f"{section}[]."))]
+            if not found:
+                continue
+            if (width := _console().width) < NARROW:
+                print(f"{title}\n" + "\n".join(_in_lines(leaf, width) for leaf in found))
+                continue
             table = Table("field", "default", "values", "meaning", box=None, pad_edge=False, title=title, title_justify="left")
             for leaf in found:
                 table.add_row(leaf.name, leaf.default, leaf.allowed_values, leaf.description)
@@ -366,6 +411,26 @@ def _config(arguments: argparse.Namespace) -> int:
     # as comments, so that the output as a whole is a config file again
     print("\n".join(f"# {line}" for line in _aligned(config.batch_rows()).splitlines()))
     return 0
+
+
+def _in_lines(leaf: ConfigField, width: int) -> str:
+    """A field in lines of `width` columns: its name whole, and under it default, values and meaning."""
+    said = f"{leaf.description} Default: {leaf.default}. Values: {leaf.allowed_values}."
+    return f"{leaf.name}\n" + textwrap.fill(said, width, initial_indent="    ", subsequent_indent="    ")
+
+
+def _section_named(arguments: argparse.Namespace) -> str | None:
+    """The section or field that stands in CONFIG's place, such as `rollout.episode`; None where that is a file's name."""
+    from megarl.config import SupervisedConfig, config_fields
+
+    given = arguments.config
+    if given is None or arguments.overrides or Path(given).exists() or Path(given).suffix in (".yaml", ".yml"):
+        return None
+    names = {leaf.name for leaf in (*config_fields(), *config_fields(SupervisedConfig))}
+    sections = {".".join(name.replace("[]", "").split(".")[:depth]) for name in names for depth in range(1, 9)}
+    if given not in sections | names:
+        raise ConfigError(f"'{given}' is no file, and no section or field of a config{nearest(given, sorted(sections))}")
+    return str(given)
 
 
 def _aligned(rows: Sequence[tuple[str, str]]) -> str:
@@ -384,6 +449,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _console() -> Console:
-    """A console that does not fold tables to 80 columns when its output is a file or a pipe."""
+    """A console that does not fold tables to 80 columns when its output is a file or a pipe, unless COLUMNS says how wide it is."""
     console = Console()
-    return console if console.is_terminal else Console(width=200)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)

@@ -104,8 +104,10 @@ class SupervisedFields(Section):
     response_key: str = "response"
     """Key of the response (sft, dft, kto, bco): text, or a list of chat messages that begins with the assistant's."""
     messages_key: str | None = None
-    """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto, bco). null: use prompt
-    and response."""
+    """Key of a whole conversation; its assistant turns are trained on (sft, dft), or the last one (kto, bco). null: prompt and
+    response; in rows without a response `messages` or `conversations`."""
+    tools_key: str = "tools"
+    """Key of the JSON schemas (or their JSON text) of tools that the conversation may call; rows may lack it."""
     chosen_key: str = "chosen"
     """Key of the better response of a pair."""
     rejected_key: str = "rejected"

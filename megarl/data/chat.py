@@ -5,7 +5,9 @@ Text only: which part of a rendered conversation the model is trained on is deci
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import jinja2
@@ -14,6 +16,8 @@ from megarl.data.rows import RowPlace
 from megarl.errors import DataError
 
 ChatMessage = dict[str, Any]
+Tools = list[dict[str, Any]]
+"""JSON schemas of what may be called."""
 TrainedText = tuple[str, bool]
 """A piece of text, and whether the model is trained on it."""
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -56,11 +60,13 @@ class ChatTemplate:
         """
         if isinstance(value, str):
             return [{"role": "user", "content": value}]
-        messages = [_with_role(message) for message in value] if isinstance(value, list) else []
-        if not messages or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+        messages = [_with_calls(_with_role(message)) for message in value] if isinstance(value, list) else []
+        wrong = [at for at, one in enumerate(messages) if not (isinstance(one, dict) and {"role", "content"} <= one.keys())]
+        if not messages or wrong:
+            which = f", whose message {wrong[0]} (counted from 0) is {messages[wrong[0]]!r:.80}" if wrong else ""
             raise DataError(
-                f"{place} has a {type(value).__name__} under '{key}'; it must be text or a list of chat messages, each "
-                "with 'role' and 'content'"
+                f"{place} has a {type(value).__name__} under '{key}'{which}; it must be text or a list of chat messages, each "
+                "with 'role' and 'content', or 'tool_calls' in its place"
             )
         if not self.is_used:
             raise DataError(f"{place} has chat messages under '{key}', but {self._why_not}; it must be text")
@@ -82,20 +88,24 @@ class ChatTemplate:
         """A prompt of plain text, after the system prompt and an empty line if there is one."""
         return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
 
-    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool) -> str:
+    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool, tools: Tools | None = None) -> str:
         """`messages` under the template; with `ask` up to where the assistant's next turn begins.
+
+        `tools` are those of the row; None: those of the run.
 
         Raises:
             DataError: the template refuses them.
         """
         try:
             return str(
-                self.tokenizer.apply_chat_template(list(messages), tools=self.tools, add_generation_prompt=ask, tokenize=False)
+                self.tokenizer.apply_chat_template(list(messages), tools=tools or self.tools, add_generation_prompt=ask, tokenize=False)
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 
-    def spans(self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0) -> list[TrainedText]:
+    def spans(
+        self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0, tools: Tools | None = None
+    ) -> list[TrainedText]:
         """The conversation in pieces, up to the end of its last assistant turn.
 
         Trained are the assistant turns among `messages[after:]`, each from where the template asks for it up to and
@@ -113,8 +123,8 @@ class ChatTemplate:
         spans: list[TrainedText] = []
         done = ""
         for turn in turns:
-            before = self.render(messages[:turn], place, ask=True)
-            through = self.render(messages[: turn + 1], place, ask=False)
+            before = self.render(messages[:turn], place, ask=True, tools=tools)
+            through = self.render(messages[: turn + 1], place, ask=False, tools=tools)
             if not before.startswith(done) or not through.startswith(before):
                 raise DataError(
                     f"{place}: the chat template renders the messages before message {turn} (counted from 0) otherwise once "
@@ -137,3 +147,26 @@ def _with_role(message: Any) -> Any:
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or message["from"] not in SHAREGPT_ROLES:
         return message
     return {"role": SHAREGPT_ROLES[message["from"]], "content": message["value"]}
+
+
+def _with_calls(message: Any) -> Any:
+    """A message with `tool_calls` (OpenAI, TRL) as templates take it: with a content, and arguments that are no JSON text.
+
+    Keys that are null, as Parquet fills them in, are left out.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("tool_calls"), list) or not message["tool_calls"]:
+        return message
+    calls = [without_nulls(call) for call in message["tool_calls"]]
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            with suppress(ValueError):
+                function["arguments"] = json.loads(function["arguments"])
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
+def without_nulls(value: Any) -> Any:
+    """A copy of `value` without the keys of mappings, at any depth, whose value is null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value

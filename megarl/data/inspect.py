@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import dataclass, fields, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
+from megarl.config import Config, SupervisedConfig
 from megarl.config.sections import DataConfig, PictureFields, SourceConfig
 from megarl.data.chat import special_tokens
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader, open_pictures
 from megarl.data.picture_rules import sees
-from megarl.data.prompts import load_rows
+from megarl.data.prompts import load_rows, rows_of
 from megarl.data.rows import Origin, Row
-from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
+from megarl.data.sample import Prompt
+from megarl.data.supervised import CONVERSATIONS, Kind, kind_of_rows, SupervisedBuilder, SupervisedSettings
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError
 
@@ -82,9 +84,52 @@ def inspect(
     if sees(tokenizer_path) and pictures.media_folder is None:
         pictures = pictures.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
     reader = open_pictures(pictures, tokenizer_path, tokenizer, "")
-    shown, used, dropped = _build(found, source, tokenizer, settings, kind, reader)
+    _show(path, len(found), kind, _build(found, source, tokenizer, settings, kind, reader), tokenizer, reader, console)
+
+
+def inspect_config(
+    config: Config | SupervisedConfig, rows: int, console: Console, tools: Sequence[dict[str, Any]] = ()
+) -> None:
+    """Show the first `rows` rows of a config's `data.train` exactly as its run makes them; `tools`: those of its episodes.
+
+    Raises:
+        DataError, ModelError: as a run would.
+    """
+    data, source = config.data, config.data.train
+    tokenizer = load_tokenizer(config.model.path)
+    if sees(config.model.path) and data.media_folder is None:
+        data = data.model_copy(update={"media_folder": tempfile.mkdtemp(prefix="megarl-media-")})
+    reader = open_pictures(data, config.model.path, tokenizer, "")
+    found = list(islice(rows_of(source), rows))
+    kind: Kind | Literal["prompts"] = "prompts"
+    if isinstance(config, SupervisedConfig):
+        kind = kind_of_rows(config.objective.name)
+        settings = SupervisedSettings(**{field.name: getattr(data, field.name) for field in fields(SupervisedSettings)})
+        built = _build(found, source, tokenizer, settings, kind, reader)
+    else:
+        assert isinstance(data, DataConfig), "a run that samples has prompts"
+        prompts = PromptBuilder(tokenizer, data, tools, reader)
+        shown = [_shown_prompt(one) for one in prompts.build(found, prefix="row", origin=Origin("data.train", source))]
+        built = shown, prompts.template.is_used, prompts.dropped
+    _show("data.train", len(found), kind, built, tokenizer, reader, console)
+
+
+def _shown_prompt(one: Prompt) -> _Shown:
+    return _Shown(one.row_id, one.prompt_ids, [0] * len(one.prompt_ids), one.media)
+
+
+def _show(
+    path: str,
+    rows: int,
+    kind: str,
+    built: tuple[list[_Shown], bool, dict[str, int]],
+    tokenizer: Any,
+    reader: PictureReader,
+    console: Console,
+) -> None:
+    shown, used, dropped = built
     template = "chat template" if used else "plain text"
-    console.print(Text(f"{path}: {len(found)} row{'s' * (len(found) > 1)} as {kind}, {template}", style="bold"), soft_wrap=True)
+    console.print(Text(f"{path}: {rows} row{'s' * (rows > 1)} as {kind}, {template}", style="bold"), soft_wrap=True)
     if console.is_terminal:
         console.print(Text.assemble(*((f"{name}  ", style) for name, style in STYLES.items())))
     for one in shown:
@@ -95,7 +140,7 @@ def inspect(
         console.print(_text(one, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     for why, count in dropped.items():
         if count:
-            console.print(Text(f"\n{count} of {len(found)} rows dropped as {why}"))
+            console.print(Text(f"\n{count} of {rows} rows dropped as {why}"))
 
 
 def _source_of(path: Path) -> Literal["jsonl", "parquet", "dataset"]:
@@ -110,7 +155,9 @@ def _source_of(path: Path) -> Literal["jsonl", "parquet", "dataset"]:
 
 def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | Literal["prompts"], SupervisedSettings]:
     """What `row` is by its keys, and settings that name the key of its conversation if it is one."""
-    messages_key = settings.messages_key or "messages"
+    messages_key = settings.messages_key or next((key for key in CONVERSATIONS if key in row), "messages")
+    if settings.prompt_key == "prompt" and "prompt" not in row and "question" in row:  # the default of `megarl train`
+        settings = replace(settings, prompt_key="question")
     if {settings.chosen_key, settings.rejected_key} <= row.keys():
         return "pairs", settings
     if settings.steps_key in row:
@@ -126,7 +173,10 @@ def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | 
         f"'{settings.prompt_key}' (prompts), '{settings.response_key}', 'completion' or '{messages_key}' (sft), "
         f"'{settings.chosen_key}' and '{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
     )
-    raise DataError(f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}")
+    raise DataError(
+        f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}; --prompt-key and --messages-key name "
+        "other keys, and a config in place of the file has them all"
+    )
 
 
 def _build(
@@ -151,8 +201,7 @@ def _build(
         )
         prompts = PromptBuilder(tokenizer, data, pictures=pictures)
         built = prompts.build(rows, prefix="row", origin=origin)
-        shown = [_Shown(one.row_id, one.prompt_ids, [0] * len(one.prompt_ids), one.media) for one in built]
-        return shown, prompts.template.is_used, prompts.dropped
+        return [_shown_prompt(one) for one in built], prompts.template.is_used, prompts.dropped
     builder = SupervisedBuilder(tokenizer, kind, settings, pictures)
     shown = []
     for one in builder.build(rows, prefix="row", origin=origin):

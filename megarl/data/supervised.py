@@ -6,6 +6,7 @@ response ends with its last trained token. Nothing is truncated.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from itertools import takewhile
 from typing import Any, Literal, get_args
 
 from megarl.config.sections import PictureFields
-from megarl.data.chat import ChatMessage, ChatTemplate, TrainedText
+from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES
+from megarl.data.chat import ChatMessage, ChatTemplate, Tools, TrainedText, without_nulls
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
 from megarl.data.placeholders import Showable
@@ -23,8 +25,17 @@ from megarl.errors import DataError, PictureError, nearest
 
 Kind = Literal["sft", "pairs", "kto", "steps"]
 """Responses or conversations; chosen and rejected; responses that are desirable or not; responses judged step by step."""
+CONVERSATIONS = ("messages", "conversations")
+"""Keys under which data sets have conversations."""
 _Spans = tuple[list[TrainedText], list[Showable]]
 """Pieces of a conversation, and the pictures in them."""
+
+
+def kind_of_rows(objective: str) -> Kind:
+    """What the rows of `objective.name` are."""
+    if objective in TOKEN_LOSSES:
+        return "sft"
+    return "kto" if objective in LABELLED_LOSSES else "pairs" if objective in PAIR_LOSSES else "steps"
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class SupervisedSettings:
     prompt_key: str = "prompt"
     response_key: str = "response"
     messages_key: str | None = None
+    tools_key: str = "tools"
     chosen_key: str = "chosen"
     rejected_key: str = "rejected"
     label_key: str = "label"
@@ -167,8 +179,7 @@ class SupervisedBuilder:
 
     def _response(self, row: Row, place: RowPlace) -> _Tokens:
         settings = self.settings
-        if settings.messages_key is not None:
-            key = settings.messages_key
+        if (key := self._conversation_key(row)) is not None:
             value = value_of(row, key, "data.messages_key", place)
             if isinstance(value, str):
                 raise DataError(f"{place} has text under '{key}', but data.messages_key names a list of chat messages")
@@ -197,7 +208,28 @@ class SupervisedBuilder:
             if isinstance(one["content"], list)
             for part in one["content"]
         )
-        return self.template.spans(messages, place, after=after), pictures[: len(pictures) - behind]
+        spans = self.template.spans(messages, place, after=after, tools=self._tools(row, place))
+        return spans, pictures[: len(pictures) - behind]
+
+    def _conversation_key(self, row: Row) -> str | None:
+        """`data.messages_key`; where it is null and the row has no response, the name that conversations usually have."""
+        settings = self.settings
+        if settings.messages_key is not None or find_value(row, settings.response_key) is not None:
+            return settings.messages_key
+        return next((key for key in CONVERSATIONS if isinstance(row.get(key), list)), None)
+
+    def _tools(self, row: Row, place: RowPlace) -> Tools | None:
+        """What the assistant of this row may call: JSON schemas, or their JSON text."""
+        key = self.settings.tools_key
+        tools = find_value(row, key)
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools) if tools.strip() else None
+            except ValueError as error:
+                raise DataError(f"{place} has text under '{key}' (data.tools_key) that is no JSON: {error}") from None
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+            raise DataError(f"{place} has {tools!r:.80} under '{key}' (data.tools_key); it must be a list of JSON schemas")
+        return without_nulls(tools) or None
 
     def _answered(self, row: Row, response: str, place: RowPlace) -> _Spans:
         """The row's prompt, not trained on, and `response` with its end token, trained on."""

@@ -72,6 +72,9 @@ class Progress:
         self._within: dict[str, tuple[str, PhaseProgress]] = {}
         self._phase: str | None = None
         self._since_s = 0.0
+        self._doing: str | None = None
+        self._doing_since_s = 0.0
+        self._parts: list[tuple[str, float]] = []
         self._done_at_s: deque[float] = deque(maxlen=STEPS_AVERAGED + 1)
         self._done, self._facts = first_step, ""
         self._shares: dict[str, float] = {}
@@ -95,6 +98,20 @@ class Progress:
     def within(self, phase: str, unit: str, progress: PhaseProgress) -> None:
         """While `phase` is on, show how far it is, in `unit`; another thread asks `progress`, several times a second."""
         self._within[phase] = unit, progress
+
+    def doing(self, what: str | None) -> None:
+        """What the phase that is on waits for from now on: shown behind it, and timed until the next call (None: nothing)."""
+        now = time.monotonic()
+        if self._doing is not None:
+            self._parts.append((self._doing, now - self._doing_since_s))
+        self._doing, self._doing_since_s = what, now
+
+    def say_parts(self, of: str) -> None:
+        """Print how long each part took that `doing` told of, under the name `of`."""
+        self.doing(None)
+        if self._parts:
+            self.say(f"{of}: " + ", ".join(f"{what} {spent:.1f} s" for what, spent in self._parts))
+        self._parts = []
 
     def say(self, text: str) -> None:
         """Print a line above the view."""
@@ -133,6 +150,7 @@ class Progress:
         unit, progress = self._within.get(phase or "", ("", None))
         done, wanted = progress() if progress is not None else (0, 0)
         spent = f"{time.monotonic() - self._since_s:.1f} s" if phase is not None else ""
+        spent += f"  {self._doing}" if phase is not None and self._doing is not None else ""
         rows.add_row(phase or "", _bar(done, wanted), f"{done}/{wanted} {unit}  {spent}" if wanted else spent)
         for name, share in self._shares.items():
             if name != phase and share >= 0.01:

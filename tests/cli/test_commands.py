@@ -83,6 +83,21 @@ def test_a_response_is_judged_without_a_model(config_file: str, capsys, monkeypa
     assert "--row is 2, but data.train has no such row" in capsys.readouterr().err
 
 
+def test_fields_of_one_section_are_listed_as_wide_as_columns_say(config_file: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    for section, wanted in (("rollout.episode", "rollout.episode.max_turns"), ("evaluations", "evaluations[].temperature")):
+        assert cli.main(["config", section]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= 72
+        first = [line.split()[0] for line in lines if line[:1].isalpha()]
+        assert wanted in first
+        assert {name for name in first if "." in name and name.split(".")[0].rstrip("[]") != section.split(".")[0]} == set()
+    assert cli.main(["config", "rolout.episode"]) == 2
+    assert capsys.readouterr().err == (
+        "megarl: 'rolout.episode' is no file, and no section or field of a config (did you mean 'rollout.episode'?)\n"
+    )
+
+
 def test_overrides_may_stand_before_and_after_options(config_file: str, capsys) -> None:
     assert cli.main(["eval", config_file, "run.steps=5", "--checkpoint", "x", "run.seed=bad"]) == 2
     assert "run.seed is 'bad'" in capsys.readouterr().err

@@ -14,8 +14,9 @@ import pyarrow.parquet
 import pytest
 from rich.console import Console
 
+from megarl.config import Config, SupervisedConfig, parse_config, parse_supervised_config
 from megarl.config.sections import PictureFields
-from megarl.data.inspect import STYLES, inspect
+from megarl.data.inspect import STYLES, inspect, inspect_config
 from megarl.data.supervised import SupervisedSettings
 from megarl.errors import DataError
 from tests.data.chat_tokenizers import CHATML, byte_tokenizer
@@ -41,6 +42,33 @@ def test_prompts_are_shown_with_nothing_marked(tmp_path: Path) -> None:
     assert "1 row as prompts, chat template" in out
     assert "\nrow-0: 33 tokens\n<|start|>user\n1+1? [b]ü[/b]<|end|>\n<|start|>assistant\n" in out
     assert "⟦" not in out
+
+
+def test_a_config_shows_its_own_rows_as_its_run_makes_them(tmp_path: Path) -> None:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
+    rows = [{"q": "1+1?", "a": "2", "level": 1}, {"q": "2+2?", "a": "4", "level": 9}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "keep": {"level": [5, None]}}
+    tree: dict[str, Any] = {"model": {"path": str(tmp_path / "model")}, "rewards": [{"name": "exact_number"}]}
+    tree["data"] = {"train": source, "prompt_key": "q", "system_prompt": "Short."}
+
+    def shown(config: Config | SupervisedConfig, rows: int = 3) -> str:
+        stream = io.StringIO()
+        inspect_config(config, rows, Console(file=stream, width=60))
+        return stream.getvalue()
+
+    said = shown(parse_config(tree))
+    assert "data.train: 2 rows as prompts, chat template\n" in said
+    assert "\n<|start|>system\nShort.<|end|>\n<|start|>user\n2+2?<|end|>\n<|start|>assistant\n" in said
+    assert "1+1?" not in said
+    assert "1 of 2 rows dropped as not_kept" in said
+    del tree["rewards"]
+    tree |= {"objective": {"name": "sft"}, "data": tree["data"] | {"response_key": "a"}}
+    assert "<|start|>assistant\n⟦4<|end|>⟧\n" in shown(parse_supervised_config(tree))
+
+
+def test_a_file_of_questions_is_read_as_megarl_train_reads_it(tmp_path: Path) -> None:
+    assert "1 row as prompts" in _shown(tmp_path, [{"question": "1+1?", "answer": "2"}])
 
 
 def test_a_conversation_marks_exactly_its_assistant_turns(tmp_path: Path) -> None:

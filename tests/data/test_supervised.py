@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -263,3 +264,47 @@ def test_pairs_are_handed_out_whole_and_a_resumed_order_is_the_uninterrupted_one
     stopped.next(before)
     resumed.load_state_dict(stopped.state_dict())
     assert resumed.next(after) == everything[2 * before :]
+
+
+TOOLS = (
+    "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}<|end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_conversations_with_tools_are_those_of_the_template_and_calls_are_trained_on(as_text: bool, key: str) -> None:
+    """As OpenAI writes them (arguments as JSON text, no content) and Parquet stores them (nulls)."""
+    tokenizer = byte_tokenizer(TOOLS)
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "strict": None}}}
+    arguments = {"a": 1, "b": 2}
+    given = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": json.dumps(arguments)}, "index": None}
+    turns = [
+        {"role": "user", "content": "1+2?", "tool_calls": None},
+        {"role": "assistant", "tool_calls": [given]} | ({"content": None} if as_text else {}),
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "3."},
+    ]
+    row = {key: turns, "tools": json.dumps([schema]) if as_text else [schema]}
+    (sample,) = SupervisedBuilder(tokenizer, "sft", SupervisedSettings()).build([row], prefix="train")
+    plain = [turns[0], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}]
+    own = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    text = tokenizer.apply_chat_template([*plain, *turns[2:]], tools=own, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    got = sample.prompt_ids + sample.response_ids
+    assert got == ids[: len(got)]
+    assert tokenizer.decode(ids[len(got) :]) == "\n"
+    trained = [i for i, kept in zip(sample.response_ids, sample.sampled_mask, strict=True) if kept]
+    assert tokenizer.decode(trained) == '[add {"a": 1, "b": 2}]<|end|>3.<|end|>'
+
+
+def test_a_message_that_is_none_is_told_by_its_number() -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "text": "a"}]
+    with pytest.raises(DataError, match=r"whose message 1 \(counted from 0\) is \{'role': 'assistant', 'text': 'a'\}; it must be"):
+        SupervisedBuilder(byte_tokenizer(TOOLS), "sft", SupervisedSettings()).build([{"messages": turns}], prefix="train")
+    with pytest.raises(DataError, match=r"has text under 'tools' \(data.tools_key\) that is no JSON"):
+        SupervisedBuilder(byte_tokenizer(TOOLS), "sft", SupervisedSettings()).build(
+            [{"messages": [turns[0], {"role": "assistant", "content": "a"}], "tools": "{"}], prefix="train"
+        )

@@ -44,6 +44,20 @@ def test_plain_lines_say_reward_speed_time_and_where_it_went() -> None:
     assert "\x1b" not in text
 
 
+def test_the_parts_of_a_phase_are_told_with_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("megarl.observe.progress.time.monotonic", lambda: now_s)
+    console = Console(file=io.StringIO(), width=200)
+    progress = Progress(5, Phases(Clock()), console=console)
+    for what, spent in (("Ray", 6.125), ("policy", 30.0), ("engines", 4.0)):
+        progress.doing(what)
+        now_s += spent
+    progress.say_parts("started")
+    progress.say_parts("started")  # nothing since
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "started: Ray 6.1 s, policy 30.0 s, engines 4.0 s\n"
+
+
 def test_the_final_table_has_every_phase() -> None:
     text = run_two_steps(Console(file=io.StringIO(), width=200))
     row = next(line for line in text.splitlines() if "generate" in line and "│" in line)

@@ -107,24 +107,30 @@ class RlRun(Run):
         self.samples_file = SamplesFile(self.folder / "samples.jsonl", logged, after, self.inputs.tokenizer)
         self.distributions = MetricsFile(self.folder / "distributions.jsonl", resume_after_step=after)
         self._stack.callback(self.distributions.close)
+        self.progress.doing("Ray")
         cluster = open_cluster(config, group_requests(config), self.folder / "logs")
         self._stack.enter_context(cluster)
         self.tell_placement(cluster.placement)
         check_transport(config, cluster.placement, cluster.platform.name)
         self.rollouts = Rollouts(config, cluster, self.inputs.tokenizer, self.inputs.episodes, self.progress.say)
         self._stack.callback(self.rollouts.close)
+        self.progress.doing("ranks")
         starting = self.rollouts.begin_start()
         self.roles = open_roles(config, cluster.start_groups(config.run.seed))
         if self.rollouts.takes_turns:  # engines size their caches by what is free, and sleep before anything is loaded
+            self.progress.doing("engines")
             self.rollouts.finish_start(starting, self.roles)
+        self.progress.doing(POLICY)
         self.roles.load(POLICY)
         for role, is_used in (
             (CRITIC, config.uses_critic), (REFERENCE, config.uses_reference),
             *((one.name, True) for one in config.teachers), (REWARD_MODEL, config.uses_reward_model),
         ):  # fmt: skip
             if is_used:
+                self.progress.doing(role)
                 self.roles.load(role)
         if not self.rollouts.takes_turns:
+            self.progress.doing("engines")
             self.rollouts.finish_start(starting, self.roles)
         self.timeline.others["engine"] = self.rollouts.scheduler.take_spans
         self.progress.within("generate", "groups", self.rollouts.progress)

@@ -195,7 +195,9 @@ class Run(ABC):
             with self.phases("start"):
                 self.start()
                 if resume_from is not None:
+                    self.progress.doing("checkpoint")
                     self.roles.restore(str(resume_from.resolve()))
+            self.progress.say_parts("started")
         if state is not None:
             self.evaluations.update(state["evaluations"])
             self.load_state(state)

@@ -12,7 +12,7 @@ import torch
 
 from megarl.algorithms import PreferenceSettings, RunningMean, kto_kl_reference, mismatched_rows, token_weights
 from megarl.config import SupervisedConfig
-from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
+from megarl.config.supervised import PAIR_LOSSES, SHIFTED_LOSSES, TOKEN_LOSSES
 from megarl.data.batch import Batch
 from megarl.data.mixture import build_parts, mixture_weights, place_of_row
 from megarl.data.picture_reader import open_pictures
@@ -20,7 +20,7 @@ from megarl.data.rows import find_value
 from megarl.data.sample import Sample
 from megarl.data.sampler import build_sampler, count_held_out
 from megarl.data.stream import ScorePosition, pack
-from megarl.data.supervised import Kind, SupervisedBuilder, SupervisedSettings
+from megarl.data.supervised import SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import load_tokenizer
 from megarl.observe.progress import TOWER
 from megarl.trainers.run.base import Run
@@ -34,13 +34,6 @@ from megarl.trainers.supervised.objectives import (
     RewardModelObjective,
     SupervisedObjective,
 )
-
-_KINDS: dict[str, Kind] = {
-    **dict.fromkeys(TOKEN_LOSSES, "sft"),
-    **dict.fromkeys(LABELLED_LOSSES, "kto"),
-    "process_reward_model": "steps",
-}
-
 
 class SupervisedRun(Run):
     """A run on given responses; `supervised.train` is written in its methods."""
@@ -59,7 +52,7 @@ class SupervisedRun(Run):
             settings = SupervisedSettings(**{name: getattr(config.data, name) for name in names})
             tokenizer = load_tokenizer(config.model.path)
             pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
-            builder = SupervisedBuilder(tokenizer, self._kind(), settings, pictures)
+            builder = SupervisedBuilder(tokenizer, kind_of_rows(self.objective.name), settings, pictures)
             train = build_parts(builder, config.data.train, prefix="train")
             held_out = build_parts(builder, config.data.eval, prefix="eval") if config.data.eval is not None else []
         self.held_out = [sample for part in held_out for sample in part]
@@ -88,10 +81,13 @@ class SupervisedRun(Run):
         for why, count in self.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")
+        self.progress.doing("ranks")
         groups = open_groups(self.config, self._stack, self.folder / "logs", self.tell_placement)
         self.roles = open_roles(self.config, groups)
+        self.progress.doing(POLICY)
         self.roles.load(POLICY)
         if self.config.uses_reference:
+            self.progress.doing(REFERENCE)
             self.roles.load(REFERENCE)
         self.progress.within("update", "micro-batches", self.roles.groups[POLICY].progress)
         self.progress.say(f"{self.roles.describe()}, objective {self.objective.name}")
@@ -190,11 +186,6 @@ class SupervisedRun(Run):
         output = torch.stack([stream.columns[name] for name in names], dim=-1)
         _, figures = objective(output, stream)
         return {name: float(value) for name, value in figures.items()}
-
-    def _kind(self) -> Kind:
-        """What the rows are."""
-        name = self.objective.name
-        return "pairs" if name in PAIR_LOSSES else _KINDS[name]
 
     def _scored(self, batch: Batch) -> torch.Tensor | None:
         """Where a scalar head scores: at the last token of a response, or at the end of every step; None: log-probs."""
