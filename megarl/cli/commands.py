@@ -40,7 +40,8 @@ STOPPED = 75
 """EX_TEMPFAIL: to be tried again."""
 INTERRUPTED = 130
 COMMANDS = (
-    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "rewards", "data", "convert", "plan", "rehearse",
+    "train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "rewards", "data", "convert", "plan",
+    "rehearse",
     "config", "submit", "node", "report", "compare", "samples", "chat", "doctor",
 )  # fmt: skip
 OBJECTIVES = {
@@ -187,11 +188,15 @@ def _model_commands(commands: Any) -> None:
     )
     _config_arguments(evaluate)
     which = evaluate.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to evaluate (default: model.path)")
+    which.add_argument(
+        "--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to evaluate (default: model.path)"
+    )
     which.add_argument(
         "--watch", action="store_true", help="evaluate each checkpoint of the run when it appears, until the run is finished"
     )
-    evaluate.add_argument("--out", metavar="FILE", help="also write every judged response to this JSONL file; it must not exist")
+    evaluate.add_argument(
+        "--out", metavar="FILE", help="also write every judged response to this JSONL file; it must not exist"
+    )
     evaluate.set_defaults(run=_evaluate)
 
     generate = commands.add_parser(
@@ -206,7 +211,9 @@ def _model_commands(commands: Any) -> None:
         help="samples: all responses with rewards; sft: correct responses; pairs: correct beside wrong; pass_rates: the rows "
         "with their share of correct responses (default: samples)",
     )  # fmt: skip
-    generate.add_argument("--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to sample from (default: model.path)")
+    generate.add_argument(
+        "--checkpoint", metavar="FOLDER", help="checkpoint or run (its newest one) to sample from (default: model.path)"
+    )
     generate.set_defaults(run=_generate)
 
 
@@ -308,7 +315,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.watch and arguments.out is not None:
         raise ConfigError("--out is given, but --watch writes no responses: remove one of them")
     if arguments.watch:
-        watch(config, lambda line: print(line, flush=True))
+        watch(config, _say)
     else:
         figures = evaluate(config, arguments.checkpoint, lambda line: print(line, file=sys.stderr, flush=True), arguments.out)
         print(json.dumps({"model": arguments.checkpoint or config.model.path} | figures, indent=2))
@@ -335,8 +342,12 @@ def _serve_reward(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config, arguments.overrides)
     from megarl.rewards.server import serve_reward
 
-    serve_reward(config.rewards, config.data, arguments.host, arguments.port, arguments.token_file)
+    serve_reward(config.rewards, config.data, arguments.host, arguments.port, arguments.token_file, _say)
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -350,7 +361,9 @@ def _inspect(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         raise ConfigError("--model is missing; it must be the model folder that the tokenizer comes from")
     if arguments.overrides:
-        raise ConfigError(f"unrecognized arguments: {' '.join(arguments.overrides)}; only a config (.yaml) has fields to override")
+        raise ConfigError(
+            f"unrecognized arguments: {' '.join(arguments.overrides)}; only a config (.yaml) has fields to override"
+        )
     given = {name: getattr(arguments, name) for name in ("prompt_key", "messages_key", "max_tokens")}
     names = ("image_key", "video_key", "image_folder", "media_folder", "max_pixels")
     pictures = PictureFields(**{name: getattr(arguments, name) for name in names})
@@ -367,19 +380,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _inspect_config(arguments: argparse.Namespace) -> int:
-    from megarl.config import Config, load_any
+    from megarl.config import load_any
+    from megarl.config.sections import DataConfig
     from megarl.data.inspect import inspect_config
     from megarl.models.from_hub import models_here
 
     model = [] if arguments.model is None else [f"model.path={json.dumps(arguments.model)}"]
     config = models_here(load_any(arguments.file, [*arguments.overrides, *model]), weights=False)
     tools: list[dict[str, Any]] = []
-    if isinstance(config, Config) and config.rollout.episode.kind != "single":
+    rollout, data = config.sampling, config.data
+    if rollout is not None and isinstance(data, DataConfig) and rollout.episode.kind != "single":
         from megarl.data.tokenize import load_tokenizer
         from megarl.rollout.episodes import open_episodes
 
-        tokenizer, rollout = load_tokenizer(config.model.path), config.rollout
-        episodes = open_episodes(rollout.episode, config.data, tokenizer, rollout.max_new_tokens, None)
+        tokenizer = load_tokenizer(config.model.path)
+        episodes = open_episodes(rollout.episode, data, tokenizer, rollout.max_new_tokens, None)
         tools = list(episodes.tool_schemas)
         episodes.close()
     inspect_config(config, arguments.rows, _console(), tools)
@@ -449,6 +464,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _console() -> Console:
-    """A console that does not fold tables to 80 columns when its output is a file or a pipe, unless COLUMNS says how wide it is."""
+    """A console that folds no tables to 80 columns where its output is a file or a pipe; COLUMNS says how wide it is."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)

@@ -131,7 +131,9 @@ def _samples(arguments: argparse.Namespace, console: Console) -> int:
         if not wanted and steps:
             raise DataError(f"--step is {arguments.step}, but samples were written of steps {steps[0]} to {steps[-1]}")
     if text:
-        wanted = [s for s in wanted if any(text in part.lower() for part in (s["prompt_text"], s["response_text"], *turn_texts(s)))]
+        wanted = [
+            s for s in wanted if any(text in part.lower() for part in (s["prompt_text"], s["response_text"], *turn_texts(s)))
+        ]
     if not wanted:
         raise DataError(f"{run.folder / 'samples.jsonl'} holds no such sample")
     if arguments.best or arguments.worst:
@@ -161,8 +163,20 @@ def _chat(arguments: argparse.Namespace, console: Console) -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-chat-") as scratch:
         folder = _as_model(Path(arguments.model), Path(scratch) / "model")
         sampling = {"max_new_tokens": arguments.max_new_tokens, "temperature": arguments.temperature}
-        chat(folder, console, config=config_in_transformers(folder), **sampling)
+        system = _system_prompt(Path(arguments.model))
+        if system is not None:
+            console.print(f"system prompt of the run: {system}", style="dim", markup=False)
+        chat(folder, console, config=config_in_transformers(folder), system_prompt=system, **sampling)
     return 0
+
+
+def _system_prompt(folder: Path) -> str | None:
+    """`data.system_prompt` of the run that `folder` is or belongs to."""
+    from megarl.checkpoint.folders import run_of
+    from megarl.config.yaml_tree import read_yaml
+
+    config = run_of(folder) / "config.yaml"
+    return (read_yaml(config).get("data") or {}).get("system_prompt") if config.is_file() else None
 
 
 def _as_model(folder: Path, scratch: Path) -> Path:

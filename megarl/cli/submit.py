@@ -125,6 +125,9 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
         return _preflight(job, profile, arguments.step_seconds, console)
     if arguments.dry_run:
         sys.stdout.write(script)
+        folder = script_path(job, arguments.system).parent
+        if arguments.system in ("slurm", "pbs", "lsf") and not folder.is_dir():
+            print(f"megarl: before you submit this script yourself: mkdir -p {folder} (its log goes there)", file=sys.stderr)
         return 0
     if arguments.system == "slurm":
         from megarl.launch.preflight import check_site

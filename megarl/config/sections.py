@@ -54,6 +54,8 @@ class RunConfig(Section):
     """Limits of metrics, and whether to skip the update, roll back or stop when a metric is beyond its limit."""
     eval_every: Count = 0
     """Evaluate on `data.eval` with greedy decoding every this many steps. 0: only before and after training."""
+    eval_before: bool = True
+    """Evaluate before the first step, too."""
     deterministic: bool = False
     """Use kernels that give bit-identical results in repeated runs; slower on GPUs (docs/checkpoints.md)."""
     log_samples: Count = 8
@@ -479,3 +481,11 @@ class TrackersConfig(Section):
     """Trackers to use. They write into the run folder; WANDB_MODE=online and MLFLOW_TRACKING_URI send to a server."""
     project: str = "megarl"
     """Name of the wandb project or mlflow experiment."""
+    entity: str | None = None
+    """Team or user of wandb that the project belongs to. null: yours."""
+    group: str | None = None
+    """Name that groups runs in wandb; a tag `group` in mlflow. null: none."""
+    tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Tags of the run in wandb and mlflow."""
+    notes: str | None = None
+    """What the run is for, shown by wandb and mlflow. null: nothing."""

@@ -16,7 +16,7 @@ from megarl.data.rows import RowPlace
 from megarl.errors import DataError
 
 ChatMessage = dict[str, Any]
-Tools = list[dict[str, Any]]
+RowTools = list[dict[str, Any]]
 """JSON schemas of what may be called."""
 TrainedText = tuple[str, bool]
 """A piece of text, and whether the model is trained on it."""
@@ -88,7 +88,7 @@ class ChatTemplate:
         """A prompt of plain text, after the system prompt and an empty line if there is one."""
         return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
 
-    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool, tools: Tools | None = None) -> str:
+    def render(self, messages: Sequence[ChatMessage], place: RowPlace, *, ask: bool, tools: RowTools | None = None) -> str:
         """`messages` under the template; with `ask` up to where the assistant's next turn begins.
 
         `tools` are those of the row; None: those of the run.
@@ -98,13 +98,15 @@ class ChatTemplate:
         """
         try:
             return str(
-                self.tokenizer.apply_chat_template(list(messages), tools=tools or self.tools, add_generation_prompt=ask, tokenize=False)
+                self.tokenizer.apply_chat_template(
+                    list(messages), tools=tools or self.tools, add_generation_prompt=ask, tokenize=False
+                )
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 
     def spans(
-        self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0, tools: Tools | None = None
+        self, messages: Sequence[ChatMessage], place: RowPlace, *, after: int = 0, tools: RowTools | None = None
     ) -> list[TrainedText]:
         """The conversation in pieces, up to the end of its last assistant turn.
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from megarl.config import Config, SupervisedConfig
+from megarl.config import AnyConfig
 from megarl.config.sections import DataConfig, PictureFields, SourceConfig
 from megarl.data.chat import special_tokens
 from megarl.data.media import Media
@@ -24,7 +24,7 @@ from megarl.data.picture_rules import sees
 from megarl.data.prompts import load_rows, rows_of
 from megarl.data.rows import Origin, Row
 from megarl.data.sample import Prompt
-from megarl.data.supervised import CONVERSATIONS, Kind, kind_of_rows, SupervisedBuilder, SupervisedSettings
+from megarl.data.supervised import CONVERSATIONS, Kind, SupervisedBuilder, SupervisedSettings, kind_of_rows
 from megarl.data.tokenize import PromptBuilder, load_tokenizer
 from megarl.errors import DataError
 
@@ -87,9 +87,7 @@ def inspect(
     _show(path, len(found), kind, _build(found, source, tokenizer, settings, kind, reader), tokenizer, reader, console)
 
 
-def inspect_config(
-    config: Config | SupervisedConfig, rows: int, console: Console, tools: Sequence[dict[str, Any]] = ()
-) -> None:
+def inspect_config(config: AnyConfig, rows: int, console: Console, tools: Sequence[dict[str, Any]] = ()) -> None:
     """Show the first `rows` rows of a config's `data.train` exactly as its run makes them; `tools`: those of its episodes.
 
     Raises:
@@ -102,15 +100,14 @@ def inspect_config(
     reader = open_pictures(data, config.model.path, tokenizer, "")
     found = list(islice(rows_of(source), rows))
     kind: Kind | Literal["prompts"] = "prompts"
-    if isinstance(config, SupervisedConfig):
-        kind = kind_of_rows(config.objective.name)
-        settings = SupervisedSettings(**{field.name: getattr(data, field.name) for field in fields(SupervisedSettings)})
-        built = _build(found, source, tokenizer, settings, kind, reader)
-    else:
-        assert isinstance(data, DataConfig), "a run that samples has prompts"
+    if isinstance(data, DataConfig):
         prompts = PromptBuilder(tokenizer, data, tools, reader)
         shown = [_shown_prompt(one) for one in prompts.build(found, prefix="row", origin=Origin("data.train", source))]
         built = shown, prompts.template.is_used, prompts.dropped
+    else:
+        kind = kind_of_rows(config.trains_by)
+        settings = SupervisedSettings(**{field.name: getattr(data, field.name) for field in fields(SupervisedSettings)})
+        built = _build(found, source, tokenizer, settings, kind, reader)
     _show("data.train", len(found), kind, built, tokenizer, reader, console)
 
 
@@ -174,13 +171,13 @@ def _kind_of(row: Row, settings: SupervisedSettings, path: str) -> tuple[Kind | 
         f"'{settings.chosen_key}' and '{settings.rejected_key}' (pairs), or '{settings.steps_key}' (steps)"
     )
     raise DataError(
-        f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}; --prompt-key and --messages-key name "
-        "other keys, and a config in place of the file has them all"
+        f"'{path}' has rows of no known kind: they have {', '.join(row)}; they must have {wanted}; "
+        "--prompt-key and --messages-key name other keys, and a config in place of the file has them all"
     )
 
 
 def _build(
-    rows: Sequence[Row],
+    rows: Sequence[Row | None],
     source: SourceConfig,
     tokenizer: Any,
     settings: SupervisedSettings,

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from megarl.config.sections import PictureFields
 from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES
-from megarl.data.chat import ChatMessage, ChatTemplate, Tools, TrainedText, without_nulls
+from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, without_nulls
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
 from megarl.data.placeholders import Showable
@@ -218,7 +218,7 @@ class SupervisedBuilder:
             return settings.messages_key
         return next((key for key in CONVERSATIONS if isinstance(row.get(key), list)), None)
 
-    def _tools(self, row: Row, place: RowPlace) -> Tools | None:
+    def _tools(self, row: Row, place: RowPlace) -> RowTools | None:
         """What the assistant of this row may call: JSON schemas, or their JSON text."""
         key = self.settings.tools_key
         tools = find_value(row, key)

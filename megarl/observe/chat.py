@@ -23,12 +23,13 @@ def chat(
     temperature: float,
     config: Any = None,
     lines: Iterable[str] | None = None,
+    system_prompt: str | None = None,
 ) -> list[dict[str, str]]:
     """Answer every line of `lines` (None: stdin) in one conversation with the model in the Hugging Face folder `folder`.
 
-    A model without a chat template continues each line by itself. `temperature` 0 is greedy. `config` is
-    transformers' config object where the folder's own cannot be read as one. Returns what is remembered of the
-    conversation at its end.
+    `system_prompt` stands before the conversation. A model without a chat template continues each line by itself.
+    `temperature` 0 is greedy. `config` is transformers' config object where the folder's own cannot be read as one. Returns
+    what is remembered of the conversation at its end.
 
     Raises:
         ModelError: `folder` holds no model that can be loaded.
@@ -36,13 +37,14 @@ def chat(
     tokenizer, model = load_tokenizer(str(folder)), load_model(folder, config)
     talks = bool(getattr(tokenizer, "chat_template", None))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    said: list[dict[str, str]] = []
+    begun = [{"role": "system", "content": system_prompt}] if talks and system_prompt is not None else []
+    said: list[dict[str, str]] = list(begun)
     for line in lines if lines is not None else _typed(console):
         message = line.strip()
         if message == "/quit":
             break
         if message == "/new":
-            said = []
+            said = list(begun)
         elif message:
             said = [*said, {"role": "user", "content": message}] if talks else []
             ids = _prompt_ids(tokenizer, said, message)
@@ -86,6 +88,9 @@ def load_model(path: Path, config: Any = None) -> Any:
     """transformers' model of a folder, by `config` or by the folder's own. Raises ModelError if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

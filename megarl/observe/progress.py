@@ -20,6 +20,7 @@ TOWER = {"tower": "policy/tower_flops_share"}
 SHOWN = {
     "reward": "reward/mean",
     "KL": "kl/reference",
+    "critic explains": "critic/explained_variance",
     "length": "response/tokens_mean",
     "staleness": "staleness/mean",
     "acceptance": "rollout/acceptance_length",

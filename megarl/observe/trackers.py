@@ -57,6 +57,14 @@ def open_trackers(config: AnyConfig, *, resume_after_step: int | None = None) ->
     return Trackers([MetricsFile(folder / "metrics.jsonl", resume_after_step=resume_after_step), *wanted])
 
 
+def upload_commands(config: AnyConfig) -> list[str]:
+    """What a user types to upload what was written offline."""
+    if "wandb" not in config.trackers.backends:
+        return []
+    runs = sorted((Path(config.run_folder) / "wandb").glob("offline-run-*"))
+    return [f"`wandb sync {run}` uploads the wandb run" for run in runs]
+
+
 class _TensorBoard:
     def __init__(self, config: AnyConfig, folder: Path, resume_after_step: int | None) -> None:
         module = _optional("torch.utils.tensorboard", "tensorboard", "tensorboard")
@@ -80,6 +88,10 @@ class _Wandb:
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=config.trackers.project,
+            entity=config.trackers.entity,
+            group=config.trackers.group,
+            tags=list(config.trackers.tags) or None,
+            notes=config.trackers.notes,
             name=config.run.name,
             dir=str(folder),
             mode=os.environ.get("WANDB_MODE", "offline"),
@@ -108,7 +120,13 @@ class _MLflow:
         name = config.trackers.project
         experiment = self._client.get_experiment_by_name(name)
         number = experiment.experiment_id if experiment is not None else self._client.create_experiment(name)
-        self._run = self._client.create_run(number, run_name=config.run.name).info.run_id
+        settings = config.trackers
+        tags = dict.fromkeys(settings.tags, "") | {
+            key: value
+            for key, value in (("group", settings.group), ("mlflow.note.content", settings.notes))
+            if value is not None
+        }
+        self._run = self._client.create_run(number, run_name=config.run.name, tags=tags).info.run_id
         self._client.log_dict(self._run, without_secrets(config.model_dump(mode="json")), "config.yaml")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -29,9 +29,16 @@ _FIELDS = ("query", "prompts", "labels")
 
 
 def serve_reward(
-    rewards: Sequence[RewardSetting], data: DataConfig, host: str, port: int, token_file: str | None = None
+    rewards: Sequence[RewardSetting],
+    data: DataConfig,
+    host: str,
+    port: int,
+    token_file: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve the rewards of a config until interrupted, to who brings the token (see `read_token`).
+
+    `say` is told where it listens, once it does.
 
     Raises:
         RewardError: a reward cannot be built, the address cannot be listened on, or others could reach it without a token.
@@ -41,7 +48,7 @@ def serve_reward(
         raise RewardError(
             f"--host is {host}, which others can reach, so the server needs a token: give --token-file, or set {TOKEN_VARIABLE}"
         )
-    serve(build_rewards(rewards, data), host, port, answer_key=data.answer_key, token=token)
+    serve(build_rewards(rewards, data), host, port, answer_key=data.answer_key, token=token, say=say)
 
 
 def read_token(token_file: str | None) -> str | None:
@@ -71,13 +78,14 @@ def serve(
     answer_key: str = "answer",
     deadline_s: float = 600.0,
     token: str | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> None:
     """Serve `sources` until interrupted. `deadline_s` is given to the scoring of one request. Raises as `serve_reward`."""
     app = make_app(sources, answer_key=answer_key, deadline_s=deadline_s, token=token)
     try:
         labels = ", ".join(label for label, _, _ in sources.sources)
         listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
-        web.run_app(app, host=host, port=port, print=lambda _: print(listening, flush=True))  # called when it does
+        web.run_app(app, host=host, port=port, print=(lambda _: say(listening)) if say is not None else None)
     except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 

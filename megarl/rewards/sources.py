@@ -131,7 +131,9 @@ class RewardSources:
                 try:
                     _within(scorer, samples, time.monotonic() + TRIED_S, label, TRIED_S)
                 except RewardError as error:
-                    raise RewardError(f"{error}; asked before the run about made-up responses to row {prompts[0].row_id}") from None
+                    raise RewardError(
+                        f"{error}; asked before the run about made-up responses to row {prompts[0].row_id}"
+                    ) from None
 
     def final_answer(self, response: str) -> str | None:
         """What a response answers, as the first source sees it that reads answers; else its `<answer>` or its whole text."""
@@ -175,8 +177,10 @@ class RewardSources:
 def made_up_sample(prompt: Prompt, text: str, number: int = 0) -> Sample:
     """The response `text` to `prompt` as an engine might have given it, for functions that are tried without a model."""
     ids = (f"{prompt.group_id}/{number}", prompt.group_id, prompt.row_id)
-    texts = {"prompt_text": prompt.prompt_text, "response_text": text}
-    return Sample(*ids, list(prompt.prompt_ids), [0], [1], [0.0], [0], "stop", row=dict(prompt.row), **texts)
+    return Sample(
+        *ids, list(prompt.prompt_ids), [0], [1], [0.0], [0], "stop",
+        prompt_text=prompt.prompt_text, response_text=text, row=dict(prompt.row),
+    )  # fmt: skip
 
 
 def _gold_text(prompt: Prompt, key: str) -> str:

@@ -18,15 +18,17 @@ from megarl.errors import RewardError
 from megarl.rewards.foreign_forms import RowKeys, foreign_form, numbers_of
 from megarl.system.user_code import describe, load_user_function, why_not_called
 
-
-SAMPLE_HAS = "response_text, prompt_text, row (the data row: sample.row['answer']), turns, finish_reason, truncated and response_ids"
+DEFAULT_KEYS = RowKeys()
+SAMPLE_HAS = (
+    "response_text, prompt_text, row (the data row: sample.row['answer']), turns, finish_reason, truncated and response_ids"
+)
 """What functions read of a sample, as the error about another name says it; docs/add_a_reward.md has all of it."""
 
 
 class UserReward:
     """The function called `name`. It scores one sample at a time if its first parameter is `sample` or `single` is true."""
 
-    def __init__(self, name: str, args: Mapping[str, Any], keys: RowKeys = RowKeys()) -> None:
+    def __init__(self, name: str, args: Mapping[str, Any], keys: RowKeys = DEFAULT_KEYS) -> None:
         """Import the function and check that it takes `args` (without `single`). Functions of other trainers read `keys`.
 
         Raises:

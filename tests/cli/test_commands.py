@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,11 +75,12 @@ def test_a_response_is_judged_without_a_model(config_file: str, capsys, monkeypa
         monkeypatch.setattr("sys.stdin", io.StringIO("it is 2"))
         assert cli.main(["rewards", "try", config_file, *own, *argv]) == 0
         assert capsys.readouterr().out.splitlines()[-1].split() == ["reward", reward]
-    assert "torch" not in subprocess.run(
-        [sys.executable, "-c", "import sys; from megarl.cli import main; main(sys.argv[1:]); print(*sys.modules)", "rewards",
-         "try", config_file, *own, "--response", "4"],
-        capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
+    program = "import sys; from megarl.cli import main; print(main(sys.argv[1:]), *sys.modules)"
+    command = [sys.executable, "-c", program, "rewards", "try", config_file, *own, "--response", "4"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    code, *modules = done.stdout.splitlines()[-1].split()
+    assert (code, "torch" in modules, "transformers" in modules) == ("0", False, False)
     assert cli.main(["rewards", "try", config_file, *own, "--row", "2", "--response", "4"]) == 2
     assert "--row is 2, but data.train has no such row" in capsys.readouterr().err
 

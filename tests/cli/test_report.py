@@ -116,6 +116,8 @@ def test_samples_show_pictures_in_their_turns(tmp_path, capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert f"picture 2: {run}/media/{second}.png, 896x448 px, 2 tokens" in lines
     assert lines[lines.index("question 1") :][1:4] == ["assistant: look", "user: see [picture 2]!", "assistant: two"]
+    assert main(["samples", str(run), "--grep", "USER: see [picture"]) == 0  # neither in a prompt nor in a last turn
+    assert "user: see [picture 2]!" in capsys.readouterr().out
 
 
 def test_samples_name_their_pictures(tmp_path, capsys) -> None:
@@ -169,6 +171,19 @@ def test_chat_answers_each_line_as_the_model_would(monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("".join(lines)))
     assert main(["chat", str(TINY), "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out.splitlines() == [_greedy("Calculate 2 + 3."), _greedy("Calculate 4 + 4.")]
+
+
+@needs_tiny
+def test_chat_with_a_run_has_its_system_prompt(tmp_path, monkeypatch, capsys) -> None:
+    run = write_run(tmp_path / "r")
+    (run / "model").symlink_to(TINY.resolve())
+    for prompt, shown in (("Be brief.", "Be brief."), (None, None)):
+        (run / "config.yaml").write_text(json.dumps({"data": {"system_prompt": prompt}}))
+        given: list[str | None] = []
+        monkeypatch.setattr("megarl.observe.chat.chat", lambda *_, given=given, **told: given.append(told["system_prompt"]))
+        assert main(["chat", str(run)]) == 0
+        assert given == [prompt]
+        assert ("system prompt of the run: Be brief." in capsys.readouterr().out) is (shown is not None)
 
 
 @needs_tiny

@@ -241,8 +241,8 @@ def test_a_name_of_another_trainer_leads_to_what_means_the_same(wrong: str, righ
 
 def test_a_config_for_the_other_kind_of_run_is_told_so() -> None:
     assert sentence("data.rows_per_step=8").startswith(
-        "data.rows_per_step is a field of `megarl sft`, `reward-model` or `preference`, with a section objective, but this is a "
-        "config for `megarl train` by reinforcement learning"
+        "data.rows_per_step is a field of `megarl sft`, `reward-model` or `preference`, with a section objective, but this is "
+        "a config for `megarl train` by reinforcement learning"
     )
     with pytest.raises(ConfigError, match=r"algorithm is a field of `megarl train` by reinforcement learning"):
         parse_supervised_config(apply_overrides(BASE, ["algorithm.name=grpo"]))

@@ -267,7 +267,8 @@ def test_pairs_are_handed_out_whole_and_a_resumed_order_is_the_uninterrupted_one
 
 
 TOOLS = (
-    "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% if tools %}<|start|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
@@ -289,7 +290,10 @@ def test_conversations_with_tools_are_those_of_the_template_and_calls_are_traine
     ]
     row = {key: turns, "tools": json.dumps([schema]) if as_text else [schema]}
     (sample,) = SupervisedBuilder(tokenizer, "sft", SupervisedSettings()).build([row], prefix="train")
-    plain = [turns[0], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]}]
+    plain = [
+        turns[0],
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": arguments}}]},
+    ]
     own = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     text = tokenizer.apply_chat_template([*plain, *turns[2:]], tools=own, tokenize=False)
     ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -302,7 +306,9 @@ def test_conversations_with_tools_are_those_of_the_template_and_calls_are_traine
 
 def test_a_message_that_is_none_is_told_by_its_number() -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "text": "a"}]
-    with pytest.raises(DataError, match=r"whose message 1 \(counted from 0\) is \{'role': 'assistant', 'text': 'a'\}; it must be"):
+    with pytest.raises(
+        DataError, match=r"whose message 1 \(counted from 0\) is \{'role': 'assistant', 'text': 'a'\}; it must be"
+    ):
         SupervisedBuilder(byte_tokenizer(TOOLS), "sft", SupervisedSettings()).build([{"messages": turns}], prefix="train")
     with pytest.raises(DataError, match=r"has text under 'tools' \(data.tools_key\) that is no JSON"):
         SupervisedBuilder(byte_tokenizer(TOOLS), "sft", SupervisedSettings()).build(

@@ -21,6 +21,7 @@ from megarl.observe import (
     build_summary,
     open_trackers,
     read_metrics,
+    upload_commands,
     versions,
     write_summary,
 )
@@ -88,13 +89,18 @@ def test_wandb_works_offline_without_an_account(tmp_path, monkeypatch) -> None:
     pytest.importorskip("wandb")
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
-    trackers = open_trackers(config(tmp_path, backends=["wandb"], project="mine"))
+    told = {"tags": ["first", "grpo"], "group": "tries", "notes": "what it is for", "entity": "team"}
+    settings = config(tmp_path, backends=["wandb"], project="mine", **told)
+    trackers = open_trackers(settings)
     trackers.log(1, {"reward/mean": 0.5, "policy/loss": float("nan")})
     trackers.log(2, {"reward/mean": torch.tensor(0.75)})
     trackers.close()
     (file,) = (tmp_path / "r" / "wandb").glob("offline-run-*/*.wandb")
     run, history = read_wandb(file)
     assert (run.project, run.display_name) == ("mine", "r")
+    assert ([*run.tags], run.run_group, run.notes, run.entity) == (["first", "grpo"], "tries", "what it is for", "team")
+    assert upload_commands(settings) == [f"`wandb sync {file.parent}` uploads the wandb run"]
+    assert upload_commands(config(tmp_path)) == []
     assert [{k: v for k, v in row.items() if k in ("_step", "reward/mean", "policy/loss")} for row in history] == [
         {"_step": 1, "reward/mean": 0.5},
         {"_step": 2, "reward/mean": 0.75},

@@ -154,17 +154,21 @@ def test_functions_of_other_trainers_are_called_as_these_call_them(tmp_path: Pat
 
 
 def test_trl_functions_get_messages_where_prompts_are_messages(tmp_path: Path) -> None:
-    rewards = _function(tmp_path, "def f(completions, **_): return [len(c[0]['content']) + (c[0]['role'] == 'assistant') for c in completions]")
+    rewards = _function(
+        tmp_path, "def f(completions, **_): return [len(c[0]['content']) + (c[0]['role'] == 'assistant') for c in completions]"
+    )
     row = {"question": [{"role": "user", "content": "1+1?"}]}
     assert rewards.score([Sample("s", "g", "r", [1], [], [], [], [], "stop", response_text="two", row=row)]) == [4.0]
 
 
 def test_functions_are_tried_on_made_up_responses_before_a_run(tmp_path: Path) -> None:
     prompt = Prompt("train-0", "g", [1, 2], "1+1?", {"answer": "2"})
-    counted = "import pathlib\ndef f(samples):\n    assert [s.response_text for s in samples] == ['2', '2']\n    return [0.0, 1.0]"
+    counted = (
+        "import pathlib\ndef f(samples):\n    assert [s.response_text for s in samples] == ['2', '2']\n    return [0.0, 1.0]"
+    )
     _function(tmp_path, counted).try_functions([prompt])
     for body, sentence in {
-        "def f(sample): return sample.answer": "'Sample' object has no attribute 'answer' .* a Sample has response_text, prompt_text",
+        "def f(sample): return sample.answer": "'Sample' object has no attribute 'answer' .* a Sample has response_text",
         "def f(samples): return [1.0]": "returned 1 rewards for 2 samples",
     }.items():
         with pytest.raises(RewardError, match=sentence + ".*; asked before the run about made-up responses to row train-0"):

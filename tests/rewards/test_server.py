@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -73,3 +77,24 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
     assert "short" not in str(caught.value)
     with pytest.raises(RewardError, match="cannot be read"):
         read_token(str(tmp_path / "nothing"))
+
+
+def test_it_says_where_it_listens_once_it_does(tmp_path: Path) -> None:
+    (tmp_path / "serve.py").write_text(
+        "from megarl.config.sections import *\nfrom megarl.rewards.server import serve_reward\n"
+        "data = DataConfig(train=SourceConfig(source='jsonl', path='rows.jsonl'))\n"
+        "serve_reward([RewardConfig(name='exact_number')], data, '127.0.0.1', 0, None, lambda line: print(line, flush=True))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(tmp_path / "serve.py")]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    deadline = threading.Timer(30, server.kill)
+    deadline.start()
+    assert server.stdout is not None
+    try:
+        line = server.stdout.readline()
+    finally:
+        deadline.cancel()
+        server.kill()
+        server.communicate()
+    assert line == "listening on http://127.0.0.1:0/get_reward (exact_number); Ctrl-C ends it\n"

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -270,6 +271,14 @@ def test_the_estimator_is_given_the_numbers_of_the_config() -> None:
     Experience(config(*vapo, "algorithm.advantage_normalisation=none")).estimate(made, REWARDS)
     assert of_row(made, 3) == pytest.approx([1.5 / 9, 1.5 / 3, 1.5])
     assert made.columns["returns"][3][:3].tolist() == pytest.approx([2.0, 2.0, 2.0])
+
+
+def test_the_critic_s_explained_variance_is_that_of_the_sampled_tokens() -> None:
+    made = batch()
+    made.columns["values"] = torch.linspace(-1, 1, made.mask.numel()).view(made.mask.shape)
+    figures = Experience(config("algorithm.name=ppo", "algorithm.kl.coef=0.0")).estimate(made, REWARDS)
+    returns, values = made.columns["returns"][made.mask].numpy(), made.columns["values"][made.mask].numpy()
+    assert figures["critic/explained_variance"] == pytest.approx(1 - np.var(returns - values) / np.var(returns), rel=1e-5)
 
 
 def test_the_value_after_a_truncated_response_is_bootstrapped() -> None:

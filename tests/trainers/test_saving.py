@@ -267,8 +267,8 @@ def test_a_run_that_is_interrupted_says_from_where_it_can_be_continued(tmp_path:
         run.step = 3
         raise KeyboardInterrupt
     assert str(caught.value) == (
-        f"interrupted after step 3 of 100; there is no checkpoint in {tmp_path}/run/checkpoints, so run.resume=auto would begin "
-        "anew"
+        f"interrupted after step 3 of 100; there is no checkpoint in {tmp_path}/run/checkpoints, so run.resume=auto would "
+        "begin anew"
     )
     with pytest.raises(RunInterrupted) as caught, interrupted(tmp_path) as run:
         save(run.saving, run.roles, 7)
@@ -308,6 +308,41 @@ def test_epochs_are_passes_over_the_rows(tmp_path: Path, epochs: float, rows: in
     assert config.run.steps == steps
     assert f"steps: {steps}\n" in run.saving.config_text
     assert run.count_epochs(config.model_copy(deep=True), rows, per_step) == config  # as a resumed run counts
+
+
+def test_an_evaluation_is_told_behind_its_step_with_its_reward_and_the_end_says_where_everything_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = iter([{"reward": 0.385, "accuracy": 0.0}, {"reward": 0.4625, "accuracy": 0.09375}])
+    monkeypatch.setattr(Interrupted, "measure", lambda self: next(figures))
+    run = Interrupted(parse_config({**SETTINGS, "run": {"folder": str(tmp_path), "steps": 1}}))
+    with run:
+        run.timeline.record = lambda step, roles: {}  # type: ignore[method-assign]
+        run.evaluate("before")
+        with run.phases.step():
+            pass
+        run.step = 1
+        run.evaluate_if_due()
+        run.log({})
+        run.save_if_due()
+        run.finish()
+    said = [line for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()]
+    assert [line.split(":")[0].split("  ")[0] for line in said[:3]] == ["evaluation before", "step 1/1", "evaluation after"]
+    folder = tmp_path / "run"
+    for line in (
+        "held-out reward: 0.385 before, 0.4625 after 1 steps",
+        "held-out accuracy: 0.0% before, 9.4% after 1 steps",
+        f"done: {folder}; `megarl report {folder}` shows it",
+        f"newest checkpoint: {folder}/checkpoints/step_000001",
+    ):
+        assert line in said
+
+
+def test_the_evaluation_before_training_may_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Interrupted, "measure", lambda self: pytest.fail("it was measured"))
+    with Interrupted(parse_config({**SETTINGS, "run": {"folder": str(tmp_path), "eval_before": False}})) as run:
+        run.evaluate("before")
+        assert run.evaluations["before"] is None
 
 
 @pytest.mark.parametrize("at_the_start", [True, False])

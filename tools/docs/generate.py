@@ -101,7 +101,7 @@ def cli_page() -> str:
         f"| {commands.USER_ERROR} | an error that you can mend; one sentence on stderr says what and how"
         " ([Errors](errors.md)) |",
         f"| {commands.STOPPED} | a signal asked the run to stop; it saved, and `run.resume=auto` continues it |",
-        f"| {commands.INTERRUPTED} | Ctrl-C; a training run saved first, unless it came twice, and `run.resume=auto` continues it |",
+        f"| {commands.INTERRUPTED} | Ctrl-C; a training run saves first, unless hit twice; `run.resume=auto` continues it |",
         "",
     ]
     for words, parser in _commands(commands.build_parser(), "megarl"):

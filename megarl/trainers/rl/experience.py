@@ -165,6 +165,7 @@ class Experience:
         batch.columns["advantages"] = self._with_distillation(outputs.advantages, batch)
         if outputs.returns is not None:
             batch.columns["returns"] = outputs.returns
+            metrics |= _explained(outputs.returns, batch)
         self.baseline = outputs.baseline or self.baseline
         if outputs.dropped is not None:
             batch.mask[outputs.dropped] = False
@@ -361,3 +362,12 @@ def set_loss_weights(batch: Batch, rows: Sequence[int], config: Config) -> None:
     mask = torch.zeros_like(batch.mask)
     mask[list(rows)] = batch.mask[list(rows)]
     batch.columns["weights"] = token_weights(mask, config.algorithm.aggregation, norm_length=norm_length)
+
+
+def _explained(returns: Tensor, batch: Batch) -> dict[str, float]:
+    """`critic/explained_variance`: 1 - Var(returns - values) / Var(returns) over the sampled tokens; none of equal returns."""
+    if "values" not in batch.columns:
+        return {}
+    wanted, errors = returns[batch.mask].double(), (returns - batch.columns["values"])[batch.mask].double()
+    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
+    return {"critic/explained_variance": 1 - float(errors.var(correction=0)) / spread} if spread > 0 else {}

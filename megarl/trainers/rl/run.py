@@ -96,6 +96,9 @@ class RlRun(Run):
         if self.inputs.overlap:
             overlap, rows = self.inputs.overlap, self.inputs.train_rows
             self.progress.say(f"{overlap} of {rows} training rows are held-out prompts too: left out")
+        limit = config.data.eval.limit if config.data.eval is not None else None
+        held_out = f", {len(self.inputs.held_out)} held-out rows" + (f" (data.eval.limit is {limit})" if limit else "")
+        self.progress.say(f"{sum(map(len, self.inputs.train))} training rows{held_out if config.data.eval is not None else ''}")
         for why, count in self.inputs.dropped.items():
             if count:
                 self.progress.say(f"{count} rows left out as {why}")

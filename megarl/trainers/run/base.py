@@ -34,7 +34,7 @@ from megarl.errors import (
     WorkerError,
     nearest,
 )
-from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, write_summary
+from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, upload_commands, write_summary
 from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow
 from megarl.system.atomic_files import write_text_atomically
@@ -78,6 +78,7 @@ class Run(ABC):
         self.profiling = Profiling(config.profile, self.folder / "profile")
         self._settings = config
         self._stack = ExitStack()
+        self._after_step: list[str] = []
         self._stop = StopRequest()
         self._saved_at = time.monotonic()
 
@@ -263,9 +264,12 @@ class Run(ABC):
         if self.leads:
             self.trackers.log(self.step, self.metrics)
             self.progress.step_done(self.step, self.metrics)
+        for line in self._after_step:
+            self.progress.say(line)
+        self._after_step.clear()
 
     def save_if_due(self) -> None:
-        """Save as `run.save_every` and `run.save_minutes` say, after the last step, and when told to stop, which ends the run here.
+        """Save as `run.save_every` and `run.save_minutes` say, after the last step, and when told to stop, which ends the run.
 
         Training goes on while a checkpoint is written, but no other is begun and the run does not end before it is whole.
 
@@ -304,6 +308,8 @@ class Run(ABC):
         """Measure the current weights, unless that was done before the run was resumed."""
         if self.evaluations.get(when) is not None or self.was_finished:
             return
+        if when == "before" and not self._settings.run.eval_before:
+            return
         with self.phases("evaluate"):
             started = time.perf_counter()
             result = self.measure()
@@ -315,7 +321,11 @@ class Run(ABC):
             raise ConfigError(f"run.keep_best is '{best}'; it must be one of {choices}{nearest(best, result)}")
         result["seconds"] = time.perf_counter() - started
         self.evaluations[when] = result
-        self.progress.say(f"evaluation {when}: {evaluation_line(result)}")
+        line = f"evaluation {when}: {evaluation_line(result)}"
+        if self.step:  # behind the line of its step, which `log` shows
+            self._after_step.append(line)
+        else:
+            self.progress.say(line)
         self.metrics |= {f"eval/{name}": value for name, value in result.items()}
         if not self.step and self.leads:
             self.trackers.log(0, self.metrics)
@@ -364,13 +374,26 @@ class Run(ABC):
         if self.leads:
             write_summary(path, summary)
             self._say_result()
+            self._say_where(model)
         return summary
+
+    def _say_where(self, model: Path) -> None:
+        """Where the results are, and the command that shows them."""
+        self.progress.say(f"done: {self.folder}; `megarl report {self.folder}` shows it")
+        if newest := self.checkpoints.all()[-1:]:
+            self.progress.say(f"newest checkpoint: {newest[0]}")
+        if model.exists():
+            self.progress.say(f"exported model: {model}")
+        for line in upload_commands(self._settings):
+            self.progress.say(line)
 
     def _say_result(self) -> None:
         before, after = self.evaluations["before"], self.evaluations["after"]
         if before is not None and after is not None:
             if "reward" in before:
-                self.progress.say(f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {self.step} steps")
+                self.progress.say(
+                    f"held-out reward: {before['reward']:.4g} before, {after['reward']:.4g} after {self.step} steps"
+                )
             for name in (name for name in before if name == "accuracy" or name.rpartition("/")[2].startswith("avg@")):
                 what = "held-out accuracy" if name == "accuracy" else name
                 self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")

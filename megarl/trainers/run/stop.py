@@ -1,4 +1,4 @@
-"""A batch system's warning that a job's time is over, or a person's Ctrl-C: the run saves after the step in progress and leaves."""
+"""A batch system's warning that a job's time is over, or Ctrl-C: the run saves after the step in progress and leaves."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ from megarl.trainers.supervised.objectives import (
     SupervisedObjective,
 )
 
+
 class SupervisedRun(Run):
     """A run on given responses; `supervised.train` is written in its methods."""
 

@@ -119,12 +119,21 @@ def test_a_world_larger_than_the_cluster_is_refused(train: Train) -> None:
     ],
 )
 def test_a_reward_that_fails_ends_the_run_without_a_checkpoint(train: Train, tmp_path: Path, body: str, sentence: str) -> None:
-    (tmp_path / "mine.py").write_text(f"def reward(samples):\n    {body}\n")
+    tried = "if len(samples) == 2: return [0.0, 0.0]  # before the run, on made-up responses"
+    (tmp_path / "mine.py").write_text(f"def reward(samples):\n    {tried}\n    {body}\n")
     assert sentence in one_line(train(f"rewards=[{{name: '{tmp_path}/mine.py:reward'}}]"))
     folder = tmp_path / "runs" / "run"
     assert not (folder / "checkpoints").exists()
     assert not (folder / "summary.json").exists()
     assert (folder / "metrics.jsonl").read_text() == ""
+
+
+def test_a_reward_that_always_fails_is_told_before_anything_starts(train: Train, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    return sample.answer\n")
+    error = one_line(train(f"rewards=[{{name: '{tmp_path}/mine.py:reward'}}]"))
+    assert "'Sample' object has no attribute 'answer'" in error
+    assert "asked before the run about made-up responses to row train-0" in error
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_port_in_use_is_named(train: Train) -> None:
