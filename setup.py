@@ -118,7 +118,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megarl", "megarl.*"]),
-    package_data={"megarl": ["observe/page/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"]},
+    package_data={
+        "megarl": ["observe/page/*", "observe/page/vendor/*", "py.typed", "launch/templates/*.j2", "planning/gpus.yaml"],
+    },
     install_requires=REQUIRES,
     extras_require={
         "sglang": SGLANG,

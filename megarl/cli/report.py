@@ -31,6 +31,8 @@ def add_report(commands: Any, console: Callable[[], Console]) -> None:
     report.add_argument("--trace", metavar="FILE", help="also write the first run's timeline for Perfetto or chrome://tracing")
     report.add_argument("--png", metavar="FILE", help="also draw --metric as a PNG for a paper")
     report.add_argument("--metric", default="reward/mean", help="metric that --png draws (default: reward/mean)")
+    report.add_argument("--watch", action="store_true", help="serve the page on 127.0.0.1 and keep it up to date until Ctrl-C")
+    report.add_argument("--port", type=int, default=0, help="port for --watch (default: 0, a free one)")
     report.set_defaults(run=lambda arguments: _report(arguments, console()))
 
     compare = commands.add_parser(
@@ -73,6 +75,8 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.observe.report import build_page
     from megarl.observe.trace import chrome_trace
 
+    if arguments.watch:
+        return _watch(arguments, console)
     runs = _read(arguments.runs)
     if arguments.trace:
         if not runs[0].trace:
@@ -82,9 +86,21 @@ def _report(arguments: argparse.Namespace, console: Console) -> int:
         from megarl.observe.plots import plot
 
         plot(runs, arguments.metric, Path(arguments.png))
-        console.print(f"{arguments.png} written", highlight=False, markup=False)
+        console.print(f"{arguments.png} written", highlight=False, markup=False, soft_wrap=True)
     out = Path(arguments.out or runs[0].folder / "report.html")
     _write(console, out, build_page(runs, out.parent))
+    return 0
+
+
+def _watch(arguments: argparse.Namespace, console: Console) -> int:
+    from megarl.observe.live import serve
+
+    for option in ("out", "trace", "png"):
+        if getattr(arguments, option):
+            raise DataError(f"--watch serves the page and writes no file: leave --{option} out, or run megarl report again")
+    if not 0 <= arguments.port <= 65535:
+        raise DataError(f"--port is {arguments.port}, but it must be 0 to 65535")
+    serve(arguments.runs, arguments.port, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
     return 0
 
 
@@ -210,4 +226,4 @@ def _write(console: Console, file: str | Path, text: str) -> None:
         write_text_atomically(file, text)
     except OSError as error:
         raise DataError(f"{file} cannot be written: {error.strerror}") from error
-    console.print(f"{file} written", highlight=False, markup=False)
+    console.print(f"{file} written", highlight=False, markup=False, soft_wrap=True)

@@ -18,33 +18,37 @@ from urllib.parse import quote
 
 import yaml
 
-from megarl.data.final_answer import read_boxes
-from megarl.data.rows import find_value
-from megarl.observe.pictures import PagePictures, frames_shown, shown_media, told_media
-from megarl.observe.run_record import RunRecord, differences, last_figure, repetitions, reward_of
+from megarl.observe.page_samples import pack_samples, page_samples
+from megarl.observe.pictures import PagePictures
+from megarl.observe.run_record import RunRecord, differences, last_figure, repetitions
+from megarl.observe.run_status import axes, run_status
 
-SAMPLES = 600
-"""Samples of a run in a page at most, evenly spread over its steps."""
-TOKENS = 300_000
-"""Response tokens of a run in a page at most; one makes about 50 bytes."""
 POINTS = 1000
 """Points of a curve in a page; of a longer run every n-th step and the last one."""
 EXPERT_LOADS = 200_000
 """Numbers of the heat maps of experts of a run in a page; of a longer run those of evenly spread steps and of the last one."""
 SPANS = 20_000
 """Spans of a run's timeline in a page: those of its last steps."""
-PARTS = ("charts.js", "experts.js", "pictures.js", "samples.js", "page.js")
+PARTS = (
+    *("charts.js", "curves.js", "phases.js", "overview.js", "experts.js", "pictures.js"),
+    *("sample_store.js", "samples.js", "live.js", "page.js"),
+)
 
 
-def build_page(runs: Sequence[RunRecord], place: str | Path = ".") -> str:
+def build_page(runs: Sequence[RunRecord], place: str | Path = ".", *, is_live: bool = False) -> str:
     """The page that shows `runs`; of those that repeat each other under other seeds also the mean and the range.
 
-    `place` is the folder that it will be in, from which it names the files of profiles.
+    `place` is the folder that it will be in, from which it names the files of profiles. A live page asks the server that it
+    came from for new rows; any other loads nothing.
     """
     folder = files("megarl.observe") / "page"
+    library = folder / "vendor"
     script = "\n".join((folder / part).read_text() for part in PARTS)
     title = "megarl: " + ", ".join(run.name for run in runs)
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    policy += "; connect-src 'self'" if is_live else ""
+    data = page_data(runs, place) | {"live": is_live}
+    chunks = [_move_samples(run, number) for number, run in enumerate(data["runs"])]
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -54,19 +58,34 @@ def build_page(runs: Sequence[RunRecord], place: str | Path = ".") -> str:
 <link rel="icon" href="data:,">
 <title>{html.escape(title)}</title>
 <style>
+{(library / "uplot.css").read_text()}
 {(folder / "page.css").read_text()}
 </style>
 </head>
 <body>
-<header><h1></h1><nav></nav></header>
+<header><div class="bar"><h1></h1><nav></nav></div></header>
 <main></main>
-<script type="application/json" id="data">{as_inert_json(page_data(runs, place))}</script>
+<script type="application/json" id="data">{as_inert_json(data)}</script>
+{"".join(chunks)}<script>
+/*
+{(library / "uplot.LICENSE").read_text()}*/
+{(library / "uplot.js").read_text()}
+</script>
 <script>
 {script}
 </script>
 </body>
 </html>
 """
+
+
+def _move_samples(run: dict[str, Any], number: int) -> str:
+    """Leave of the samples in `run` the columns alone; the elements that hold their prompts and texts."""
+    columns, prompts, chunks = pack_samples(run["samples"])
+    run["samples"] = columns
+    parts = {"prompts": prompts, **{str(place): chunk for place, chunk in enumerate(chunks)}}
+    element = '<script type="application/json" id="samples-{}-{}">{}</script>\n'
+    return "".join(element.format(number, name, as_inert_json(part)) for name, part in parts.items())
 
 
 def as_inert_json(value: Any) -> str:
@@ -93,23 +112,30 @@ def page_data(runs: Sequence[RunRecord], place: str | Path = ".") -> dict[str, A
 def _run_data(run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
     rows = list(run.metrics)
     every = -(-len(rows) // POINTS) if rows else 1
-    kept = rows[::every] + (rows[-1:] if (len(rows) - 1) % every else [])
+
+    def thin(values: list[Any]) -> list[Any]:
+        return values[::every] + (values[-1:] if (len(values) - 1) % every else [])
+
+    kept = thin(rows)
     curves = {name: [row.get(name) for row in kept] for name in run.metric_names}
     faults = [dict(fault) for fault in run.faults]
     return {
         "name": run.name,
         "folder": str(run.folder),
         "seed": run.fields().get("run.seed"),
+        "status": run_status(run),
         "steps": [row["step"] for row in kept],
+        "axes": {name: thin(values) for name, values in axes(rows).items()},
+        "rows_written": len(rows),
         "curves": curves,
         "distributions": [dict(row) for row in _thinned(run.distributions, POINTS)],
         "experts": _expert_maps(run.experts),
         "trace": _last_spans(run.trace),
-        "samples": [_sample_data(sample, run, pictures) for sample in _shown_samples(run)],
+        "samples": page_samples(run, pictures),
         "samples_written": len(run.samples),
         "boxes_in": _boxes_in(run),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True),
-        "summary": {name: value for name, value in run.summary.items() if name in ("eval", "gates", "seconds_per_step")},
+        "summary": {name: value for name, value in run.summary.items() if name == "eval"},
         "environment": {**run.summary.get("machine", {}), **run.summary.get("versions", {})},
         "phases": run.summary.get("phases", {}),
         "faults": faults,
@@ -126,52 +152,6 @@ def _boxes_in(run: RunRecord) -> str:
     """What the numbers of boxes are, by the config of the reward that compares them."""
     boxes = [reward for reward in run.config.get("rewards") or () if reward.get("name") == "boxes"]
     return str((boxes[0].get("args") or {}).get("coordinates", "pixels")) if boxes else "pixels"
-
-
-def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
-    """The pictures of a sample by digest, and the boxes of its answer and of the gold one; nothing for a sample of text.
-
-    Those that were told between turns have their place among the response's tokens.
-    """
-    shown = shown_media(sample)
-    for media in shown:
-        for digest in frames_shown(media):
-            pictures.add(digest, run.media_folder)
-    if not shown:
-        return {}
-    parts = [{"kind": one.kind, "shown": frames_shown(one), "frames": len(one.digests)} for one in shown]
-    for number, media in told_media(sample):
-        parts[number] |= {"place": media.place, "tokens": media.tokens}
-    gold = read_boxes(find_value(sample.get("row", {}), run.answer_key))
-    return {"media": parts, "boxes": read_boxes(sample.get("response_text", "")), "gold_boxes": gold}
-
-
-def _sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
-    """Of a sample what the browser shows; engine log-probs and what the step made of it are one list each over its tokens."""
-    training = sample.get("training") or {}
-    names = ("log_probs", "reference_log_probs", "advantages")
-    return {
-        "step": sample["step"],
-        "id": sample["sample_id"],
-        "group": sample["group_id"],
-        "prompt": sample.get("prompt_text", ""),
-        "response": sample.get("response_text", ""),
-        "reward": reward_of(sample),
-        "rewards": sample.get("rewards", {}),
-        "finish": sample.get("finish_reason", ""),
-        "answer": find_value(sample.get("row", {}), run.answer_key),
-        "pieces": training.get("pieces"),
-        "sampled": sample.get("sampled_mask", []),
-        "engine": _rounded(sample.get("rollout_log_probs", [])),
-        **{name: _rounded(training[name]) for name in names if name in training},
-        **_sample_media(sample, run, pictures),
-    }
-
-
-def _shown_samples(run: RunRecord) -> list[Mapping[str, Any]]:
-    tokens = sum(len(sample.get("response_ids", ())) for sample in run.samples)
-    fit = len(run.samples) * TOKENS // tokens if tokens > TOKENS else SAMPLES
-    return _thinned(run.samples, max(1, min(fit, SAMPLES)))
 
 
 def _last_spans(trace: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -203,10 +183,6 @@ def _thinned(rows: Sequence[Any], at_most: int) -> list[Any]:
 
 def _all_metrics(runs: Sequence[RunRecord]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.metric_names))
-
-
-def _rounded(values: Sequence[float]) -> list[float]:
-    return [round(value, 8) if math.isfinite(value) else value for value in values]
 
 
 def _finite(value: Any) -> Any:

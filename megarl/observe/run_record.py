@@ -35,6 +35,8 @@ class RunRecord:
     summary: Mapping[str, Any]
     profiles: Sequence[str]
     """Files of profiled steps, relative to the folder."""
+    nodes: int = 1
+    """Machines that it had."""
 
     def fields(self) -> dict[str, Any]:
         """The config's leaves by dotted name."""
@@ -71,7 +73,7 @@ def read_run(folder: str | Path) -> RunRecord:
     if not (path / "metrics.jsonl").is_file():
         raise DataError(f"{path} holds no run: there is no metrics.jsonl in it; give the folder <run.folder>/<run.name>")
     try:
-        config_file, summary = path / "config.yaml", path / "summary.json"
+        config_file, summary, placement = (path / name for name in ("config.yaml", "summary.json", "placement.json"))
         return RunRecord(
             folder=path,
             name=path.resolve().name,
@@ -84,8 +86,9 @@ def read_run(folder: str | Path) -> RunRecord:
             faults=read_metrics(path / "faults.jsonl"),
             summary=json.loads(summary.read_text()) if summary.is_file() else {},
             profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
+            nodes=len(json.loads(placement.read_text())["nodes"]) if placement.is_file() else 1,
         )
-    except (OSError, ValueError, AttributeError, ConfigError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
         raise DataError(f"{path} cannot be read as a run: {error}") from error
 
 

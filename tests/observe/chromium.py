@@ -73,11 +73,15 @@ class Chromium:
 
     def open(self, file: Path, width: int = 1400) -> None:
         """Load the page in `file` and wait until its scripts have run."""
+        self.open_address(file.resolve().as_uri(), width)
+
+    def open_address(self, url: str, width: int = 1400) -> None:
+        """Load the page at `url` and wait until its scripts have run."""
         self.complaints.clear()
         size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
         self._runner.run(self._call("Emulation.setDeviceMetricsOverride", **size))
-        self._runner.run(self._call("Page.navigate", url=file.resolve().as_uri()))
-        address = json.dumps(file.resolve().as_uri())
+        self._runner.run(self._call("Page.navigate", url=url))
+        address = json.dumps(url)
         ends_at = time.monotonic() + 60
         while not self.run(f"document.readyState === 'complete' && location.href === {address}"):
             assert time.monotonic() < ends_at, "the page did not load"

@@ -1,4 +1,4 @@
-// Small charts as SVG, drawn by hand. Everything that comes from a run enters the page as text, never as markup.
+// Elements, numbers as text, and the small drawings that the chart library has no form for. Everything that comes from a run enters the page as text, never as markup.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -54,45 +54,6 @@ function frame(xs, ys, width, height, isWhole) {
     drawing.append(svg("text", { x: x(value), y: height - 5, "text-anchor": "middle" }, short(value)));
   }
   return { drawing, x, y, left, right, top, bottom };
-}
-
-// `lines`: [{label, color, steps, values, thin}], `bands`: [{color, steps, low, high}]
-function lineChart(title, lines, bands = []) {
-  const width = 380, height = 190;
-  const steps = lines.flatMap((line) => line.steps);
-  const everything = [...lines.flatMap((line) => line.values), ...bands.flatMap((band) => [...band.low, ...band.high])];
-  const { drawing, x, y, top, bottom } = frame(range(steps), range(everything), width, height, true);
-  for (const band of bands) {
-    const upper = band.steps.map((step, place) => `${x(step)},${y(band.high[place])}`);
-    const lower = band.steps.map((step, place) => `${x(step)},${y(band.low[place])}`).reverse();
-    drawing.append(svg("polygon", { points: [...upper, ...lower].join(" "), fill: band.color, opacity: 0.18 }));
-  }
-  for (const line of lines) {
-    let path = "", isDown = false;
-    line.steps.forEach((step, place) => {
-      if (!isNumber(line.values[place])) return;
-      path += `${isDown ? "L" : "M"}${x(step).toFixed(1)} ${y(line.values[place]).toFixed(1)}`;
-      isDown = true;
-    });
-    const style = { stroke: line.color, fill: "none", "stroke-width": line.thin ? 1 : 2, opacity: line.thin ? 0.5 : 1 };
-    if (line.values.filter(isNumber).length === 1) {
-      const place = line.values.findIndex(isNumber);
-      drawing.append(svg("circle", { cx: x(line.steps[place]), cy: y(line.values[place]), r: 3, fill: line.color }));
-    } else drawing.append(svg("path", { d: path, ...style }));
-  }
-  const readout = html("div", { class: "readout" });
-  const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
-  drawing.append(cursor);
-  const known = [...new Set(steps)].sort((a, b) => a - b);
-  drawing.addEventListener("mousemove", (event) => {
-    const box = drawing.getBoundingClientRect();
-    const at = (event.clientX - box.left) / box.width * width;
-    const step = known.reduce((best, other) => Math.abs(x(other) - at) < Math.abs(x(best) - at) ? other : best, known[0]);
-    put(cursor, { x1: x(step), x2: x(step), visibility: "visible" }, []);
-    const values = lines.map((line) => [line.label, line.values[line.steps.indexOf(step)]]).filter(([, value]) => isNumber(value));
-    readout.textContent = `step ${step}: ` + values.map(([label, value]) => `${label} ${short(value)}`).join(", ");
-  });
-  return html("div", { class: "chart", "data-metric": title }, html("h3", {}, title), drawing, readout);
 }
 
 // Histograms over steps: `rows` [{step, low, high, counts}], dark where many are.
@@ -152,7 +113,7 @@ function timeline(rows, colors) {
     for (const [what, from, to] of rows[name]) {
       const box = { x: x(from), y: place * tall + 2, width: Math.max(0.5, x(to) - x(from)), height: tall - 4 };
       const label = `${name}: ${what}, ${short(to - from)} s`;
-      drawing.append(svg("rect", { ...box, fill: colors[what], "data-span": what }, svg("title", {}, label)));
+      drawing.append(svg("rect", { ...box, fill: colors.get(what), "data-span": what }, svg("title", {}, label)));
     }
   });
   return drawing;

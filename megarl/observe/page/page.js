@@ -3,99 +3,13 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
-const FIRST = ["reward", "eval", "train", "response", "policy", "kl", "mismatch", "staleness"];
+runs.forEach((run, number) => { run.samples = new SampleStore(run.samples, number); });
 
 function table(head, rows, isNumeric = () => false) {
   const cell = (name, value, column) => html(name, { class: isNumeric(column) ? "number" : null }, short(value));
   return html("div", { class: "scrolls" }, html("table", {},
     html("thead", {}, html("tr", {}, ...head.map((value, column) => cell("th", value, column)))),
     html("tbody", {}, ...rows.map((row) => html("tr", {}, ...row.map((value, column) => cell("td", value, column)))))));
-}
-
-function overview() {
-  const facts = runs.map((run) => {
-    const { eval: measured = {}, gates = {} } = run.summary;
-    const name = ["reward", "accuracy", "loss"].find((one) => isNumber(measured.after?.[one] ?? measured.before?.[one]));
-    const shown = (figures) => isNumber(figures?.[name]) ? `${name} ${short(figures[name])}` : null;
-    const gate = Object.entries(gates).map(([name, value]) => `${name} ${short(value)}`).join(", ");
-    const last = run.curves["reward/mean"] ?? run.curves["train/loss"] ?? [];
-    return [run.name, run.seed, run.steps.at(-1), run.summary.seconds_per_step, last.at(-1), shown(measured.before),
-      shown(measured.after), gate || null, run.folder];
-  });
-  const head = ["run", "seed", "steps", "s/step", "last reward or loss", "eval before", "eval after", "gates", "folder"];
-  return [table(head, facts, (column) => column >= 1 && column <= 6)];
-}
-
-function meanAndBand(places, name) {
-  const byStep = new Map();
-  for (const place of places) {
-    (runs[place].curves[name] ?? []).forEach((value, at) => {
-      if (!isNumber(value)) return;
-      const step = runs[place].steps[at];
-      byStep.set(step, [...(byStep.get(step) ?? []), value]);
-    });
-  }
-  const steps = [...byStep.keys()].filter((step) => byStep.get(step).length === places.length).sort((a, b) => a - b);
-  const all = steps.map((step) => byStep.get(step));
-  return {
-    steps,
-    values: all.map((values) => values.reduce((sum, value) => sum + value, 0) / values.length),
-    low: all.map((values) => Math.min(...values)),
-    high: all.map((values) => Math.max(...values)),
-  };
-}
-
-function chartOf(name) {
-  const lines = [], bands = [];
-  data.repetitions.forEach((places, group) => {
-    for (const place of places) {
-      const values = runs[place].curves[name];
-      if (values?.some(isNumber)) lines.push({ label: runs[place].name, color: color(group), steps: runs[place].steps, values, thin: places.length > 1 });
-    }
-    if (places.length > 1) {
-      const mean = meanAndBand(places, name);
-      if (!mean.steps.length) return;
-      lines.push({ label: "mean", color: color(group), ...mean });
-      bands.push({ color: color(group), ...mean });
-    }
-  });
-  return lines.length ? lineChart(name, lines, bands) : null;
-}
-
-// By name, and those that never change after the others.
-function inOrder(names) {
-  const changes = (name) => runs.some((run) => new Set(run.curves[name]?.filter(isNumber)).size > 1);
-  return names.sort().sort((a, b) => changes(b) - changes(a));
-}
-
-function curves() {
-  const groups = {};
-  for (const name of Object.keys(data.last)) (groups[name.split("/")[0]] ??= []).push(name);
-  const rank = (name) => FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length;
-  const names = Object.keys(groups).sort((a, b) => rank(a) - rank(b));
-  const keys = data.repetitions.map((places, group) => html("span", { class: "key" },
-    html("span", { class: "swatch", style: `background: ${color(group)}` }),
-    places.map((place) => runs[place].name).join(", ") + (places.length > 1 ? " (thick: mean, band: lowest to highest)" : "")));
-  const search = html("input", { id: "metric-text", type: "search", placeholder: "part of a metric's name" });
-  const parts = names.map((group) => {
-    const box = html("div", { class: "charts" });
-    const part = html("details", { "data-group": group }, html("summary", {}, group), box);
-    let isDrawn = false;
-    part.addEventListener("toggle", () => {
-      if (part.open && !isDrawn) { isDrawn = true; box.append(...inOrder(groups[group]).map(chartOf).filter(Boolean)); filter(); }
-    });
-    part.open = rank(group) < FIRST.length;
-    return part;
-  });
-  function filter() {
-    const text = search.value.toLowerCase();
-    for (const part of parts) {
-      if (text && groups[part.dataset.group].some((name) => name.includes(text))) part.open = true;
-      for (const chart of part.querySelectorAll(".chart")) chart.hidden = !chart.dataset.metric.includes(text);
-    }
-  }
-  search.addEventListener("input", filter);
-  return [html("p", {}, ...keys), search, ...parts];
 }
 
 // Links to what torch's profiler wrote; the page itself shows none of it.
@@ -112,12 +26,12 @@ function timelines() {
   const traced = runs.filter((run) => run.trace.length);
   if (!traced.length) return [html("p", { class: "note" }, "No timeline was written."), ...profiles()];
   const what = [...new Set(traced.flatMap((run) => run.trace.flatMap((row) => Object.values(row.spans).flat().map((span) => span[0]))))];
-  const colors = Object.fromEntries(what.map((name, place) => [name, `hsl(${place * 137.5 % 360} 55% 52%)`]));
+  const colors = new Map(what.map((name) => [name, phaseColor(name)]));
   const run = html("select", { id: "trace-run" }, ...traced.map((one, place) => html("option", { value: place }, one.name)));
   const from = html("input", { id: "trace-from", type: "number" }), to = html("input", { id: "trace-to", type: "number" });
   const box = html("div", { class: "wide scrolls", id: "timeline" });
   function show() {
-    const rows = {};
+    const rows = Object.create(null);  // a span may have any name
     for (const { step, spans } of traced[run.value].trace) {
       if (step < Number(from.value) || step > Number(to.value)) continue;
       for (const [who, list] of Object.entries(spans)) (rows[who] ??= []).push(...list);
@@ -133,7 +47,7 @@ function timelines() {
   run.addEventListener("input", choose);
   for (const input of [from, to]) input.addEventListener("input", show);
   choose();
-  const keys = what.map((name) => html("span", { class: "key" }, html("span", { class: "swatch", style: `background: ${colors[name]}` }), name));
+  const keys = what.map((name) => html("span", { class: "key" }, html("span", { class: "swatch", style: `background: ${colors.get(name)}` }), name));
   return [html("div", { class: "filters" }, html("label", {}, "run", run), html("label", {}, "from step", from), html("label", {}, "to step", to)),
     html("p", {}, ...keys), box, ...profiles()];
 }
@@ -151,11 +65,15 @@ function spreads() {
   });
 }
 
+const NEWEST = 2000;
+
+// Of the newest samples, which are those whose tokens have numbers.
 function mismatchChart(run) {
   const exponents = [-7, -6, -5, -4, -3, -2, -1, 0];
   const counts = new Array(exponents.length).fill(0);
   let seen = 0;
-  for (const sample of run.samples) {
+  for (let place = Math.max(0, run.samples.length - NEWEST); place < run.samples.length; place++) {
+    const sample = run.samples.at(place);
     (sample.log_probs ?? []).forEach((value, token) => {
       if (!sample.sampled[token] || !isNumber(value) || !isNumber(sample.engine[token])) return;
       const exponent = Math.ceil(Math.log10(Math.max(Math.abs(value - sample.engine[token]), 1e-30)));
@@ -196,12 +114,16 @@ function faultTables() {
 }
 
 const SECTIONS = {
-  Overview: overview, Curves: curves, ...(runs.some((run) => run.experts.length) ? { Experts: () => expertsSection(runs) } : {}), Timeline: timelines, Samples: () => samplesSection(runs, data.pictures, data.pictures_left_out), Distributions: spreads,
+  Overview: overview, Curves: curves, Samples: () => samplesSection(runs, data.pictures, data.pictures_left_out), Timeline: timelines,
+  ...(runs.some((run) => run.experts.length) ? { Experts: () => expertsSection(runs) } : {}), Distributions: spreads,
   ...(runs.length > 1 ? { Comparison: comparison } : {}), Config: configs, Environment: environments, Faults: faultTables,
 };
 document.querySelector("h1").textContent = document.title;
 for (const [name, make] of Object.entries(SECTIONS)) {
   const id = name.toLowerCase();
   document.querySelector("nav").append(html("a", { href: `#${id}` }, name));
-  document.querySelector("main").append(html("section", { id }, html("h2", {}, name), ...make()));
+  const section = html("section", { id }, html("h2", {}, name));
+  document.querySelector("main").append(section);
+  section.append(...make());
 }
+if (data.live) follow();

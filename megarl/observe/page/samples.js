@@ -1,13 +1,14 @@
-// The browser of samples: filters, and responses token by token, coloured by what the step made of them.
+// The browser of samples by group: the prompt once, its answers with reward and advantage, tokens coloured by what the step made of them.
 "use strict";
 
-const SHOWN_AT_ONCE = 20;
+const SHOWN_AT_ONCE = 10;
+const ANSWERS_AT_ONCE = 8;
 
 const COLORINGS = {
   advantage: {
-    title: "advantage (blue: to be said more, red: less)",
+    title: "advantage (blue: made likelier, red: less likely)",
     value: (sample, token) => sample.advantages?.[token],
-    paint: (value, most) => value === 0 ? null : `rgba(${value > 0 ? "var(--good)" : "var(--bad)"}, ${0.08 + 0.6 * Math.abs(value) / most})`,
+    paint: (value, most) => value === 0 ? "transparent" : `rgba(${value > 0 ? "var(--good)" : "var(--bad)"}, ${0.08 + 0.6 * Math.abs(value) / most})`,
   },
   difference: {
     title: "|trainer − engine| log-prob, of the same weights unless stale",
@@ -42,16 +43,38 @@ function tokensOf(sample, coloring, pictures, scale) {
   });
 }
 
-function sampleCard(sample, coloring, pictures, scale) {
-  const facts = html("div", { class: "facts" }, `step ${sample.step} · ${sample.id} · `, html("b", {}, `reward ${short(sample.reward)}`));
-  for (const [name, value] of Object.entries(sample.rewards)) facts.append(` · ${name} ${short(value)}`);
-  if (sample.pieces) facts.append(` · ${sample.pieces.length} tokens`);
-  if (sample.finish) facts.append(` · ended by ${sample.finish}`);
-  if (sample.answer !== null && sample.answer !== undefined) facts.append(` · expected ${sample.answer}`);
-  return html("article", { class: "sample" }, facts,
-    ...mediaOf(pictures, sample, scale),
-    html("div", { class: "text prompt" }, sample.prompt),
-    html("div", { class: "text response" }, ...tokensOf(sample, coloring, pictures, scale)));
+// An answer: its reward as a bar over the range of the run's rewards, its advantage, and its text.
+function answerRow(sample, coloring, pictures, scale, [least, most]) {
+  const share = most > least ? (sample.reward - least) / (most - least) : 1;
+  const sign = !isNumber(sample.advantage) || sample.advantage === 0 ? "even" : sample.advantage > 0 ? "up" : "down";
+  const facts = html("div", { class: "facts" }, html("b", {}, `reward ${short(sample.reward)}`));
+  facts.append(html("span", { class: "bar" }, html("span", { style: `width: ${(100 * share).toFixed(1)}%` })));
+  if (isNumber(sample.advantage)) facts.append(html("span", { class: `advantage ${sign}` }, `advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`));
+  const more = Object.entries(sample.rewards).length > 1 ? Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`) : [];
+  if (sample.tokens) more.push(`${sample.tokens} tokens`);
+  if (sample.finish) more.push(`ended by ${sample.finish}`);
+  facts.append(html("span", { class: "more" }, more.join(" · ")));
+  facts.title = sample.id;
+  return html("article", { class: "sample" }, facts, html("div", {}, ...mediaOf(pictures, sample, scale),
+    html("div", { class: "text response" }, ...tokensOf(sample, coloring, pictures, scale))));
+}
+
+function groupCard(store, places, { coloring, pictures, scale, bounds, follow }) {
+  const samples = places.map((place) => store.at(place)), first = samples[0], rewards = samples.map((sample) => sample.reward);
+  const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+  const facts = [`step ${first.step}`, first.group, `${places.length} ${places.length === 1 ? "answer" : "answers"}`, `mean reward ${short(mean)}`];
+  if (Math.max(...rewards) === Math.min(...rewards) && places.length > 1) facts.push("all alike: no advantage");
+  if (first.answer !== null && first.answer !== undefined) facts.push(`expected ${typeof first.answer === "object" ? JSON.stringify(first.answer) : first.answer}`);
+  const answers = html("div", { class: "answers" });
+  const rest = html("button", { onclick: () => show(places.length) }, `show all ${places.length} answers`);
+  function show(count) {
+    answers.replaceChildren(...samples.slice(0, count).map((sample) => answerRow(sample, coloring, pictures, scale, bounds)));
+    rest.hidden = places.length <= count;
+  }
+  show(ANSWERS_AT_ONCE);
+  const over = html("button", { class: "over", onclick: () => follow(store.columns.prompt[places[0]]) }, "this prompt over the steps");
+  return html("section", { class: "group" }, html("div", { class: "head" }, html("span", { class: "where" }, facts.join(" · ")), over),
+    html("div", { class: "text prompt" }, store.prompt(places[0])), answers, rest);
 }
 
 function samplesSection(runs, pictures, leftOut) {
@@ -66,41 +89,69 @@ function samplesSection(runs, pictures, leftOut) {
     least: html("input", { id: "sample-least", type: "number", step: "any", placeholder: "any" }),
     most: html("input", { id: "sample-most", type: "number", step: "any", placeholder: "any" }),
     text: html("input", { id: "sample-text", type: "search", placeholder: "in prompt or response" }),
-    order: choice("sample-order", [["step", "step"], ["best", "best first"], ["worst", "worst first"]]),
+    order: choice("sample-order", [["newest", "newest first"], ["oldest", "oldest first"], ["best", "best first"], ["worst", "worst first"], ["spread", "most different rewards first"]]),
     coloring: choice("sample-coloring", Object.entries(COLORINGS).map(([name, rule]) => [name, rule.title])),
     boxes: choice("sample-boxes", Object.entries(BOX_SCALES)),
   };
+  let prompt = null, shown = SHOWN_AT_ONCE, waiting = 0;
   const showBoxes = () => { inputs.boxes.value = runs[inputs.run.value].boxes_in; };
   const count = html("p", { class: "note", id: "sample-count" });
   const list = html("div", { id: "samples-list" });
-  const more = html("button", { onclick: () => show(list.children.length + SHOWN_AT_ONCE) }, "show more");
+  const more = html("button", { id: "sample-more", onclick: () => { shown += SHOWN_AT_ONCE; show(); } }, "show more");
+  const all = html("button", { id: "sample-all", hidden: "", onclick: () => { prompt = null; inputs.order.value = "newest"; restart(); } }, "all prompts again");
 
-  function chosen() {
+  function chosen(store) {
     const bound = (input, other) => input.value === "" ? other : Number(input.value);
-    const text = inputs.text.value.toLowerCase();
-    const found = runs[inputs.run.value].samples.filter((sample) =>
-      sample.step >= bound(inputs.from, -Infinity) && sample.step <= bound(inputs.to, Infinity)
-      && sample.reward >= bound(inputs.least, -Infinity) && sample.reward <= bound(inputs.most, Infinity)
-      && (sample.prompt + "\n" + sample.response).toLowerCase().includes(text));
-    const sign = { step: 0, best: -1, worst: 1 }[inputs.order.value];
-    return sign ? found.sort((a, b) => sign * (a.reward - b.reward)) : found;
+    const { step, reward, prompt: prompts, group } = store.columns, groups = new Map();
+    const from = bound(inputs.from, -Infinity), to = bound(inputs.to, Infinity), least = bound(inputs.least, -Infinity), most = bound(inputs.most, Infinity);
+    const has = inputs.text.value ? store.has(inputs.text.value.toLowerCase()) : () => true;
+    let found = 0;
+    for (let place = 0; place < store.length; place++) {
+      if (step[place] < from || step[place] > to || reward[place] < least || reward[place] > most) continue;
+      if (prompt !== null && prompts[place] !== prompt || !has(place)) continue;
+      found += 1;
+      const known = groups.get(group[place]);
+      if (known) known.push(place); else groups.set(group[place], [place]);
+    }
+    return { found, groups: inOrder([...groups.values()], step, reward) };
   }
 
-  function show(atMost) {
-    const found = chosen(), run = runs[inputs.run.value];
-    list.replaceChildren(...found.slice(0, atMost).map((sample) => sampleCard(sample, inputs.coloring.value, pictures, inputs.boxes.value)));
-    count.textContent = `${Math.min(atMost, found.length)} shown of ${found.length} found among ${run.samples.length} `
-      + `in this page (${run.samples_written} in samples.jsonl)` + (leftOut ? `; ${leftOut} pictures are left out, as the page has room for no more` : "");
-    more.hidden = found.length <= atMost;
+  function inOrder(groups, step, reward) {
+    const of = (rule) => { const known = new Map(groups.map((places) => [places, rule(places.map((place) => reward[place]))])); return (a, b) => known.get(b) - known.get(a); };
+    if (inputs.order.value === "newest") return groups.sort((a, b) => step[b[0]] - step[a[0]]);
+    if (inputs.order.value === "best") return groups.sort(of((rewards) => Math.max(...rewards)));
+    if (inputs.order.value === "worst") return groups.sort(of((rewards) => -Math.min(...rewards)));
+    if (inputs.order.value === "spread") return groups.sort(of((rewards) => Math.max(...rewards) - Math.min(...rewards)));
+    return groups.sort((a, b) => step[a[0]] - step[b[0]]);
   }
 
-  inputs.run.addEventListener("input", showBoxes);
-  for (const input of Object.values(inputs)) input.addEventListener("input", () => show(SHOWN_AT_ONCE));
+  function show() {
+    const run = runs[inputs.run.value], store = run.samples, { found, groups } = chosen(store);
+    const follow = (number) => { prompt = number; inputs.order.value = "oldest"; restart(); list.scrollIntoView({ block: "nearest" }); };
+    const looks = { coloring: inputs.coloring.value, pictures, scale: inputs.boxes.value, bounds: range(store.columns.reward), follow };
+    list.replaceChildren(...groups.slice(0, shown).map((places) => groupCard(store, places, looks)));
+    count.textContent = `${Math.min(shown, groups.length)} of ${groups.length} groups shown; ${found} of ${store.length} samples found`
+      + (run.samples_written > store.length ? ` (samples.jsonl has ${run.samples_written})` : "")
+      + (leftOut ? `; ${leftOut} pictures are left out, as the page has room for no more` : "");
+    more.hidden = groups.length <= shown;
+    all.hidden = prompt === null;
+  }
+  function restart() { shown = SHOWN_AT_ONCE; show(); }
+  samplesSection.refresh = show;
+
+  inputs.run.addEventListener("input", () => { prompt = null; showBoxes(); });
+  for (const input of Object.values(inputs)) {
+    input.addEventListener("input", () => {
+      clearTimeout(waiting);
+      if (input === inputs.text && runs[inputs.run.value].samples.length > 5000) waiting = setTimeout(restart, 150);
+      else restart();
+    });
+  }
   showBoxes();
-  show(SHOWN_AT_ONCE);
+  show();
   const filters = html("div", { class: "filters" },
-    field("run", inputs.run), field("from step", inputs.from), field("to step", inputs.to), field("reward at least", inputs.least),
-    field("reward at most", inputs.most), field("text", inputs.text), field("order", inputs.order), field("colour by", inputs.coloring),
+    withSamples.length > 1 ? field("run", inputs.run) : null, field("from step", inputs.from), field("to step", inputs.to), field("reward at least", inputs.least),
+    field("reward at most", inputs.most), field("text", inputs.text), field("order", inputs.order), field("colour tokens by", inputs.coloring),
     Object.keys(pictures).length ? field("boxes (blue: answered, green: gold)", inputs.boxes) : null);
-  return [filters, count, list, more];
+  return [filters, html("div", { class: "counted" }, count, all), list, more];
 }

@@ -1,0 +1,158 @@
+"""`megarl report --watch`: the page of runs that go on, served on this machine only, and their new rows as they are written.
+
+It listens on 127.0.0.1, answers no request that names another host (a web page elsewhere could otherwise read it through a
+name of its own that leads here), takes nothing but GET, and holds no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from megarl.errors import DataError
+from megarl.observe.page_samples import pack_samples, sample_data
+from megarl.observe.pictures import PagePictures
+from megarl.observe.report import as_inert_json, build_page
+from megarl.observe.run_record import RunRecord, read_run
+from megarl.observe.run_status import axes, run_status
+
+HOST = "127.0.0.1"
+NEW_SAMPLES = 2000
+"""Samples in an answer at most; of more the page is loaded anew."""
+
+
+class RunFollower:
+    """Runs as far as they are written; read again only when their files have changed."""
+
+    def __init__(self, folders: Sequence[str | Path]) -> None:
+        """Read the runs in `folders`; DataError if one holds no run."""
+        self._folders = [Path(folder) for folder in folders]
+        self._lock = Lock()
+        self._seen: list[Any] = [None] * len(self._folders)
+        self._runs: list[RunRecord] = [read_run(folder) for folder in self._folders]
+
+    def runs(self) -> list[RunRecord]:
+        """The runs as they are now. While a file of a run cannot be read, that run is as it was before."""
+        with self._lock:
+            for place, folder in enumerate(self._folders):
+                seen = [_mark(folder / name) for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "faults.jsonl")]
+                if seen == self._seen[place]:
+                    continue
+                try:
+                    self._runs[place] = read_run(folder)
+                except DataError:
+                    continue
+                self._seen[place] = seen
+            return list(self._runs)
+
+
+def page(runs: Sequence[RunRecord]) -> str:
+    """The page that asks for new rows."""
+    return build_page(runs, is_live=True)
+
+
+def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """What `runs` have beyond the (rows, samples) of `at`; `{"reload": True}` if a run has been put back or has too much."""
+    if len(at) != len(runs):
+        return {"reload": True}
+    fresh = []
+    for run, (rows, samples) in zip(runs, at, strict=True):
+        late = run.samples[samples:]
+        if rows > len(run.metrics) or samples > len(run.samples) or len(late) > NEW_SAMPLES:
+            return {"reload": True}
+        if any(sample.get("media") for sample in late):
+            return {"reload": True}
+        columns, prompts, chunks = pack_samples([sample_data(one, run, PagePictures(), has_numbers=True) for one in late])
+        fresh.append(
+            {
+                "status": run_status(run),
+                "summary": {"eval": run.summary.get("eval")},
+                "rows": [dict(row) for row in run.metrics[rows:]],
+                "axes": {name: values[rows:] for name, values in axes(run.metrics).items()},
+                "samples": {"columns": columns, "prompts": prompts, "rows": [row for chunk in chunks for row in chunk]},
+                "samples_written": len(late),
+            }
+        )
+    return {"runs": fresh}
+
+
+def serve(folders: Sequence[str | Path], port: int, say: Callable[[str], None]) -> None:
+    """Serve the page of the runs in `folders` until Ctrl-C; `say` is told the address. `port` 0 takes a free one."""
+    server = open_server(folders, port)
+    say(f"http://{HOST}:{server.server_address[1]}/ (Ctrl-C ends it)")
+    try:
+        server.serve_forever(poll_interval=0.2)
+    except KeyboardInterrupt:
+        say("ended")
+    finally:
+        server.server_close()
+
+
+def open_server(folders: Sequence[str | Path], port: int) -> ThreadingHTTPServer:
+    """The server, which listens already; DataError if the port is taken or a folder holds no run."""
+    follower = RunFollower(folders)
+    try:
+        server = ThreadingHTTPServer((HOST, port), _handler(follower))
+    except OSError as error:
+        raise DataError(f"--port is {port}, but it cannot be listened on: {error.strerror}; 0 takes a free one") from error
+    server.daemon_threads = True
+    return server
+
+
+def _handler(follower: RunFollower) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            port = self.server.server_address[1]  # type: ignore[index]
+            parts = urlsplit(self.path)
+            if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+                self._answer(403, "text/plain", f"only as {HOST}:{port} or localhost:{port}\n")
+            elif parts.path == "/":
+                self._answer(200, "text/html", page(follower.runs()))
+            elif parts.path == "/rows":
+                try:
+                    at = _places(parse_qs(parts.query))
+                except ValueError:
+                    self._answer(400, "text/plain", "at is ROWS.SAMPLES of each run, with commas between\n")
+                    return
+                self._answer(200, "application/json", as_inert_json(new_rows(follower.runs(), at)))
+            else:
+                self._answer(404, "text/plain", "there is / and /rows\n")
+
+        def _answer(self, status: int, kind: str, text: str) -> None:
+            body = text.encode()
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("X-Frame-Options", "DENY")
+            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """A request every two seconds is nothing to tell."""
+
+    return Handler
+
+
+def _places(query: Mapping[str, list[str]]) -> list[tuple[int, int]]:
+    places = []
+    for part in query.get("at", [""])[0].split(","):
+        rows, samples = (int(number) for number in part.split("."))
+        if rows < 0 or samples < 0:
+            raise ValueError(part)
+        places.append((rows, samples))
+    return places
+
+
+def _mark(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size

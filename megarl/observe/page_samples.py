@@ -1,0 +1,117 @@
+"""Samples of a run for the report page: columns that filters read, and texts in chunks, parsed when they are needed.
+
+A page holds up to 100,000 samples this way and opens without parsing their texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.final_answer import read_boxes
+from megarl.data.rows import find_value
+from megarl.observe.pictures import PagePictures, frames_shown, shown_media, told_media
+from megarl.observe.run_record import RunRecord, reward_of
+
+SAMPLES = 100_000
+"""Samples of a run in a page at most: whole groups, evenly spread over its steps."""
+TEXT_CHARACTERS = 40_000_000
+"""Characters of responses of a run in a page at most; of more, fewer groups."""
+TOKENS = 300_000
+"""Response tokens whose numbers are in a page at most, those of the newest samples; one makes about 50 bytes."""
+CHUNK = 1000
+"""Samples that the browser parses at a time."""
+DETAILS = ("pieces", "sampled", "engine", "log_probs", "reference_log_probs", "advantages")
+MEDIA = ("media", "boxes", "gold_boxes")
+
+
+def page_samples(run: RunRecord, pictures: PagePictures) -> list[dict[str, Any]]:
+    """What the page shows of the run's samples, oldest step first."""
+    shown = shown_samples(run.samples)
+    room, first_with_numbers = TOKENS, len(shown)
+    for place in range(len(shown) - 1, -1, -1):
+        room -= len(shown[place].get("response_ids", ()))
+        if room < 0 and first_with_numbers < len(shown):
+            break
+        first_with_numbers = place
+    return [sample_data(sample, run, pictures, has_numbers=place >= first_with_numbers) for place, sample in enumerate(shown)]
+
+
+def shown_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """All samples, or as many whole groups as there is room for, evenly spread."""
+    groups: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        groups.setdefault((sample["step"], sample["group_id"]), []).append(sample)
+    characters = sum(len(sample.get("response_text", "")) for sample in samples)
+    share = min(1.0, SAMPLES / max(1, len(samples)), TEXT_CHARACTERS / max(1, characters))
+    kept = list(groups.values())
+    wanted = max(1, int(len(kept) * share)) if kept else 0
+    chosen = kept if wanted == len(kept) else [kept[place * len(kept) // wanted] for place in range(wanted)]
+    return [sample for group in chosen for sample in group]
+
+
+def sample_data(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures, *, has_numbers: bool) -> dict[str, Any]:
+    """Of a sample what the browser shows; `has_numbers`: also the engine's log-probs and what the step made of each token."""
+    training = sample.get("training") or {}
+    media = _sample_media(sample, run, pictures)
+    sampled = sample.get("sampled_mask", [])
+    advantages = [value for value, own in zip(training.get("advantages", ()), sampled, strict=False) if own]
+    shown = {
+        "step": sample["step"],
+        "id": sample["sample_id"],
+        "group": sample["group_id"],
+        "prompt": sample.get("prompt_text", ""),
+        "response": sample.get("response_text", ""),
+        "reward": reward_of(sample),
+        "advantage": round(sum(advantages) / len(advantages), 6) if advantages else None,
+        "rewards": sample.get("rewards", {}),
+        "tokens": len(sample.get("response_ids", ())),
+        "finish": sample.get("finish_reason", ""),
+        "answer": find_value(sample.get("row", {}), run.answer_key),
+        **media,
+    }
+    if has_numbers or media:  # pictures that were told stand among the tokens
+        names = ("log_probs", "reference_log_probs", "advantages")
+        shown |= {"pieces": training.get("pieces"), "sampled": sampled, "engine": _rounded(sample.get("rollout_log_probs", []))}
+        shown |= {name: _rounded(training[name]) for name in names if name in training}
+    return shown
+
+
+def pack_samples(samples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str], list[list[Any]]]:
+    """`samples` as columns of numbers, the prompts (each once), and chunks of the rest, `CHUNK` samples each."""
+    prompts: dict[str, int] = {}
+    groups: dict[tuple[int, str], int] = {}
+    columns: dict[str, list[Any]] = {name: [] for name in ("step", "reward", "advantage", "prompt", "group")}
+    rows = []
+    for sample in samples:
+        for name in ("step", "reward", "advantage"):
+            columns[name].append(sample[name])
+        columns["prompt"].append(prompts.setdefault(sample["prompt"], len(prompts)))
+        columns["group"].append(groups.setdefault((sample["step"], sample["group"]), len(groups)))
+        details = {name: sample[name] for name in (*DETAILS, *MEDIA) if name in sample}
+        names = ("id", "group", "response", "rewards", "tokens", "finish", "answer")
+        rows.append([*(sample[name] for name in names), details or 0])
+    return columns, list(prompts), [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
+
+
+def _sample_media(sample: Mapping[str, Any], run: RunRecord, pictures: PagePictures) -> dict[str, Any]:
+    """The pictures of a sample by digest, and the boxes of its answer and of the gold one; nothing for a sample of text.
+
+    Those that were told between turns have their place among the response's tokens.
+    """
+    shown = shown_media(sample)
+    for media in shown:
+        for digest in frames_shown(media):
+            pictures.add(digest, run.media_folder)
+    if not shown:
+        return {}
+    parts = [{"kind": one.kind, "shown": frames_shown(one), "frames": len(one.digests)} for one in shown]
+    for number, media in told_media(sample):
+        parts[number] |= {"place": media.place, "tokens": media.tokens}
+    gold = read_boxes(find_value(sample.get("row", {}), run.answer_key))
+    return {"media": parts, "boxes": read_boxes(sample.get("response_text", "")), "gold_boxes": gold}
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 8) if math.isfinite(value) else value for value in values]

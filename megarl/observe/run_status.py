@@ -1,0 +1,108 @@
+"""What a run is, at a glance: its state, model, layout, hardware, results; the first part of the report page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.run_record import RunRecord
+
+QUIET_S = 300.0
+"""A run that has written nothing for this long, and for three of its steps, is taken to have stopped."""
+FILES = ("metrics.jsonl", "samples.jsonl", "trace.jsonl")
+
+
+def run_status(run: RunRecord, now: float | None = None) -> dict[str, Any]:
+    """State and facts of `run` at `now` (seconds since the epoch); a fact that the run did not write is None."""
+    fields = run.fields()
+    done = max((row["step"] for row in run.metrics), default=0)
+    planned = fields.get("run.steps")
+    begin, end = _wall(run.trace)
+    return {
+        "state": _state(run, done, planned, time.time() if now is None else now),
+        "done": done,
+        "planned": planned,
+        "model": fields.get("model.path"),
+        "algorithm": fields.get("algorithm.name"),
+        "training": _layout(run),
+        "engines": _engines(fields),
+        "hardware": _hardware(run),
+        "started": datetime.fromtimestamp(begin, UTC).strftime("%Y-%m-%d %H:%M UTC") if begin else None,
+        "seconds": end - begin if begin and end else None,
+        "step_seconds": run.summary.get("seconds_per_step") or _mean(list(run.curve("time/step_s").values())[-10:]),
+        "tokens": _tokens(run.metrics)[-1] if run.metrics else None,
+        "best": max(run.curve("reward/mean").items(), key=lambda item: item[1], default=None),
+        "gates": run.summary.get("gates", {}),
+        "faults": len(run.faults),
+        "version": (run.summary.get("versions") or {}).get("megarl"),
+    }
+
+
+def axes(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """By row: `tokens` so far, prompts included, in tokens; and `hours` of training so far."""
+    hours = 0.0
+    elapsed = []
+    for row in metrics:
+        hours += _number(row.get("time/step_s")) / 3600
+        elapsed.append(round(hours, 6))
+    return {"tokens": _tokens(metrics), "hours": elapsed}
+
+
+def _tokens(metrics: Sequence[Mapping[str, Any]]) -> list[float]:
+    total, sums = 0.0, []
+    for row in metrics:
+        total += _number(row.get("speed/tokens_per_s")) * _number(row.get("time/step_s"))
+        sums.append(float(round(total)))
+    return sums
+
+
+def _state(run: RunRecord, done: int, planned: Any, now: float) -> str:
+    """`finished`, `running`, or `stopped`: before its last step, or without having written that it ended."""
+    written = [(run.folder / name).stat().st_mtime for name in FILES if (run.folder / name).is_file()]
+    last = max(written, default=0.0)
+    summary: Path = run.folder / "summary.json"
+    if run.summary and summary.stat().st_mtime >= last - 60:  # an older one is that of a run that was continued
+        return "finished" if not isinstance(planned, int) or done >= planned else "stopped"
+    step_s = _mean(list(run.curve("time/step_s").values())[-10:]) or 0.0
+    return "running" if now - last < max(QUIET_S, 3 * step_s) else "stopped"
+
+
+def _layout(run: RunRecord) -> str | None:
+    layout = ((run.config.get("policy") or {}).get("layout")) or {}
+    sizes = [f"{name} {layout[name]}" for name in ("dp", "tp", "pp", "cp", "ep") if layout.get(name)]
+    return ", ".join(size for size in sizes if size.split()[1] != "1") or ("1 rank" if sizes else None)
+
+
+def _engines(fields: Mapping[str, Any]) -> str | None:
+    if not fields.get("rollout.engine"):
+        return None
+    count, tp = fields.get("rollout.engines") or 1, fields.get("rollout.tp") or 1
+    return f"{count} × {fields['rollout.engine']}" + (f", tp {tp}" if tp != 1 else "")
+
+
+def _hardware(run: RunRecord) -> str | None:
+    machine = run.summary.get("machine") or {}
+    facts = [f"{run.nodes} nodes"] if run.nodes > 1 else []
+    facts += [str(machine["processor"])] if machine.get("processor") else []
+    facts += [f"{machine['cores']} cores"] if machine.get("cores") else []
+    facts += [f"{machine['memory_bytes'] / 2**30:.1f} GiB"] if machine.get("memory_bytes") else []
+    return ", ".join(facts) or None
+
+
+def _wall(trace: Sequence[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """When the driver's first phase began and its last one ended."""
+    spans = [span for row in (*trace[:1], *trace[-1:]) for span in row["spans"].get("driver", ())]
+    if not spans:
+        return None, None
+    return min(span[1] for span in spans), max(span[2] for span in spans)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and value == value else 0.0

@@ -1,0 +1,80 @@
+"""What the report says of a run before anything else, of runs that end, go on, stop and are continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.errors import DataError
+from megarl.observe.run_record import read_run
+from megarl.observe.run_status import FILES, QUIET_S, axes, run_status
+from tests.observe.recorded import write_run
+
+NOW = 1_800_000_000.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of 12 steps whose files are all of `NOW`."""
+    run = write_run(tmp_path / "run")
+    for name in (*FILES, "summary.json"):
+        os.utime(run / name, (NOW, NOW))
+    return run
+
+
+def state(folder: Path, later: float = 0.0) -> str:
+    return str(run_status(read_run(folder), NOW + later)["state"])
+
+
+def plan(folder: Path, steps: int) -> None:
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("seed: 0", f"seed: 0, steps: {steps}"))
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(12, "finished"), (13, "stopped")])
+def test_a_run_with_a_summary_is_finished_if_it_made_its_steps(folder: Path, steps: int, expected: str) -> None:
+    plan(folder, steps)
+    assert state(folder) == expected
+
+
+def test_a_run_without_a_summary_runs_until_it_is_quiet(folder: Path) -> None:
+    (folder / "summary.json").unlink()
+    assert state(folder, QUIET_S - 1) == "running"
+    assert state(folder, QUIET_S + 1) == "stopped"
+    rows = [json.loads(line) | {"time/step_s": 1000.0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    os.utime(folder / "metrics.jsonl", (NOW, NOW))
+    assert state(folder, 2999) == "running", "three of its steps"
+    assert state(folder, 3001) == "stopped"
+
+
+def test_a_run_that_is_continued_runs_though_it_has_a_summary(folder: Path) -> None:
+    os.utime(folder / "metrics.jsonl", (NOW + 100, NOW + 100))
+    assert state(folder, 101) == "running"
+
+
+def test_its_facts_are_those_of_its_files(folder: Path) -> None:
+    (folder / "placement.json").write_text(json.dumps({"nodes": ["a", "b"], "ranks": {}, "engines": []}))
+    summary: dict[str, Any] = {"processor": "EPYC", "cores": 2, "memory_bytes": 24 << 30}
+    (folder / "summary.json").write_text(json.dumps({"machine": summary, "seconds_per_step": 1.5, "gates": {"kl": 0.0}}))
+    facts = run_status(read_run(folder), time.time())
+    assert facts["hardware"] == "2 nodes, EPYC, 2 cores, 24.0 GiB"
+    assert (facts["done"], facts["step_seconds"], facts["gates"], facts["faults"]) == (12, 1.5, {"kl": 0.0}, 1)
+    assert facts["best"] == (12, 0.6)
+
+
+def test_a_placement_that_no_run_wrote_is_named(folder: Path) -> None:
+    (folder / "placement.json").write_text("[]")
+    with pytest.raises(DataError, match="cannot be read as a run"):
+        read_run(folder)
+
+
+def test_tokens_and_hours_add_up_over_the_steps() -> None:
+    rows = [{"step": 0}, {"step": 1, "speed/tokens_per_s": 10.0, "time/step_s": 3600.0}]
+    rows += [{"step": 2, "speed/tokens_per_s": 20.0, "time/step_s": 1800.0}, {"step": 3, "time/step_s": float("nan")}]
+    assert axes(rows) == {"tokens": [0.0, 36000.0, 72000.0, 72000.0], "hours": [0.0, 1.0, 1.5, 1.5]}
