@@ -33,7 +33,7 @@ def build_optimizer(
     if options.name == "muon":
         named = ((tensor, name) for name, tensor in global_tensors(chunks) if not is_value_head(name, model))
         rules = {tensor: weight_map.rule_for(name) for tensor, name in named}
-        matrices = {tensor: rule for tensor, rule in rules.items() if tensor.requires_grad and is_matrix(rule)}
+        matrices = {tensor: rule for tensor, rule in rules.items() if is_matrix(rule)}  # frozen ones are in no buffer
         for tensor in matrices:
             setattr(tensor, BY_MUON, True)
         add_muon(parts_of(optimizer), matrices, options)

@@ -136,6 +136,8 @@ def test_tokens_without_a_known_choice_are_routed_live(
     arguments = (expected["folder"], of_ranks, expected["units"], names)
     answers = replay_world.call(run_replay, *arguments, size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, f"{layout}, partial replay", family))
+    once, recomputed = (sum(answer["modes"][name]["counts"].replayed for answer in answers) for name in names)
+    assert once == recomputed > 0, "what is computed again is not counted again"
 
 
 @pytest.mark.parametrize(
