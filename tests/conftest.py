@@ -29,6 +29,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _no_given_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of pytest-xdist finds a width of 80 in its environment, which no test asked for."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """Four processes under Gloo that all distributed tests of the session share; use `world.call(..., size=2)` for fewer."""
