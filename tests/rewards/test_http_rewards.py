@@ -179,13 +179,13 @@ def _judge(url: str, **args: Any) -> RewardSources:
     return build_rewards([RewardConfig(name="llm_judge", args=settings)], DATA)
 
 
-def _completion(text: str | None) -> web.Response:
+def _completion(text: Any) -> web.Response:
     return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
 def test_judge_scores_are_moved_to_0_and_1_and_an_answer_without_one_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    texts = ["Score: 1. No, Score: 4", "no idea", "Score: 11", None, "Score: 0"]
+    texts = ["Score: 1. No, Score: 4", "no idea", "Score: 11", None, [{"type": "text", "text": "Score: 0"}, 3]]
     seen: list[Any] = []
     keys = []
 
@@ -209,6 +209,7 @@ def test_judge_scores_are_moved_to_0_and_1_and_an_answer_without_one_is_counted(
     [
         (lambda r: web.Response(status=500, text="no GPU"), "answered status 500: 'no GPU'"),
         (lambda r: web.json_response({"choices": []}), "which is no chat completion"),
+        (lambda r: _completion(7), "answered with content '7', which is no text"),
         (_reset, "cannot be asked"),
     ],
 )

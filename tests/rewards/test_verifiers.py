@@ -28,6 +28,42 @@ def _sample(response: str, row: dict[str, Any], row_id: str = "train-0") -> Samp
     return Sample("s", "g", row_id, [1], [], [], [], [], "stop", response_text=response, row=row)
 
 
+QUESTIONS = [
+    ("56088", "\\boxed{123 \\times 456}"),
+    ("5050", "$\\sum_{i=1}^{100} i$"),
+    ("120", "$5!$"),
+    ("7", "What is 3+4? $3+4$"),
+    ("7", "\\boxed{7=3+4}"),
+    ("72", "144/2"),
+    ("72", "$\\frac{144}{2}$"),
+    ("4", "\\boxed{\\sqrt{16}}"),
+    ("1024", "$2^{10}$"),
+    ("0", "\\boxed{1-1}"),
+]
+"""Gold numbers, and answers that are these once somebody works them out."""
+WRITTEN = [
+    ("42", "\\boxed{x=42}"),
+    ("42", "\\boxed{(42)}"),
+    ("1000", "\\boxed{1{,}000}"),
+    ("1000000", "$10^6$"),
+    ("602000", "$6.02 \\times 10^{5}$"),
+    ("12", "\\boxed{12\\text{ cm}}"),
+    ("4", "\\boxed{4\\ \\mathrm{m/s}}"),
+    ("90", "\\boxed{90^\\circ}"),
+    ("12", "\\boxed{\\$12}"),
+    ("72", "so it is **72**"),
+    ("7", "\\boxed{3+4=7}"),
+    ("1/2", "\\boxed{\\frac12}"),
+    ("1/2", "\\boxed{50\\%}"),
+    ("50%", "\\boxed{50\\%}"),
+    ("3/2", "\\boxed{1\\frac{1}{2}}"),
+    ("-0.75", "\\boxed{-\\frac{3}{4}}"),
+    ("1/3", "$\\frac{1}{3} \\approx 0.333$"),
+    ("144/2", "$144/2$"),  # the row asks for no number in evaluated form
+]
+"""Gold answers, and ways to write these."""
+
+
 @pytest.fixture(scope="module")
 def math_verify() -> RewardSources:
     return build_rewards([RewardConfig(name="math_verify", args={"timeout_s": 3})], DATA)
@@ -71,11 +107,13 @@ def test_unparseable_gold_is_counted_per_row_and_never_rewarded(math_verify: Rew
 
 
 def test_an_answer_that_stops_the_interpreter_costs_its_time_and_nothing_else(math_verify: RewardSources) -> None:
-    rewards = RewardSources(math_verify.sources)
+    rewards = build_rewards([RewardConfig(name="math_verify", args={"timeout_s": 3, "allow_expressions": True})], DATA)
     responses = ["3", "$9^{9^{9^{9}}}$", "3", "4"]
     samples = [_sample(response, {"answer": "3"}, f"train-{i}") for i, response in enumerate(responses)]
     assert rewards.score(samples) == [1.0, 0.0, 1.0, 0.0]
     assert rewards.failures == {"train-1": 1}
+    assert math_verify.score(samples) == [1.0, 0.0, 1.0, 0.0], "what is no number is not worked out"
+    assert not math_verify.failures
 
 
 def test_math_verify_judges_many_answers_from_any_thread(math_verify: RewardSources) -> None:
@@ -85,6 +123,18 @@ def test_math_verify_judges_many_answers_from_any_thread(math_verify: RewardSour
     thread.start()
     thread.join(120)
     assert result == [[float(i % 3 == 0) for i in range(60)]]
+
+
+def test_the_question_said_again_is_no_answer_unless_expressions_are_allowed(math_verify: RewardSources) -> None:
+    asked = [_sample(response, {"answer": gold}) for gold, response in QUESTIONS]
+    assert math_verify.score(asked) == [0.0] * len(QUESTIONS)
+    anything = build_rewards([RewardConfig(name="math_verify", args={"allow_expressions": True})], DATA)
+    assert anything.score(asked) == [1.0] * len(QUESTIONS)
+
+
+def test_ways_to_write_a_number_are_answers_and_one_that_is_near_it_is_not(math_verify: RewardSources) -> None:
+    assert math_verify.score([_sample(response, {"answer": gold}) for gold, response in WRITTEN]) == [1.0] * len(WRITTEN)
+    assert math_verify.score([_sample("$42 \\approx 43$", {"answer": "42"})]) == [0.0]
 
 
 @pytest.mark.parametrize("name", ["math_verify", "exact_number"])

@@ -1,6 +1,7 @@
 """`exact_number`: 1 if the last number of the response equals the gold number exactly, else 0.
 
-Numbers are fractions, never floats: 0.1 is one tenth, 2.50 equals 5/2, and 1/3 does not equal 0.333.
+Numbers are fractions, never floats: 0.1 is one tenth, 2.50 equals 5/2, and 1/3 does not equal 0.333. A division that can be
+done, such as 144/2, is no number.
 """
 
 from __future__ import annotations
@@ -49,9 +50,13 @@ class ExactNumber:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number written in `text`: thousands commas, decimals, exponents and `a/b` count; None if there is none."""
+    """The last number written in `text`: thousands commas, decimals, exponents and `a/b` count; None if there is none.
+
+    Nor is there one if it is a division without remainder, which may be the question said again.
+    """
     matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
-    return _value(matches[-1]) if matches else None
+    value = _value(matches[-1]) if matches else None
+    return None if value is not None and matches[-1]["divisor"] and value.denominator == 1 else value
 
 
 def gold_number(gold: Any) -> Fraction | None:

@@ -7,6 +7,7 @@ their patterns are regular expressions over text that a model wrote.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,11 @@ from megarl.rewards.scorer import Verdict, gold_answer
 
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _STARTS_TRIED = 1000
-"""Braces from the end at which an object is looked for, so that a response of braces costs no quadratic time."""
+"""Braces from the end at which an object is looked for."""
+_READ = 2_000_000
+"""Characters read at these braces together, so that a long response of open objects costs no quadratic time."""
+_DEEPEST = 64
+"""Levels of an object at most; a deeper one is none: comparing it could end the process."""
 
 
 class JsonObject:
@@ -79,24 +84,29 @@ class JsonObject:
 
 
 def last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in `text` that no later one contains; None if there is none. NaN and Infinity are no JSON."""
+    """The last JSON object in `text` that no later one contains; None if there is none. NaN, Infinity and numbers
+    that are too large for a double are no JSON here: all of these would be equal."""
     for block in reversed(_FENCED.findall(text)):
         value = _parsed(block.strip())
         if isinstance(value, dict):
             return value
-    decoder = json.JSONDecoder(parse_constant=_refuse)
     best: dict[str, Any] | None = None
-    best_end, end = -1, len(text)
+    best_end, end, left = -1, len(text), _READ
     for _ in range(_STARTS_TRIED):
         end = text.rfind("{", 0, end)
-        if end < 0:
+        if end < 0 or left <= 0:
             break
         try:
-            value, stop = decoder.raw_decode(text, end)
-        except (ValueError, RecursionError):
+            value, stop = _DECODER.raw_decode(text, end)
+        except json.JSONDecodeError as error:
+            left -= error.pos - end
             continue
+        except (ValueError, RecursionError):
+            left -= len(text) - end
+            continue
+        left -= stop - end
         if stop >= best_end:  # an object further left that reaches as far contains the one found before
-            best, best_end = value, stop
+            best, best_end = (value if _is_shallow(value) else None), stop
     return best
 
 
@@ -104,11 +114,35 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
+def _finite(number: str) -> float:
+    value = float(number)
+    if math.isinf(value):
+        raise ValueError(number)
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+
+
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
+    return value if _is_shallow(value) else None
+
+
+def _is_shallow(value: Any) -> bool:
+    """Whether at most `_DEEPEST` objects and lists of `value` are in one another."""
+    level = [value]
+    for _ in range(_DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return not level
 
 
 def _gold_object(gold: Any) -> dict[str, Any] | None:

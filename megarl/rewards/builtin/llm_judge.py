@@ -113,6 +113,11 @@ class LlmJudge:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise self.endpoint.error(f"answered {str(answer)[:200]!r}, which is no chat completion") from None
+        if isinstance(text, list):  # of parts, as OpenAI's API allows
+            parts = [part.get("text") for part in text if isinstance(part, dict)]
+            text = "".join(part for part in parts if isinstance(part, str))
+        if not isinstance(text, str | None):
+            raise self.endpoint.error(f"answered with content {str(text)[:200]!r}, which is no text")
         written = list(self._score.finditer(text or ""))
         try:
             score = float(written[-1][1]) if written else None

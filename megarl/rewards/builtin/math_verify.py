@@ -19,16 +19,21 @@ from megarl.rewards.scorer import Verdict, gold_answer
 class MathVerify:
     """The verifier over rows with a mathematical gold answer: a number, a formula, LaTeX, or text that contains one."""
 
-    def __init__(self, answer_key: str, *, timeout_s: float = 5.0) -> None:
-        """`timeout_s` is given to one answer; one that takes longer is not judged, which is counted like a failure."""
-        self.answer_key = answer_key
+    def __init__(self, answer_key: str, *, timeout_s: float = 5.0, allow_expressions: bool = False) -> None:
+        """`timeout_s` is given to one answer; one that takes longer is not judged, which is counted like a failure.
+
+        `allow_expressions`: where the gold answer is a number, take also what evaluates to it, such as `123 \\times 456` or
+        `144/2`; a model that says the question again is then right.
+        """
+        self.answer_key, self.allow_expressions = answer_key, allow_expressions
         self._children = ChildPool("math_verify", timeout_s)
 
     def __call__(self, samples: Sequence[Sample], until: float) -> list[Verdict]:
         """1.0 or 0.0, or None where the gold answer cannot be parsed or judging took too long."""
         golds = [extract_answer(str(gold_answer(sample, self.answer_key, "math_verify"))) for sample in samples]
-        pairs = [((gold,), extract_answer(sample.response_text)) for gold, sample in zip(golds, samples, strict=True)]
-        return self._children.judge(pairs, until)
+        about = [(gold, self.allow_expressions) for gold in golds]
+        answers = [extract_answer(sample.response_text) for sample in samples]
+        return self._children.judge(list(zip(about, answers, strict=True)), until)
 
     def final_answer(self, response: str) -> str | None:
         """The last `\\boxed{...}`, else the last number, else the text in `<answer>`; None where there is none of them."""

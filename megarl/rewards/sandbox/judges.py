@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 Judge = Callable[[str], float | None]
@@ -33,19 +34,24 @@ def reasoning_gym_judge() -> Callable[[str, dict[str, Any], dict[str, Any]], Jud
     return about
 
 
-def math_verify_judge() -> Callable[[str], Judge]:
-    """(gold) → whether the response's final answer equals the gold one, None if that is no mathematics."""
+def math_verify_judge() -> Callable[..., Judge]:
+    """(gold, whether expressions will do) → whether the response's final answer equals the gold one, None if that is no
+    mathematics. Where the gold one is written as a number, the answer must be: the question said again is no answer."""
     from math_verify import parse, verify
 
-    def about(gold: str) -> Judge:
+    def about(gold: str, allow_expressions: bool = False) -> Judge:  # noqa: FBT001 - a row's part of a question is a tuple
         parsed_gold = parse_gold(gold)
+        number = None if allow_expressions or not parsed_gold else written_number(parsed_gold[-1])
 
         def judge(response: str) -> float | None:
             if not parsed_gold:
                 return None
             try:
                 # No timeouts: they are alarm signals, which wait for the end of an operation in C.
-                return float(verify(parsed_gold, parse(response, parsing_timeout=None), timeout_seconds=None))
+                answer = parse(response, parsing_timeout=None)
+                if number is not None and (not answer or not says_number(answer[-1], number)):
+                    return 0.0
+                return float(verify(parsed_gold, answer, timeout_seconds=None))
             except (MemoryError, RecursionError):
                 return 0.0
 
@@ -71,6 +77,56 @@ def parse_gold(gold: str) -> list[Any]:
         if any(not isinstance(expression, str) for expression in found):
             return found
     return []
+
+
+_RELATION = re.compile(r"=|\\approx(?![a-z])|\\simeq|≈")
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf)\{([^{}]*)\}")
+_SPACE = re.compile(r"[\s~$°]|\\[!,;: %$]|%|\\left|\\right|\\circ|\^\\circ|\^\{\\circ\}|\*\*$|\.$")
+_WRITTEN = re.compile(
+    r"(?P<sign>[-+]?)(?:"
+    r"(?P<decimal>\d+(?:\.\d*)?|\.\d+)(?:[eE](?P<exponent>[-+]?\d{1,3})|(?:\\times|\\cdot|\*)10\^\{?(?P<power>[-+]?\d{1,3})\}?)?"
+    r"|(?P<whole>\d*)\\[dt]?frac\{(?P<above>-?\d+)\}\{(?P<below>\d+)\}|(?P<over>\d+)/(?P<under>\d+)"
+    r"|10\^\{?(?P<ten>[-+]?\d{1,3})\}?)",
+    re.ASCII,
+)
+
+
+def written_number(text: Any) -> Fraction | None:
+    """The number that `text` is a way to write: a decimal, with a power of ten or percent, or a fraction that is no integer."""
+    plain = _SPACE.sub("", _WRAPPED.sub(r"\1", str(text))).replace(",", "").replace("\N{MINUS SIGN}", "-")
+    while plain.startswith("(") and plain.endswith(")"):
+        plain = plain[1:-1]
+    found = _WRITTEN.fullmatch(plain)
+    if found is None or len(plain) > 1000:
+        return None
+    part = found.groupdict()
+    try:
+        if part["decimal"]:
+            value = Fraction(part["decimal"]) * Fraction(10) ** int(part["exponent"] or part["power"] or 0)
+        elif part["ten"]:
+            value = Fraction(10) ** int(part["ten"])
+        else:
+            value = Fraction(int(part["above"] or part["over"]), int(part["below"] or part["under"]))
+            if value.denominator == 1:  # a division that is still to be done
+                return None
+            value += int(part["whole"] or 0)
+    except ZeroDivisionError:
+        return None
+    return -value if part["sign"] == "-" else value
+
+
+def says_number(text: Any, gold: Fraction) -> bool:
+    """Whether an answer, as `x = 1/3` or `1/3 \\approx 0.333`, ends in a number and has none that is over 1 % from `gold`.
+
+    Whether it is the right one is for math-verify to say, which reads only one of them.
+    """
+    parts = [written_number(part) for part in _RELATION.split(str(text))]
+    if parts[-1] is None:
+        return False
+    scales = (1, Fraction(1, 100), 100)  # of percent either side may have lost its sign
+    return all(
+        any(abs(part - gold * scale) <= abs(gold * scale) / 100 for scale in scales) for part in parts if part is not None
+    )
 
 
 def fuzzy_text_judge() -> Callable[[list[str]], Judge]:
