@@ -110,12 +110,12 @@ def test_remax_compares_with_the_greedy_response(tiny_config: Callable[..., Conf
 
 
 def test_uniform_groups_are_replaced_until_the_step_is_full(tiny_config: Callable[..., Config], tmp_path: Path) -> None:
-    # Every other call scores all alike: the first round of each step is tied, the second is not.
+    # Every other call of the run scores all alike: the first round of each step is tied, the second is not.
     (tmp_path / "turns.py").write_text(
         "calls = 0\n"
         "def reward(samples):\n"
         "    global calls\n"
-        "    calls += 1\n"
+        "    calls += len(samples) > 2\n"  # those before the run are of two made-up responses
         "    return [0.0 if calls % 2 else float(i) for i, _ in enumerate(samples)]\n"
     )
     rewards = {"rewards": [{"name": f"{tmp_path / 'turns.py'}:reward"}]}
