@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Collection
@@ -16,8 +17,12 @@ SLOW = (("(a+)+$",), "a" * 24 + "b")
 
 def children(earlier: Collection[psutil.Process] = ()) -> list[psutil.Process]:
     """This process's, without those of other tests' pools."""
-    mine = psutil.Process().children()
-    return [child for child in mine if child not in earlier and "judge_child.py" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # others end meanwhile
+            if child not in earlier and "judge_child.py" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def test_a_child_that_is_killed_is_replaced_and_its_answer_is_judged() -> None:

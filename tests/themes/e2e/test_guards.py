@@ -23,7 +23,7 @@ calls = 0
 
 def poisoned(samples):
     global calls
-    calls += 1
+    calls += len(samples) > 2  # those before the run are of two made-up responses
     scale = {3: -1e30, 5: 1e3}.get(calls, 1.0)
     return [scale * (1 + sum(c.isdigit() for c in s.response_text)) for s in samples]
 """
