@@ -4,6 +4,7 @@ Tests share the `world` fixture (tests/conftest.py); each call gets a fresh proc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -237,6 +238,8 @@ def _process_group(rank: int, size: int, rendezvous: str, timeout_s: float) -> I
         torch.distributed.destroy_process_group()
         # Models are reference cycles that hold their groups, and each group has a thread that wakes ten times a second.
         gc.collect()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the machine, which other tests need
 
 
 def _forget_megatron_state() -> None:

@@ -18,6 +18,7 @@ from tests.themes.engine_killer import write_killer
 from tests.themes.multinode.rehearsal import changed
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.alone
 MODELS = ROOT / "examples" / "models"
 
 
