@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Literal
@@ -106,8 +106,7 @@ def inspect_config(config: AnyConfig, rows: int, console: Console, tools: Sequen
         built = shown, prompts.template.is_used, prompts.dropped
     else:
         kind = kind_of_rows(config.trains_by)
-        settings = SupervisedSettings(**{field.name: getattr(data, field.name) for field in fields(SupervisedSettings)})
-        built = _build(found, source, tokenizer, settings, kind, reader)
+        built = _build(found, source, tokenizer, SupervisedSettings.of(data), kind, reader)
     _show("data.train", len(found), kind, built, tokenizer, reader, console)
 
 

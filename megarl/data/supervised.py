@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from megarl.config.sections import PictureFields
-from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES
+from megarl.config.supervised import LABELLED_LOSSES, PAIR_LOSSES, TOKEN_LOSSES, SupervisedFields
 from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, without_nulls
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
@@ -57,6 +57,11 @@ class SupervisedSettings:
     max_tokens: int = 1024
     overlong: Literal["error", "drop"] = "error"
     bad_pictures: Literal["error", "drop"] = "error"
+
+    @classmethod
+    def of(cls, data: SupervisedFields) -> Self:
+        """Those of a config's `data` section."""
+        return cls(**{one.name: getattr(data, one.name) for one in fields(cls)})
 
 
 @dataclass

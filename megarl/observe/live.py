@@ -32,14 +32,14 @@ class RunFollower:
         """Read the runs in `folders`; DataError if one holds no run."""
         self._folders = [Path(folder) for folder in folders]
         self._lock = Lock()
-        self._seen: list[Any] = [None] * len(self._folders)
+        self._seen = [_marks(folder) for folder in self._folders]
         self._runs: list[RunRecord] = [read_run(folder) for folder in self._folders]
 
     def runs(self) -> list[RunRecord]:
         """The runs as they are now. While a file of a run cannot be read, that run is as it was before."""
         with self._lock:
             for place, folder in enumerate(self._folders):
-                seen = [_mark(folder / name) for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "faults.jsonl")]
+                seen = _marks(folder)
                 if seen == self._seen[place]:
                     continue
                 try:
@@ -148,6 +148,11 @@ def _places(query: Mapping[str, list[str]]) -> list[tuple[int, int]]:
             raise ValueError(part)
         places.append((rows, samples))
     return places
+
+
+def _marks(folder: Path) -> list[tuple[int, int] | None]:
+    """What changes when a run writes."""
+    return [_mark(folder / name) for name in ("metrics.jsonl", "samples.jsonl", "summary.json", "faults.jsonl")]
 
 
 def _mark(file: Path) -> tuple[int, int] | None:

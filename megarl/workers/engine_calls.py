@@ -22,6 +22,28 @@ GRACE_S = 5.0
 """For the engine's own sentence about a deadline to come first."""
 
 
+def is_lost(reference: Any) -> bool:
+    """Whether a call has failed because its actor's process ended."""
+    done, _ = ray.wait([reference], timeout=0)
+    try:
+        ray.get(done)
+    except ray.exceptions.RayError as error:
+        return isinstance(error, (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError))
+    return False
+
+
+def wait_for_actor(engine: Any, ends_at: float) -> None:
+    """Wait while Ray makes an engine's actor anew, when calls fail; until `ends_at` (in `time.monotonic()`) at most."""
+    while time.monotonic() < ends_at:
+        try:
+            ray.get(engine.endpoint.remote(), timeout=max(0.0, ends_at - time.monotonic()))
+            return
+        except ray.exceptions.ActorUnavailableError:
+            time.sleep(ACTOR_POLL_S)
+        except ray.exceptions.RayError:  # the next call says what is wrong
+            return
+
+
 def submit(
     actor: Any, method: Callable[Concatenate[Engine, P], Awaitable[object]], *arguments: P.args, **keywords: P.kwargs
 ) -> Any:

@@ -16,7 +16,6 @@ from megarl.workers.rank_calls import RankCalls
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 FETCH_S = 60.0
-ACTOR_POLL_S = 0.2
 """For a result that is there to reach this process, however little of its call's deadline is left."""
 
 
@@ -154,28 +153,6 @@ def wait_for(references: Sequence[Any], *, phase: str, deadline_s: float, whose:
         if not done:
             raise _deadline_error(sorted(rank[reference] for reference in pending), phase, deadline_s, whose)
     return [results[place] for place in range(len(references))]
-
-
-def is_lost(reference: Any) -> bool:
-    """Whether a call has failed because its actor's process ended."""
-    done, _ = ray.wait([reference], timeout=0)
-    try:
-        ray.get(done)
-    except ray.exceptions.RayError as error:
-        return isinstance(error, (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnavailableError))
-    return False
-
-
-def wait_for_actor(engine: Any, ends_at: float) -> None:
-    """Wait while Ray makes an engine's actor anew, when calls fail; until `ends_at` (in `time.monotonic()`) at most."""
-    while time.monotonic() < ends_at:
-        try:
-            ray.get(engine.endpoint.remote(), timeout=max(0.0, ends_at - time.monotonic()))
-            return
-        except ray.exceptions.ActorUnavailableError:
-            time.sleep(ACTOR_POLL_S)
-        except ray.exceptions.RayError:  # the next call says what is wrong
-            return
 
 
 def _deadline_error(missing: list[int], phase: str, deadline_s: float, whose: WorkerGroup | Sequence[str]) -> DeadlineError:

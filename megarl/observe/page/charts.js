@@ -14,7 +14,6 @@ function put(node, attributes, children) {
 
 const html = (name, attributes = {}, ...children) => put(document.createElement(name), attributes, children);
 const svg = (name, attributes = {}, ...children) => put(document.createElementNS(SVG, name), attributes, children);
-const color = (place) => `var(--c${place % 8})`;
 const isNumber = (value) => typeof value === "number";
 
 function short(value) {
@@ -41,7 +40,7 @@ function range(values) {
   return low === high ? [low - Math.abs(low) / 2, high + Math.abs(high) / 2] : [low, high];
 }
 
-function frame(xs, ys, width, height, isWhole) {
+function frame(xs, ys, width, height) {
   const left = 46, right = 8, top = 8, bottom = 20;
   const x = (value) => left + (value - xs[0]) / (xs[1] - xs[0]) * (width - left - right);
   const y = (value) => height - bottom - (value - ys[0]) / (ys[1] - ys[0]) * (height - top - bottom);
@@ -50,10 +49,10 @@ function frame(xs, ys, width, height, isWhole) {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     drawing.append(svg("text", { x: left - 5, y: y(value) + 3, "text-anchor": "end" }, short(value)));
   }
-  for (const value of ticks(xs[0], xs[1], 5).filter((tick) => !isWhole || Number.isInteger(tick))) {
+  for (const value of ticks(xs[0], xs[1], 5).filter(Number.isInteger)) {
     drawing.append(svg("text", { x: x(value), y: height - 5, "text-anchor": "middle" }, short(value)));
   }
-  return { drawing, x, y, left, right, top, bottom };
+  return { drawing, x, y };
 }
 
 // Histograms over steps: `rows` [{step, low, high, counts}], dark where many are.
@@ -62,7 +61,7 @@ function heatmap(title, rows) {
   const ys = range(rows.flatMap((row) => [row.low, row.high]));
   const known = rows.map((row) => row.step);
   const xs = [Math.min(...known) - 0.5, Math.max(...known) + 0.5];
-  const { drawing, x, y } = frame(xs, ys, width, height, true);
+  const { drawing, x, y } = frame(xs, ys, width, height);
   const wide = Math.max(1, (x(xs[1]) - x(xs[0])) / (xs[1] - xs[0]));
   const high = (ys[1] - ys[0]) / bins;
   for (const row of rows) {
@@ -86,7 +85,7 @@ function heatmap(title, rows) {
 // A bar for each of `counts`, with `labels` under them.
 function barChart(title, labels, counts) {
   const width = 380, height = 190;
-  const { drawing, x, y } = frame([0, counts.length], [0, Math.max(1, ...counts)], width, height, true);
+  const { drawing, x, y } = frame([0, counts.length], [0, Math.max(1, ...counts)], width, height);
   drawing.querySelectorAll("text[text-anchor=middle]").forEach((text) => text.remove());
   counts.forEach((count, place) => {
     const box = { x: x(place) + 1, y: y(count), width: x(1) - x(0) - 2, height: y(0) - y(count) };

@@ -27,8 +27,8 @@ from megarl.rollout.scheduling.staleness_manager import StalenessManager
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
 from megarl.workers.cluster import Cluster
-from megarl.workers.engine_calls import EngineCalls
-from megarl.workers.group import is_lost, wait_for, wait_for_actor
+from megarl.workers.engine_calls import EngineCalls, is_lost, wait_for_actor
+from megarl.workers.group import wait_for
 
 CALLS_PER_ENGINE = 512  # under way at once, at most
 GRACE_S = 30.0  # an engine that did not start in time says so itself, with the end of its log
@@ -119,16 +119,16 @@ class Rollouts:
         """
         names = [f"engine {number}" for number in range(len(starting))]
         deadline_s = self.config.resources.deadlines.start_s + GRACE_S
-        ends_at, again = time.monotonic() + deadline_s, list[int]()
+        ends_at, again = time.monotonic() + deadline_s, set[int]()
         while True:
             try:
                 wait_for(starting, phase="engine start", deadline_s=ends_at - time.monotonic(), whose=names)
                 break
             except WorkerError:
                 lost = [number for number, start in enumerate(starting) if is_lost(start)]
-                if not lost or set(lost) & set(again):
+                if not lost or again.intersection(lost):
                     raise
-                again += lost
+                again.update(lost)
                 for number in lost:
                     self._say(f"engine {number}'s process was lost while it started; it is started again")
                     wait_for_actor(self.engines[number], ends_at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from math import isfinite
 from typing import Any, ClassVar
@@ -49,8 +49,7 @@ class SupervisedRun(Run):
         """Of all responses of the steps so far, where a loss is shifted by it."""
         with self.telling_of_disk_trouble():
             check_architectures(config)
-            names = [field.name for field in fields(SupervisedSettings)]
-            settings = SupervisedSettings(**{name: getattr(config.data, name) for name in names})
+            settings = SupervisedSettings.of(config.data)
             tokenizer = load_tokenizer(config.model.path)
             pictures = open_pictures(config.data, config.model.path, tokenizer, config.run_folder)
             builder = SupervisedBuilder(tokenizer, kind_of_rows(self.objective.name), settings, pictures)
