@@ -172,8 +172,8 @@ class PolicyConfig(TrainedRole):
 
     lora: PolicyLoraConfig = PolicyLoraConfig()
     """Low-rank adapters, which are trained in place of the weights (docs/lora.md)."""
-    share_prefix: bool = False
-    """Compute the prompt of a group once per micro-batch instead of once per response."""
+    share_prefix: Literal["auto"] | bool = "auto"
+    """Compute what responses begin with alike, the prompt and common turns, once per micro-batch. auto: where it pays."""
     routing: RoutingConfig = RoutingConfig()
     """Routing replay, for a mixture of experts."""
     mtp: MtpConfig = MtpConfig()

@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.data.answers import Answers
 from megarl.data.media import Media
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize
+from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes, common_prefixes
 from megarl.data.routes import Routes, RoutesOfRows
 from megarl.data.sample import Sample
 from megarl.data.shares import Integers, Share, starts_of
@@ -152,8 +153,11 @@ class Batch:
         self.columns.update(zip(names, map(torch.from_numpy, columns), strict=True))
         self.columns.update({name: torch.from_numpy(block) for name, block in blocks.items()})
 
-    def unit_rows(self, rows: Sequence[int], *, share_prefix: bool) -> UnitRows:
-        """`rows` as prompt units, in the order in which they come; rows of one group and prompt are one if `share_prefix`."""
+    def unit_rows(self, rows: Sequence[int], *, share_prefix: bool, share_turns: bool = True) -> UnitRows:
+        """`rows` as prompt units, in the order in which they come; rows of one group and prompt are one if `share_prefix`.
+
+        Without `share_turns` they share their prompt alone, even if they begin alike.
+        """
         ordered = np.array(rows, dtype=np.int64)
         counts = np.ones(len(ordered), np.int64)
         if share_prefix:
@@ -172,10 +176,17 @@ class Batch:
                 tuple(tuple(shown.grid for shown in self._told_media[row]) for row in ordered[a:b].tolist())
                 if any(self._told_media)
                 else (),
+                self._common(ordered[a:b].tolist()) if share_turns and b - a > 1 else NOTHING_SHARED,
             )
             for prompt, (a, b) in zip(prompts, ends, strict=True)
         )
         return UnitRows(ordered, starts, tuple(sizes))
+
+    def _common(self, rows: Sequence[int]) -> CommonPrefixes:
+        """What responses begin with alike: tokens before their first pictures, and never the last one."""
+        ends = (min([max(int(self.lengths[row]) - 1, 0), *(m.place for m in self._told_media[row])]) for row in rows)
+        found = common_prefixes([self._response_ids[row][:end] for row, end in zip(rows, ends, strict=True)])
+        return found if any(found.common) else NOTHING_SHARED
 
     def shares(
         self, units: UnitRows, plan: Assignment, columns: Sequence[str], *, mask: Tensor | None = None, routed: bool = False
@@ -210,6 +221,8 @@ class Batch:
             tuple(self._media[prompt] for prompt in numbers_of_prompts) if any(self._media) else (),
             tuple(self._told_media[row] for row in numbers) if any(self._told_media) else (),
         )
+        if any(size.common.common for size in units.sizes):
+            whole = replace(whole, repeats=tuple(units.sizes[number].common.repeats(places) for number, places in pieces))
         if routed and self.routes is not None:
             of_prompts, of_responses = self.routes.laid(numbers_of_prompts, numbers, lengths.tolist())
             whole = replace(whole, prompt_routes=of_prompts, routes=of_responses)

@@ -1,8 +1,8 @@
 """Which data-parallel rank computes what, in which micro-batches. Pure arithmetic on lengths.
 
-A *unit* is a prompt with the responses to it; what a rank computes of it at once is a *piece*, and each piece computes
-the prompt once; with `copied_prompts` once for each of its responses, but pictures once. Invariants of a plan, whatever the
-input:
+A *unit* is a prompt with the responses to it, and what a rank computes of it at once is a *piece*. Each piece computes the
+prompt once, and what several responses begin with; with `copied_prompts` the prompt once for each of its responses, but
+pictures once. Invariants of a plan, whatever the input:
 
 1. Every response of every unit is in exactly one piece; a micro-batch holds at most one piece of a unit.
 2. Every rank has the same number of micro-batches, at least one, and none is empty.
@@ -19,6 +19,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from megarl.data.prefix_tree import NOTHING_SHARED, CommonPrefixes
+
 UnitPart = tuple[int, tuple[int, ...]]
 """Unit index, and the places of its responses in ascending order."""
 Assignment = list[list[list[UnitPart]]]
@@ -33,12 +35,16 @@ Grid = tuple[int, int, int]
 
 
 class UnitSize(NamedTuple):
-    """Lengths of a unit in tokens, grids of the prompt's pictures, and of each response's; empty where none has any."""
+    """Lengths of a unit in tokens, grids of the prompt's pictures, and of each response's; empty where none has any.
+
+    `common` is what its responses begin with alike.
+    """
 
     prompt_tokens: int
     response_tokens: tuple[int, ...]
     grids: tuple[Grid, ...] = ()
     response_grids: tuple[tuple[Grid, ...], ...] = ()
+    common: CommonPrefixes = NOTHING_SHARED
 
     def grids_of(self, places: Iterable[int]) -> tuple[Grid, ...]:
         """Those of the prompt's pictures and of the responses at `places`."""
@@ -50,8 +56,13 @@ class UnitSize(NamedTuple):
 class CostModel(Protocol):
     """What a piece costs, in any unit: `models/flops.FlopsModel` in operations."""
 
-    def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid]) -> int:
-        """A prompt computed once with responses that each attend to it and to themselves, and pictures of all of them."""
+    def cost(
+        self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid], repeats: Sequence[int] = ()
+    ) -> int:
+        """A prompt computed once with responses that each attend to it and to themselves, and pictures of all of them.
+
+        `repeats`: so many first tokens of some of the responses are computed with another's.
+        """
 
 
 def plan_micro_batches(
@@ -72,7 +83,11 @@ def plan_micro_batches(
     """
     if whole_units:
         joined = [
-            UnitSize(unit.prompt_tokens, (sum(unit.response_tokens),), unit.grids_of(range(len(unit.response_tokens))))
+            UnitSize(
+                unit.prompt_tokens,
+                (sum(unit.response_tokens) - sum(unit.common.repeats(range(len(unit.response_tokens)))),),
+                unit.grids_of(range(len(unit.response_tokens))),
+            )
             for unit in units
         ]
         plan = plan_micro_batches(joined, ranks=ranks, max_tokens=max_tokens, flops=flops)
@@ -101,14 +116,17 @@ class _Planner:
         if (known := self._costs.get(piece)) is None:
             unit, lengths = self.units[piece[0]], self._lengths(piece)
             copied = [lengths.pop() for _ in lengths[1:]] if self.copied_prompts else []
-            known = self.flops.cost(unit.prompt_tokens, lengths, unit.grids_of(piece[1]))
+            known = self.flops.cost(unit.prompt_tokens, lengths, unit.grids_of(piece[1]), self._repeats(piece))
             known += sum(self.flops.cost(unit.prompt_tokens, [length], ()) for length in copied)
             self._costs[piece] = known
         return known
 
     def tokens(self, piece: UnitPart) -> int:
         prompts = len(piece[1]) if self.copied_prompts else 1
-        return prompts * self.units[piece[0]].prompt_tokens + sum(self._lengths(piece))
+        return prompts * self.units[piece[0]].prompt_tokens + sum(self._lengths(piece)) - sum(self._repeats(piece))
+
+    def _repeats(self, piece: UnitPart) -> tuple[int, ...]:
+        return () if self.copied_prompts else self.units[piece[0]].common.repeats(piece[1])
 
     def _lengths(self, piece: UnitPart) -> list[int]:
         lengths = self.units[piece[0]].response_tokens
@@ -194,10 +212,10 @@ class _Planner:
         filled: list[int] = []
         for piece in sorted(share, key=lambda piece: (-self.tokens(piece), piece)):
             for number, micro_batch in enumerate(bins):
-                # with another part of its unit it computes that part's prompt
-                is_shared = not self.copied_prompts and any(other[0] == piece[0] for other in micro_batch)
-                shared = self.units[piece[0]].prompt_tokens if is_shared else 0
-                tokens = filled[number] + self.tokens(piece) - shared
+                # with another part of its unit it computes that part's prompt, and what both begin with
+                same = next((other for other in micro_batch if other[0] == piece[0]), None)
+                added = self.tokens(_join(same, piece)) - self.tokens(same) if same else self.tokens(piece)
+                tokens = filled[number] + added
                 if tokens <= self.max_tokens:
                     bins[number], filled[number] = _with(micro_batch, piece), tokens
                     break

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megarl.data.stream import LaidResponse, MicroBatch, PackedStream, Response, Unit, pack
+from megarl.data.stream import MicroBatch, PackedStream, Response, Unit, pack
 
 _ROW = "row"
 """The column of the places in the decoder's stream whose hidden states predict the scored tokens."""
@@ -38,9 +38,14 @@ class ShiftedStream:
 
 
 def shifted(
-    units: Sequence[Unit], stream: PackedStream, *, pad_to_multiple: int = 1, segment_multiple: int = 1
+    units: Sequence[Unit],
+    stream: PackedStream,
+    *,
+    pad_to_multiple: int = 1,
+    segment_multiple: int = 1,
+    share_turns: bool = True,
 ) -> ShiftedStream:
-    """The stream for the layer of the `units` that were packed as `stream`, laid with the same multiples as in `pack`.
+    """The stream for the layer of the `units` that were packed as `stream`, laid with the same arguments as in `pack`.
 
     It has a token even if no response has two tokens before one of its own: ranks that share out experts wait for each other.
     """
@@ -64,11 +69,10 @@ def shifted(
     if not moved:
         nothing = {_ROW: torch.zeros(1, dtype=torch.long)}
         moved.append(Unit(stream.token_ids[:1], [Response(-1, stream.token_ids[:1], torch.tensor([False]), nothing)]))
-    laid = pack(moved, pad_to_multiple=pad_to_multiple, segment_multiple=segment_multiple)
+    laid = pack(moved, pad_to_multiple=pad_to_multiple, segment_multiple=segment_multiple, share_turns=share_turns)
     before = torch.zeros(len(laid.token_ids), dtype=torch.long)
     for own, origin in zip(laid.laid, origins, strict=False):
-        place = torch.arange(own.prompt_length + own.length)
-        before[_places(own, place)] = _places(stream.laid[origin], place)
+        before[own.places] = stream.laid[origin].places[: len(own.places)]
     return ShiftedStream(laid, before, laid.columns[_ROW])
 
 
@@ -81,9 +85,3 @@ def _with_rows(response: Response, rows: Tensor) -> Response:
 def _behind_first(response: Response) -> Response:
     columns = {name: column[1:] for name, column in response.columns.items()}
     return Response(response.index, response.token_ids[1:], response.mask[1:], columns)
-
-
-def _places(laid: LaidResponse, place: Tensor) -> Tensor:
-    """In the stream, of the tokens at `place` of a sequence."""
-    behind = laid.start + place - laid.prompt_length
-    return torch.where(place < laid.prompt_length, laid.prompt_start + place, behind)

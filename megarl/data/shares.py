@@ -28,7 +28,8 @@ class Share:
     `prompt_ids` int32 `[P]` and `token_ids` int32 `[L]`: the tokens, one prompt or response after another. `mask` bool `[L]`
     and `columns` float `[L]` or `[L, k]`: as in `Response`. `media`: the pictures of each of the U prompts,
     `told_media`: of each of the R responses; empty where none has any. `prompt_routes` `[P, layers, k]` and `routes`
-    `[L, layers, k]` are those of the tokens; None: the model routes them itself.
+    `[L, layers, k]` are those of the tokens; None: the model routes them itself. `repeats`: by unit how many first tokens some
+    of its responses have from another one; empty where no unit has any.
     """
 
     micro_batches: Integers
@@ -44,6 +45,7 @@ class Share:
     told_media: tuple[tuple[Media, ...], ...] = ()
     prompt_routes: Routes | None = None
     routes: Routes | None = None
+    repeats: tuple[tuple[int, ...], ...] = ()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """The micro-batches; their tensors are views of one copy, as what came through Ray's store cannot be written to."""
@@ -101,6 +103,7 @@ class Share:
                 self.told_media[r],
                 None if self.prompt_routes is None else self.prompt_routes[p],
                 None if self.routes is None else self.routes[t],
+                self.repeats[u],
             )
             for m, u, r, p, t in parts
         ]

@@ -1,9 +1,10 @@
 """From prompts and responses to one token stream that a Megatron model can run, and back to responses.
 
-A *unit* is one prompt with the responses to it. Its prompt is laid into the stream once, followed by its responses;
-each response attends to the prompt and to itself, at the positions it would have alone, so the result is that of
-running prompt + response separately while a group's prompt is computed a single time. The last token of a response
-predicts nothing and is left out, unless a role (a reward model) scores at the tokens themselves. Pure tensor code, one process.
+A *unit* is one prompt with the responses to it. Its prompt is laid into the stream once, and so is what several responses begin
+with (`data/prefix_tree.py`); each response attends to the tokens before its own, at the positions it would have alone, so the
+result is that of running prompt + response separately while what sequences share is computed a single time. The last token of a
+response predicts nothing and is left out, unless a role (a reward model) scores at the tokens themselves. Pure tensor code, one
+process.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megarl.data.answers import Answers
 from megarl.data.media import Media
+from megarl.data.prefix_tree import Node, common_prefixes, prefix_tree
 from megarl.data.stream_media import StreamMedia, laid_media
 
 SCORED_IDS = "scored_ids"
@@ -86,24 +89,23 @@ MicroBatch = list[Unit]
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of the stream that attends causally to itself and fully to `prefix_length` tokens at `prefix_start`.
+    """A run of the stream that attends causally to itself and fully to the segments of its `path`, which have `before` tokens.
 
-    Padding may follow its `length` tokens, up to the stream's next boundary; no other token attends to it.
+    `path` are their numbers, the first of a sequence first. Padding may follow its `length` tokens, up to the stream's next
+    boundary; no other token attends to it.
     """
 
     start: int
     length: int
-    prefix_start: int = 0
-    prefix_length: int = 0
+    path: tuple[int, ...] = ()
+    before: int = 0
 
 
 class LaidResponse(NamedTuple):
-    """Where a response lies in a stream: `prompt_length` tokens from `prompt_start`, and `length` of its own from `start`."""
+    """Where the fed tokens of a response's sequence lie in a stream: int64 `[P + n]` places, the prompt's P first."""
 
-    prompt_start: int
     prompt_length: int
-    start: int
-    length: int
+    places: Tensor
 
 
 @dataclass
@@ -116,7 +118,7 @@ class PackedStream:
     stream position whose hidden state predicts each scored token, and that token. `owners` lists (response index,
     int64 `[n]` places in the response, n) in the order of `rows`; `response` int64 `[N]` is whose each row is, by its number in
     `owners`, and `lengths` int64 `[R]` how many rows each owner has. `columns`: float `[N]` or `[N, k]`, aligned with `rows`.
-    `parts`: the numbers of the segments that make up each owner's sequence, its prompt first. `media` are the pictures and
+    `parts`: the numbers of the segments that make up each owner's sequence, the first of it first. `media` are the pictures and
     which of the tokens show them; None: there are none. `laid` says where each owner lies. `routes` `[S, layers, k]` are the
     experts of the tokens, unknown on padding; None: of no token.
     """
@@ -135,6 +137,18 @@ class PackedStream:
     media: StreamMedia | None = None
     laid: list[LaidResponse] = field(default_factory=list)
     routes: Tensor | None = None
+
+    def tokens_before(self, segment: Segment, most: int) -> Tensor:
+        """int64: the places of the last tokens, at most `most`, before `segment` in its sequences."""
+        places: list[Tensor] = []
+        for number in reversed(segment.path if most > 0 else ()):
+            above = self.segments[number]
+            end = above.start + above.length
+            places.insert(0, torch.arange(max(above.start, end - most), end))
+            most -= above.length
+            if most <= 0:
+                break
+        return torch.cat([torch.zeros(0, dtype=torch.long), *places])
 
     def to(self, device: torch.device) -> PackedStream:
         """The same stream with its tensors on `device`."""
@@ -239,14 +253,23 @@ class _StreamBuilder:
         self.routed: list[tuple[int, Tensor]] = []
         self.length = self.end = 0
 
-    def append(self, tokens: Tensor, positions: Tensor, prefix_start: int = 0, prefix_length: int = 0) -> None:
-        """Lay `tokens` at `positions` (`[n]` or `[3, n]`) as one segment, if there are any, and pad it."""
+    def append(self, tokens: Tensor, positions: Tensor, parent: int = -1) -> int:
+        """Lay `tokens`, if any, at `positions` (`[n]` or `[3, n]`) as one segment behind the segment `parent`, and pad it.
+
+        Returns the number of the segment that they end with.
+        """
         if not len(tokens):
-            return
-        self.segments.append(Segment(self.length, len(tokens), prefix_start, prefix_length))
+            return parent
+        path: tuple[int, ...] = ()
+        before = 0
+        if parent >= 0:
+            above = self.segments[parent]
+            path, before = (*above.path, parent), above.before + above.length
+        self.segments.append(Segment(self.length, len(tokens), path, before))
         self._add(tokens, positions)
         self.pad_to(self.segment_multiple)
         self.end = self.length
+        return len(self.segments) - 1
 
     def pad_to(self, multiple: int) -> None:
         """Round the length up to `multiple`."""
@@ -306,24 +329,77 @@ def _check_positions(positions: Tensor, what: str, length: int) -> None:
         raise ValueError(f"a {what} of {length} tokens has positions {list(positions.shape)}; they must be [3, {length}]")
 
 
+def _fed(response: Response, position: ScorePosition) -> int:
+    """Tokens of a response that are laid into the stream."""
+    length = len(response.token_ids)
+    return length if position is ScorePosition.AT else max(length - 1, 0)
+
+
+def _shareable(response: Response, first: int, *, share_turns: bool) -> npt.NDArray[np.int64]:
+    """The tokens of a response that others may compute with it, behind a prompt whose positions end before `first`.
+
+    A token is shared with those before it: none where routes are known, which are each response's own, or without
+    `share_turns`, none from a picture on, and never the last one, which may not be fed.
+    """
+    count = max(len(response.token_ids) - 1, 0) if share_turns and response.routes is None else 0
+    count = min([count, *(media.place for media in response.media)])
+    if response.positions is not None:
+        follows = (response.positions[:, :count] == torch.arange(first, first + count)).all(0)
+        count = int(follows.long().cumprod(0).sum())
+    return response.token_ids[:count].numpy()
+
+
+def _tree_of(unit: Unit, first: int, position: ScorePosition, *, share_turns: bool) -> tuple[list[Node], list[int], bool]:
+    """The tree of a unit's responses and where each ends (see `prefix_tree`); whether all go on alike behind the prompt.
+
+    The prompt is then laid together with what they have in common.
+    """
+    found = common_prefixes([_shareable(response, first, share_turns=share_turns) for response in unit.responses])
+    nodes, ends = prefix_tree(found, [_fed(response, position) for response in unit.responses])
+    return nodes, ends, sum(node.parent < 0 for node in nodes) == 1 and -1 not in ends
+
+
 def laid_tokens(
-    units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
+    units: Sequence[Unit],
+    *,
+    pad_to_multiple: int = 1,
+    segment_multiple: int = 1,
+    share_turns: bool = True,
+    position: ScorePosition = ScorePosition.NEXT,
 ) -> int:
     """S of the stream that `pack` would lay of the same arguments."""
-
-    def segment(tokens: int) -> int:
-        return tokens + -tokens % segment_multiple
-
     total = 0
     for unit in units:
-        kept = [max(len(response.token_ids) - (position is ScorePosition.NEXT), 0) for response in unit.responses]
-        prompt = len(unit.prompt_ids)
-        total += segment(prompt + kept[0]) if len(kept) == 1 else segment(prompt) + sum(map(segment, kept))
+        nodes, _, alike = _tree_of(unit, _positions(unit)[1], position, share_turns=share_turns)
+        lengths, prompt = [node.end - node.start for node in nodes], len(unit.prompt_ids)
+        lengths = [prompt + lengths[0], *lengths[1:]] if alike else [prompt, *lengths]
+        total += sum(length + -length % segment_multiple for length in lengths)
     return total + -total % pad_to_multiple
 
 
+def _lay_unit(laid: _StreamBuilder, unit: Unit, position: ScorePosition, *, share_turns: bool) -> list[int]:
+    """Lay a unit; the segments that its responses end with."""
+    of_prompt, first = _positions(unit)
+    follow = [_positions_behind(first, response, _fed(response, position)) for response in unit.responses]
+    nodes, ends, alike = _tree_of(unit, first, position, share_turns=share_turns)
+    prompt = -1 if alike else laid.append(unit.prompt_ids, of_prompt)
+    segments: list[int] = []
+    for node in nodes:
+        part = slice(node.start, node.end)
+        tokens, positions = unit.responses[node.member].token_ids[part], follow[node.member][..., part]
+        if node.parent < 0 and alike:
+            tokens, positions = torch.cat([unit.prompt_ids, tokens]), _joined([of_prompt, positions])
+        segments.append(laid.append(tokens, positions, segments[node.parent] if node.parent >= 0 else prompt))
+    return [segments[end] if end >= 0 else prompt for end in ends]
+
+
 def pack(
-    units: Sequence[Unit], *, pad_to_multiple: int = 1, segment_multiple: int = 1, position: ScorePosition = ScorePosition.NEXT
+    units: Sequence[Unit],
+    *,
+    pad_to_multiple: int = 1,
+    segment_multiple: int = 1,
+    share_turns: bool = True,
+    position: ScorePosition = ScorePosition.NEXT,
 ) -> PackedStream:
     """Lay `units` into one stream.
 
@@ -332,6 +408,7 @@ def pack(
         pad_to_multiple: S is rounded up to a multiple of this (sequence parallelism splits the stream evenly).
         segment_multiple: every segment is padded at its end to a multiple of this; it divides `pad_to_multiple` (context
             parallelism splits each segment, see `zigzag`).
+        share_turns: lay what several responses begin with once; else they share their prompt alone.
         position: of a response's scores.
     """
     laid = _StreamBuilder(segment_multiple)
@@ -343,33 +420,24 @@ def pack(
     places_of: list[LaidResponse] = []
     parts: list[tuple[int, ...]] = []
     for unit in units:
-        prompt_length, prompt_start = len(unit.prompt_ids), laid.length
-        of_unit = len(laid.segments)
-        of_prompt, first = _positions(unit)
+        prompt_start, prompt_length = laid.length, len(unit.prompt_ids)
+        ends = _lay_unit(laid, unit, position, share_turns=share_turns)
         shown += ((media, prompt_start) for media in unit.media)
         laid.routed += [(prompt_start, unit.routes)] if unit.routes is not None else []
-        shared = len(unit.responses) != 1
-        if shared:
-            laid.append(unit.prompt_ids, of_prompt)
-        for response in unit.responses:
-            length = len(response.token_ids)
-            places = response.mask.nonzero().flatten()
-            kept = response.token_ids[: length if position is ScorePosition.AT else max(length - 1, 0)]
-            follow = _positions_behind(first, response, len(kept))
-            if shared:
-                at = laid.length
-                laid.append(kept, follow, prompt_start, prompt_length)
-            else:
-                at = prompt_start + prompt_length
-                laid.append(torch.cat([unit.prompt_ids, kept]), _joined([of_prompt, follow]))
-            shown += ((media, at) for media in response.media)
-            laid.routed += [(at, response.routes[: len(kept)])] if response.routes is not None else []
-            places_of.append(LaidResponse(prompt_start, prompt_length, at, len(kept)))
-            before = torch.where(places == 0, prompt_start + prompt_length - 1, at + places - 1)
-            rows.append(at + places if position is ScorePosition.AT else before)
+        for response, end in zip(unit.responses, ends, strict=True):
+            length, places = len(response.token_ids), response.mask.nonzero().flatten()
+            path = (*laid.segments[end].path, end)
+            fed = prompt_length + _fed(response, position)
+            at = torch.cat([torch.arange(s.start, s.start + s.length) for s in map(laid.segments.__getitem__, path)])[:fed]
+            # A picture's tokens, and routes, are no other response's: they lie behind each other.
+            shown += ((media, int(at[prompt_length + media.place]) - media.place) for media in response.media)
+            if response.routes is not None and fed > prompt_length:
+                laid.routed.append((int(at[prompt_length]), response.routes[: fed - prompt_length]))
+            places_of.append(LaidResponse(prompt_length, at))
+            rows.append(at[prompt_length + places - int(position is ScorePosition.NEXT)])
             targets.append(response.token_ids[places])
             owners.append((response.index, places, length))
-            parts.append((of_unit, *([len(laid.segments) - 1] if shared and len(kept) else [])))
+            parts.append(path)
             for name, column in response.columns.items():
                 columns.setdefault(name, []).append(column[places])
     laid.pad_to(pad_to_multiple)

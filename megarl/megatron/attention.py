@@ -45,25 +45,25 @@ class AttentionCall:
 class StreamAttention(PackedSeqParams):
     """What travels to the attention as megatron-core's `packed_seq_params`, so that a recomputed layer sees the same.
 
-    `calls` are those of a layer by its window in tokens (None: it attends to all). `position_ids` int64 `[S/cp]` are those of
-    this rank's tokens. `recurrence` is for layers with linear attention.
+    `calls` are what the core attention of a layer needs, by its window in tokens (None: it attends to all). `position_ids`
+    int64 `[S/cp]` are those of this rank's tokens. `recurrence` is for layers with linear attention.
     """
 
-    calls: Mapping[int | None, tuple[AttentionCall, ...]] = field(default_factory=dict)
+    calls: Mapping[int | None, tuple[Any, ...]] = field(default_factory=dict)
     position_ids: Tensor | None = None
     recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True)
-class _QueryRange:
-    """Queries at places `first` to `last` (excluded) of their segment; they look at its prefix and at places below `last`."""
+class QueryRange:
+    """Queries at places `first` to `last` (excluded) of their segment; they look at its path and at places below `last`."""
 
     segment: Segment
     first: int
     last: int
 
     def is_plain(self, window: int | None) -> bool:
-        return not self.first and not self.segment.prefix_length and (window is None or self.last <= window)
+        return not self.first and not self.segment.path and (window is None or self.last <= window)
 
     def call(self, window: int | None) -> tuple[bool, int]:
         """Runs for which this is equal are computed together: of one kind, and none twice as long as another."""
@@ -81,22 +81,28 @@ def stream_attention(
 
     `qkv_format` stays `sbhd`: the tokens are `[S/cp, 1, ...]`.
     """
-    place = torch.empty(len(stream.token_ids), dtype=torch.long)
-    place[share.layout.flatten().cpu()] = torch.arange(len(place))
-    first_of_rank = share.rank * share.layout.shape[1]
+    place, first_of_rank = gathered_places(share)
     device = share.layout.device
-    runs = list(_runs(stream, len(share.layout), share.rank))
+    runs = list(query_ranges(stream, len(share.layout), share.rank))
     calls = {
         window: tuple(
-            _call(list(together), window, place, first_of_rank, dtype, device)
+            _call(stream, list(together), window, place, first_of_rank, dtype, device)
             for of_chunk in runs
             for _, together in groupby(sorted(of_chunk, key=kind), key=kind)
         )
         for window in windows
-        for kind in [partial(_QueryRange.call, window=window)]
+        for kind in [partial(QueryRange.call, window=window)]
     }
     positions = stream.position_ids[..., share.positions]
     return StreamAttention(qkv_format="sbhd", calls=calls, position_ids=positions, recurrence=recurrence)
+
+
+def gathered_places(share: StreamShard) -> tuple[Tensor, int]:
+    """int64 `[S]`: where each token of the stream lies when the ranks' tokens are gathered; and where this rank's begin."""
+    layout = share.layout.cpu()
+    place = torch.empty(layout.numel(), dtype=torch.long)
+    place[layout.flatten()] = torch.arange(len(place))
+    return place, share.rank * layout.shape[1]
 
 
 def window_of(config: TransformerConfig, layer_number: int) -> int | None:
@@ -112,7 +118,7 @@ def windows_of(config: TransformerConfig) -> frozenset[int | None]:
     return frozenset(window_of(config, number + 1) for number in range(config.num_layers))
 
 
-def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange]]:
+def query_ranges(stream: PackedStream, cp: int, rank: int) -> Iterable[list[QueryRange]]:
     """The runs of real queries that `rank` holds, its early chunks apart from its late ones, which look at more keys."""
     chunks, chunk_places = (1, [0]) if cp == 1 else (2 * cp, [rank, 2 * cp - 1 - rank])
     ends = stream.boundaries[1:]
@@ -122,12 +128,13 @@ def _runs(stream: PackedStream, cp: int, rank: int) -> Iterable[list[_QueryRange
             size = (end - segment.start) // chunks
             first, last = place * size, min((place + 1) * size, segment.length)
             if first < last:
-                runs.append(_QueryRange(segment, first, last))
+                runs.append(QueryRange(segment, first, last))
         yield runs
 
 
 def _call(
-    runs: list[_QueryRange],
+    stream: PackedStream,
+    runs: list[QueryRange],
     window: int | None,
     place: Tensor,
     first_of_rank: int,
@@ -146,11 +153,11 @@ def _call(
     keys = torch.where(own_key < lasts, starts + own_key, 0)
     bias = None
     if not runs[0].is_plain(window):
-        prefix_starts = column(r.segment.prefix_start for r in runs)
-        prefix_lengths = column(r.segment.prefix_length for r in runs)
+        before = [stream.tokens_before(r.segment, r.segment.before) for r in runs]
+        prefix_lengths = column(map(len, before))
         prefix = torch.arange(int(prefix_lengths.max()))[None]
         in_prefix = prefix < prefix_lengths
-        keys = torch.cat([torch.where(in_prefix, prefix_starts + prefix, 0), keys], dim=1)
+        keys = torch.cat([torch.nn.utils.rnn.pad_sequence(before, batch_first=True), keys], dim=1)
         causal = own_query[..., None] >= own_key[:, None]
         visible = torch.cat([in_prefix[:, None].expand(-1, own_query.shape[1], -1), causal], dim=2)
         if window is not None:
@@ -205,7 +212,6 @@ class ReferenceAttention(torch.nn.Module):
         value, → `[S/cp, 1, heads * v]`.
         """
         assert packed_seq_params is not None, "the reference attention runs packed streams only"
-        repeat = query.shape[-2] // key.shape[-2]
         query, key, value = (t.flatten(0, -3) for t in (query, key, value))
         if self.cp_group is not None and self.cp_group.size() > 1:
             # The backward pass sums over the ranks what each one's queries ask of a key.
@@ -213,11 +219,16 @@ class ReferenceAttention(torch.nn.Module):
                 torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self.cp_group
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        result = query.new_zeros(*query.shape[:2], value.shape[-1])
         calls = packed_seq_params.calls[self.window]
         if not calls:
             # Nothing but padding here, yet the other ranks' backward pass waits for this one to join in their sums.
-            return (result + value[:0].sum()).flatten(1)[:, None]
+            return (query.new_zeros(*query.shape[:2], value.shape[-1]) + value[:0].sum()).flatten(1)[:, None]
+        return self.attend(query, key, value, calls).flatten(1)[:, None]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionCall, ...]) -> Tensor:
+        """`query` `[n, heads, d]` of this rank, `key` `[S, groups, d]` and `value` `[S, groups, v]` of all: `[n, heads, v]`."""
+        repeat = query.shape[1] // key.shape[1]
+        result = query.new_zeros(*query.shape[:2], value.shape[-1])
         targets, parts = [], []
         for call in calls:
             q = query[call.queries].transpose(1, 2)
@@ -231,7 +242,7 @@ class ReferenceAttention(torch.nn.Module):
                 out = _attention_with_sinks(q, k, v, call.bias, self.softmax_scale, self.softmax_offset)
             parts.append(out.transpose(1, 2).flatten(0, 1)[call.source])
             targets.append(call.target)
-        return result.index_copy(0, torch.cat(targets), torch.cat(parts)).flatten(1)[:, None]
+        return result.index_copy(0, torch.cat(targets), torch.cat(parts))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

@@ -69,7 +69,11 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
     mrope = vision.mrope if vision is not None else None
     for chunk in chunks:
         set_rotary_embedding(
-            chunk, options.layer_spec, architecture.text_config(hf_config), mrope, architecture.layer_rope(hf_config)
+            chunk,
+            architecture.text_config(hf_config),
+            mrope,
+            architecture.layer_rope(hf_config),
+            counts_itself=options.layer_spec == "transformer_engine" and not options.by_segments,
         )
         if config.multi_latent_attention:
             layer_specs.set_latent_norm_epsilon(chunk)
@@ -157,7 +161,9 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
     rope = architecture.layer_rope(folder.config)
     kwargs |= {
         "config": config,
-        "transformer_layer_spec": layer_specs.block_spec(options.layer_spec, config, layers, deepstack, traits, rope),
+        "transformer_layer_spec": layer_specs.block_spec(
+            options.layer_spec, config, layers, deepstack, traits, rope, by_segments=options.by_segments
+        ),
         "vocab_size": padded_vocab(vocab_size, layout.tp),
         "pre_process": pre_process,
         "post_process": post_process,
@@ -193,6 +199,7 @@ def _build_chunk(options: ModelOptions, folder: HFFolder, config: TransformerCon
                 overlaps=options.trainable and ddp_config(options).overlap_grad_reduce,
             )
         if options.prediction is not None:
-            layer, norm = layer_specs.prediction_spec(options.layer_spec, config), layer_specs.block_norm(options.layer_spec)
+            layer = layer_specs.prediction_spec(options.layer_spec, config, by_segments=options.by_segments)
+            norm = layer_specs.block_norm(options.layer_spec)
             model.mtp = Prediction(model, layer, norm, options.prediction, vp_stage=vp_stage)
     return model

@@ -6,7 +6,7 @@ with shared prompts, and latent attention. Its parameter names are those of `loc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from megarl.megatron.model_config import has_experts
 from megarl.megatron.norms import KeyNorm, QueryNorm, ReferenceRMSNorm
 from megarl.megatron.rotary import RotarySetSelfAttention
 from megarl.megatron.seeing import DeepstackLayer
+from megarl.megatron.segment_attention import SegmentAttention
 from megarl.models.architecture import DecoderTraits
 from megarl.models.deepseek_v3 import LATENT_NORM_EPS
 from megarl.models.layer_ropes import LayerRope
@@ -88,17 +89,20 @@ def block_spec(
     deepstack: int = 0,
     traits: DecoderTraits = PLAIN,
     rope: LayerRope | None = None,
+    *,
+    by_segments: bool = False,
 ) -> TransformerBlockSubmodules:
     """The spec of a model chunk that holds `layers` (global, zero-based) under the layer spec called `name`.
 
-    Behind the model's first `deepstack` layers features of a vision tower are added. The layers of `rope` rotate as it says.
+    With `by_segments` their attention is that of `segment_attention.py`. Behind the model's first `deepstack` layers features
+    of a vision tower are added. The layers of `rope` rotate as it says.
 
     Raises:
         LayoutError: the layers of that name cannot run the model, or not under its layout, or features are to be added in
             several chunks.
     """
     _check_spec(name, config, traits)
-    make = _MAKE[name]
+    make = _maker(name, by_segments=by_segments)
     linear = config.linear_attention_freq
     kinds = [
         (
@@ -122,9 +126,9 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=of_layers, layer_norm=block_norm(name))
 
 
-def prediction_spec(name: str, config: TransformerConfig) -> ModuleSpec:
+def prediction_spec(name: str, config: TransformerConfig, *, by_segments: bool = False) -> ModuleSpec:
     """The spec of the layer in a layer for multi-token prediction: full attention, and experts if the model has any."""
-    return _MAKE[name](config, config.num_moe_experts, linear=False)
+    return _maker(name, by_segments=by_segments)(config, config.num_moe_experts, linear=False)
 
 
 def block_norm(name: str) -> Any:
@@ -245,4 +249,22 @@ def _set_variant(layer: ModuleSpec, config: TransformerConfig, rule: StateRule |
         attention.module = GatedSelfAttention
 
 
-_MAKE = {"transformer_engine": _transformer_engine, "local": _local, "reference": _reference}
+def _maker(name: str, *, by_segments: bool) -> Callable[..., ModuleSpec]:
+    """What makes layers of the spec called `name`, with its own core attention or that over segments."""
+    if not by_segments:
+        return _MAKE[name]
+
+    def make(config: TransformerConfig, num_experts: int | None, *, linear: bool) -> ModuleSpec:
+        layer = _MAKE[name](config, num_experts, linear=linear)
+        if not linear:
+            layer.submodules.self_attention.submodules.core_attention = SegmentAttention
+        return layer
+
+    return make
+
+
+_MAKE: dict[str, Callable[..., ModuleSpec]] = {
+    "transformer_engine": _transformer_engine,
+    "local": _local,
+    "reference": _reference,
+}

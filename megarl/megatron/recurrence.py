@@ -1,7 +1,8 @@
 """Which tokens of a packed stream a recurrent layer runs behind which: runs of tokens, where they begin, what they hand on.
 
-A run is a segment of the stream. It begins from zeros or, where it has a prefix, from what the run of that prefix ends with, so
-that the responses to a prompt share its states. The gradient of a state that is handed on is the sum over those who got it.
+A run is a segment of the stream. It begins from zeros or, where tokens are before it, from what the run of the last of these
+ends with, so that the responses to a prompt share its states, and those of all that they have in common. The gradient of a
+state that is handed on is the sum over those who got it.
 """
 
 from __future__ import annotations
@@ -65,23 +66,28 @@ class Recurrence:
 
 def recurrence_of(stream: PackedStream, width: int) -> Recurrence:
     """The order of `stream`'s tokens for layers whose convolution is `width` wide; its tensors are in main memory."""
-    first = [segment for segment in stream.segments if not segment.prefix_length]
-    second = [segment for segment in stream.segments if segment.prefix_length]
-    number = {segment.start: place for place, segment in enumerate(first)}
-    stages = [_stage(first, None)]
-    if second:
-        stages.append(_stage(second, torch.tensor([number[segment.prefix_start] for segment in second])))
+    numbers: dict[int, list[int]] = {}
+    for number, segment in enumerate(stream.segments):
+        numbers.setdefault(len(segment.path), []).append(number)
+    stages = []
+    for depth, runs in sorted(numbers.items()):
+        segments = [stream.segments[number] for number in runs]
+        place = {number: run for run, number in enumerate(numbers.get(depth - 1, []))}
+        stages.append(_stage(segments, torch.tensor([place[s.path[-1]] for s in segments]) if depth else None))
     return Recurrence(_taps(stream, width), tuple(stages))
 
 
 def _taps(stream: PackedStream, width: int) -> Tensor:
     size = len(stream.token_ids)
     taps = torch.full((size, width), size)
+    own = torch.arange(1 - width, 1)[None]
     for segment in stream.segments:
-        place, own = torch.arange(segment.length)[:, None], torch.arange(1 - width, 1)[None]
-        behind = place + own  # negative: so many tokens from the prefix's end
-        before = torch.where(behind < -segment.prefix_length, size, segment.prefix_start + segment.prefix_length + behind)
-        taps[segment.start : segment.start + segment.length] = torch.where(behind < 0, before, segment.start + behind)
+        # the path's last tokens, then the segment's own; size where there are fewer
+        before = stream.tokens_before(segment, width - 1)
+        missing = torch.full((width - 1 - len(before),), size)
+        seen = torch.cat([missing, before, torch.arange(segment.start, segment.start + segment.length)])
+        place = torch.arange(segment.length)[:, None]
+        taps[segment.start : segment.start + segment.length] = seen[place + own + width - 1]
     return taps
 
 

@@ -51,18 +51,18 @@ class PackedRotaryEmbedding(torch.nn.Module):
 
 
 def set_rotary_embedding(
-    model: Any, spec_name: str, hf_config: dict[str, Any], mrope: Mrope | None = None, rope: LayerRope | None = None
+    model: Any, hf_config: dict[str, Any], mrope: Mrope | None = None, rope: LayerRope | None = None, *, counts_itself: bool
 ) -> None:
     """Give a GPTModel the frequencies of the decoder's Hugging Face config, and of `rope`, and the positions where layers need
     them.
 
-    Transformer Engine counts the positions of a sequence itself, but not those of three axes (`mrope`).
+    Transformer Engine's attention `counts_itself` the positions of a sequence, but not those of three axes (`mrope`).
     """
     if not model.config.multi_latent_attention:
         configs = [hf_config] if rope is None else [hf_config, rope.config]
         frequencies = torch.cat([inverse_frequencies(config, model.config.kv_channels) for config in configs])
         model.rotary_pos_emb.inv_freq = frequencies.to(torch.cuda.current_device())
-    if spec_name != "transformer_engine" or mrope is not None:
+    if not counts_itself or mrope is not None:
         axes = torch.tensor(mrope.axes() * 2, device=torch.cuda.current_device()) if mrope is not None else None
         # Latent attention rotates inside its layers, by the positions that travel with the stream.
         model.rotary_pos_emb = PackedRotaryEmbedding(

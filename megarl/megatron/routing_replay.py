@@ -98,8 +98,7 @@ class RoutingReplay:
                 if row < 0:  # what fills up a round of micro-batches
                     continue
                 rows.append(row)
-                ends = [(laid.prompt_start, laid.prompt_length), (laid.start, laid.length)]
-                parts.append(torch.cat([whole[start : start + length] for start, length in ends]))
+                parts.append(whole[laid.places.to(whole.device)])
         if parallel_state.get_tensor_model_parallel_rank() or parallel_state.get_context_parallel_rank() or not parts:
             return None
         return RecordedRoutes(

@@ -46,6 +46,7 @@ from megarl.megatron.recurrence import Recurrence, recurrence_of
 from megarl.megatron.rotary import PackedRotaryEmbedding
 from megarl.megatron.routers import Routers
 from megarl.megatron.seeing import SeeingModel
+from megarl.megatron.segment_attention import segment_attention
 
 LossFunction = Callable[[Tensor, PackedStream], tuple[Tensor, dict[str, Any]]]
 """(model output `[N, C]`, stream) → (scalar loss already divided by its global denominator, metric sums).
@@ -176,7 +177,7 @@ def _run(
         filled += [(_NOTHING, _no_loss)] * (-len(filled) % options.layout.pp)
     config = get_model_config(chunks[0])
     layer = prediction_of(chunks) if options.prediction is not None and not forward_only else None
-    if options.layer_spec != "reference":
+    if not options.shares_prefixes:
         filled = [(split_shared_prompts(units), loss) for units, loss in filled]
     longest = _longest([units for units, _ in filled], options, position)
     shape = _PassShape(
@@ -284,10 +285,10 @@ def _lay(
     device: torch.device,
     routers: Routers,
 ) -> _Laid:
-    multiples = _multiples(options)
+    laying = _laying(options)
     if shape.tokens is not None:
-        multiples["pad_to_multiple"] = shape.tokens
-    stream = pack(units, position=shape.position, **multiples)
+        laying["pad_to_multiple"] = shape.tokens
+    stream = pack(units, position=shape.position, **laying)
     share = context_parallel_shard(stream, options.layout.cp, parallel_state.get_context_parallel_rank())
     order = recurrence_of(stream, shape.width).to(device) if shape.width is not None else None
     seen = stream.media.of_tokens(share.positions, len(stream.token_ids)) if stream.media is not None else None
@@ -309,11 +310,9 @@ def _lay(
 
 def _longest(micro_batches: Sequence[MicroBatch], options: ModelOptions, position: ScorePosition) -> int:
     """Tokens of the longest stream, and no fewer than all are padded to."""
-    multiples = _multiples(options)
-    multiple, least = multiples["pad_to_multiple"], options.padded_tokens or 0
-    return max(
-        -(-least // multiple) * multiple, *(laid_tokens(units, position=position, **multiples) for units in micro_batches)
-    )
+    laying = _laying(options)
+    multiple, least = laying["pad_to_multiple"], options.padded_tokens or 0
+    return max(-(-least // multiple) * multiple, *(laid_tokens(units, position=position, **laying) for units in micro_batches))
 
 
 def _prepare(lay: Callable[[], _Laid], options: ModelOptions, shape: _PassShape, device: torch.device) -> _Prepared:
@@ -326,19 +325,26 @@ def _itself(laid: _Laid) -> _Laid:
     return laid
 
 
-def _multiples(options: ModelOptions) -> dict[str, int]:
-    """What `pack` pads a stream and its segments to."""
+def _laying(options: ModelOptions) -> dict[str, Any]:
+    """How `pack` lays a stream: what it pads it and its segments to, and what responses share.
+
+    Where passes record and replay routes, which are each response's own, all of them have streams of one form.
+    """
     layout = options.layout
     of_rank = options.token_multiple * (layout.tp if layout.sequence_parallel else 1)
     of_segment = 1 if layout.cp == 1 else 2 * layout.cp
-    return {"pad_to_multiple": math.lcm(layout.cp * of_rank, of_segment), "segment_multiple": of_segment}
+    return {
+        "pad_to_multiple": math.lcm(layout.cp * of_rank, of_segment),
+        "segment_multiple": of_segment,
+        "share_turns": not options.replays_routes,
+    }
 
 
 def _prediction_inputs(
     units: MicroBatch, stream: PackedStream, of_decoder: StreamShard, options: ModelOptions, device: torch.device
 ) -> PredictionInputs:
     """The layer for multi-token prediction is given its stream as the decoder is given `stream`, which is in main memory."""
-    found = shifted(units, stream, **_multiples(options))
+    found = shifted(units, stream, **_laying(options))
     share = context_parallel_shard(found.stream, options.layout.cp, of_decoder.rank)
     mask, packed = _attention_inputs(found.stream, share, None, options, (None,), device)
     positions = int(found.stream.position_ids.max()) + 1
@@ -362,7 +368,7 @@ def _forward_step(
     # All are read in this very forward call, outside the layers that may be recomputed later.
     if isinstance(core.rotary_pos_emb, PackedRotaryEmbedding):
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
-        whole = options.layer_spec == "transformer_engine"
+        whole = options.layer_spec == "transformer_engine" and not options.by_segments
         core.rotary_pos_emb.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if isinstance(core, SeeingModel):
         core.seen = laid.seen
@@ -409,6 +415,8 @@ def _attention_inputs(
 
     They are made in main memory, where `stream` and `share` are, and copied to `device`.
     """
+    if options.by_segments:
+        return None, on_device(segment_attention(stream, share, recurrence, windows), device)
     if options.layer_spec == "reference":
         attention = stream_attention(stream, share, DTYPES[options.dtype], recurrence, windows)
         return None, on_device(attention, device)

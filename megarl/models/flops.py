@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -74,14 +75,18 @@ class FlopsModel:
         layer = cls.of(replace(shape, layers=1, expert_layers=experts, window_layers=frozenset(), linear=None, predicts=False))
         return replace(layer, per_token=layer.per_token + 2 * 2 * shape.hidden**2)
 
-    def cost(self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid] = ()) -> int:
+    def cost(
+        self, prompt_tokens: int, response_tokens: Sequence[int], grids: Sequence[Grid] = (), repeats: Sequence[int] = ()
+    ) -> int:
         """Operations of a prompt computed once with responses that each attend to it and to themselves.
 
-        `grids` are those of all their pictures (`data/media.py`).
+        `grids` are those of all their pictures (`data/media.py`). `repeats`: so many first tokens of some responses are
+        computed with another's.
         """
         total = sum(response_tokens)
         pairs = self.attention(0, prompt_tokens) + sum(self.attention(prompt_tokens, r) for r in response_tokens)
-        of_decoder = self.per_token * (prompt_tokens + total) + self.per_logit_row * total + pairs
+        pairs -= sum(self.attention(prompt_tokens, repeated) for repeated in repeats)
+        of_decoder = self.per_token * (prompt_tokens + total - sum(repeats)) + self.per_logit_row * total + pairs
         return of_decoder + self.tower(grids)
 
     def attention(self, before: Length, tokens: Length) -> Length:
@@ -115,12 +120,30 @@ def _parts(length: int, most: int) -> list[int]:
     return [min(most, length - start) for start in range(0, length, most)]
 
 
+SEGMENTS_PER_SPEC = 2.0
+"""How much longer attention by segments is assumed to take than Transformer Engine's own, pair for pair: torch has
+FlashAttention 2, Transformer Engine 3. Not measured."""
+
+
+def sharing_pays(flops: FlopsModel, prompt_tokens: int, response_tokens: int, group: int) -> bool:
+    """Whether a prompt computed once for its `group` of responses, with attention by segments, takes less than one for each."""
+    responses = [response_tokens] * group
+    attention = flops.attention(0, prompt_tokens) + group * flops.attention(prompt_tokens, response_tokens)
+    shared = flops.cost(prompt_tokens, responses) + (SEGMENTS_PER_SPEC - 1) * attention
+    return shared < group * flops.cost(prompt_tokens, [response_tokens])
+
+
 @dataclass(frozen=True)
 class UpdateFlops:
-    """Floating-point operations of updates: of the decoder, and of the vision tower."""
+    """Floating-point operations of updates: of the decoder, and of the vision tower.
+
+    `tokens` are those that the decoder computed, `apart` those that it would compute if sequences shared nothing.
+    """
 
     decoder: int = 0
     tower: int = 0
+    tokens: int = 0
+    apart: int = 0
 
     @property
     def total(self) -> int:
@@ -128,7 +151,9 @@ class UpdateFlops:
         return self.decoder + self.tower
 
     def __add__(self, other: UpdateFlops) -> UpdateFlops:
-        return UpdateFlops(self.decoder + other.decoder, self.tower + other.tower)
+        return UpdateFlops(
+            self.decoder + other.decoder, self.tower + other.tower, self.tokens + other.tokens, self.apart + other.apart
+        )
 
 
 def update_flops(
@@ -144,14 +169,18 @@ def update_flops(
 
     Counted are the tokens that are fed (a response's last token only where scores are taken at tokens), the pairs of a token
     and one it attends to, the different pictures of each micro-batch, and, with `logits`, the output rows of scored tokens.
-    Without `shared_prompts` each response has its prompt to itself. A tower that is frozen has one of the `tower_passes`.
+    Without `shared_prompts` each response has its prompt to itself, and no tokens from another response. A tower that is frozen
+    has one of the `tower_passes`.
     """
-    tokens = attention = rows = of_towers = 0
+    tokens = apart = attention = rows = of_towers = 0
     for share in shares:
         fed = np.maximum(share.lengths - (position is ScorePosition.NEXT), 0)
         prompt_of = np.repeat(share.prompt_lengths, share.units)
         prompts = share.prompt_lengths if shared_prompts else prompt_of
-        tokens += int(prompts.sum() + fed.sum())
+        lengths, behind = _repeated(share, shared_prompts=shared_prompts)
+        tokens += int(prompts.sum() + fed.sum() - lengths.sum())
+        apart += int(prompt_of.sum() + fed.sum())
+        attention -= int(flops.attention(behind, lengths).sum())
         attention += int(flops.attention(np.zeros_like(prompts), prompts).sum() + flops.attention(prompt_of, fed).sum())
         rows += int(share.mask.sum())
         of_towers += sum(flops.tower(grid for _, grid in pictures) for pictures in share.pictures())
@@ -160,7 +189,15 @@ def update_flops(
         of_decoder += sum(_of_predicting(flops.prediction, share, shared_prompts=shared_prompts) for share in shares)
     # of weights that are not trained the gradients are not computed, which take as long as a forward pass
     frozen = flops.frozen_per_token * tokens + flops.per_logit_row * rows * (logits and flops.frozen_rows)
-    return UpdateFlops(PASSES * of_decoder - frozen, tower_passes * of_towers)
+    return UpdateFlops(PASSES * of_decoder - frozen, tower_passes * of_towers, tokens, apart)
+
+
+def _repeated(share: Share, *, shared_prompts: bool) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Of the responses that have first tokens from another one: how many tokens, and those of the prompt before them."""
+    repeats = share.repeats if shared_prompts else ()
+    counts = [len(of_unit) for of_unit in repeats]
+    lengths = np.fromiter(chain.from_iterable(repeats), np.int64)
+    return lengths, np.repeat(share.prompt_lengths, counts) if counts else lengths
 
 
 def _of_predicting(flops: FlopsModel, share: Share, *, shared_prompts: bool) -> int:
@@ -170,7 +207,10 @@ def _of_predicting(flops: FlopsModel, share: Share, *, shared_prompts: bool) -> 
     prompt_of = np.repeat(behind_first, share.units)
     prompts = behind_first if shared_prompts else prompt_of
     pairs = flops.attention(np.zeros_like(prompts), prompts).sum() + flops.attention(prompt_of, fed).sum()
-    return flops.per_token * int(prompts.sum() + fed.sum()) + int(pairs) + flops.per_logit_row * int(share.mask.sum())
+    repeated, behind = _repeated(share, shared_prompts=shared_prompts)
+    pairs -= flops.attention(np.maximum(behind - 1, 0), repeated).sum()
+    tokens = int(prompts.sum() + fed.sum() - repeated.sum())
+    return flops.per_token * tokens + int(pairs) + flops.per_logit_row * int(share.mask.sum())
 
 
 def _attention_products(shape: ModelShape) -> tuple[int, int]:

@@ -191,5 +191,5 @@ def _group(config: AnyConfig) -> int:
 
 
 def _shares(config: AnyConfig, *, of_reference: bool) -> bool:
-    """Whether responses of a prompt lie in one micro-batch behind it, which the reference attention alone computes."""
-    return of_reference and config.policy.share_prefix
+    """Whether responses of a prompt lie in one micro-batch behind it; under other layers that is not in the plan."""
+    return of_reference and config.policy.share_prefix is not False

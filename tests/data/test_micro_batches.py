@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.data.micro_batches import Assignment, UnitPart, UnitSize, plan_micro_batches
+from megarl.data.prefix_tree import CommonPrefixes
 from megarl.models.flops import FlopsModel
 
-UNITS = st.lists(
-    st.builds(
-        UnitSize,
-        st.integers(1, 60),
-        st.lists(st.integers(0, 80), min_size=1, max_size=8).map(tuple),
-        st.just(()),
-        st.just(()),
-    ),
-    min_size=1,
-    max_size=14,
-)
+
+@st.composite
+def unit_sizes(draw: st.DrawFn) -> UnitSize:
+    """Responses that may begin alike, two that stand beside each other in an order with no more tokens than both have."""
+    lengths = draw(st.lists(st.integers(0, 80), min_size=1, max_size=8))
+    if not draw(st.booleans()):
+        return UnitSize(draw(st.integers(1, 60)), tuple(lengths))
+    order = draw(st.permutations(range(len(lengths))))
+    common = tuple(draw(st.integers(0, min(lengths[a], lengths[b]))) for a, b in pairwise(order))
+    return UnitSize(draw(st.integers(1, 60)), tuple(lengths), common=CommonPrefixes(tuple(order), common))
+
+
+UNITS = st.lists(unit_sizes(), min_size=1, max_size=14)
 FLOPS = st.builds(FlopsModel, st.sampled_from([1, 10, 1000]), st.sampled_from([0, 1, 10, 1000]), st.sampled_from([0, 1, 5]))
 MAX_TOKENS = st.sampled_from([5, 50, 100, 300, 4000])
 
@@ -31,7 +35,7 @@ def _piece_cost(units: list[UnitSize], flops: FlopsModel, piece: UnitPart, *, co
     lengths = [units[unit].response_tokens[place] for place in places]
     if copied:
         return sum(flops.cost(units[unit].prompt_tokens, [length]) for length in lengths)
-    return flops.cost(units[unit].prompt_tokens, lengths)
+    return flops.cost(units[unit].prompt_tokens, lengths, (), units[unit].common.repeats(places))
 
 
 def _rank_costs(units: list[UnitSize], flops: FlopsModel, plan: Assignment, *, copied: bool = False) -> list[int]:
@@ -61,6 +65,7 @@ def test_plan_keeps_every_invariant(
         assert len({unit for unit, _ in batch}) == len(batch)
         assert all(places and list(places) == sorted(places) for _, places in batch)
         tokens = sum(units[u].response_tokens[at] for u, places in batch for at in places)
+        tokens -= 0 if copied else sum(sum(units[u].common.repeats(places)) for u, places in batch)
         tokens += sum(units[u].prompt_tokens * (len(places) if copied else 1) for u, places in batch)
         if tokens > max_tokens and sum(len(places) for _, places in batch) > 1:
             assert (count + 1) * ranks > len(everything), "there was room for another micro-batch on every rank"

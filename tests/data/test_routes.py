@@ -112,11 +112,10 @@ def test_every_token_of_a_stream_has_the_routes_that_its_sample_has(
                     sample = batch.samples[row]
                     assert sample.routes is not None
                     prompt, response = sample.routes[: at.prompt_length], sample.routes[at.prompt_length :]
-                    of_prompt = stream.routes[at.prompt_start : at.prompt_start + at.prompt_length]
+                    of_prompt, own = stream.routes[at.places].tensor_split([at.prompt_length])
                     np.testing.assert_array_equal(of_prompt[:-1].numpy(), prompt[:-1])
-                    np.testing.assert_array_equal(stream.routes[at.start : at.start + at.length].numpy(), response[: at.length])
-                    is_token[at.prompt_start : at.prompt_start + at.prompt_length] = True
-                    is_token[at.start : at.start + at.length] = True
+                    np.testing.assert_array_equal(own.numpy(), response[: len(own)])
+                    is_token[at.places] = True
                 assert bool((stream.routes[~is_token] == 255).all())
     [plain] = batch.shares(units, [[[piece] for piece in whole]], [])
     assert plain.routes is None

@@ -73,14 +73,12 @@ def test_padding_segments_changes_no_score_and_no_position(position: ScorePositi
     assert len(plain.token_ids) == sum(segment.length for segment in plain.segments) == plain.boundaries[-1]
     for one, other in zip(padded.segments, plain.segments, strict=True):
         assert one.start % 8 == 0
-        assert (one.length, one.prefix_length) == (other.length, other.prefix_length)
-        for start, of_plain, length in (
-            (one.start, other.start, one.length),
-            (one.prefix_start, other.prefix_start, one.prefix_length),
-        ):
-            for field in ("token_ids", "position_ids"):
-                ours, theirs = getattr(padded, field), getattr(plain, field)
-                assert torch.equal(ours[start : start + length], theirs[of_plain : of_plain + length])
+        assert (one.length, one.path, one.before) == (other.length, other.path, other.before)
+        for field in ("token_ids", "position_ids"):
+            ours, theirs = getattr(padded, field), getattr(plain, field)
+            assert torch.equal(ours[one.start : one.start + one.length], theirs[other.start : other.start + one.length])
+            before = padded.tokens_before(one, one.before), plain.tokens_before(other, one.before)
+            assert torch.equal(ours[before[0]], theirs[before[1]])
     assert all((end - start) % 8 == 0 for start, end in pairwise(padded.boundaries))
 
 
@@ -91,7 +89,7 @@ def test_the_split_gives_no_rank_more_attention_work_than_the_others(cp: int) ->
     stream = pack(units, pad_to_multiple=2 * cp, segment_multiple=2 * cp)
     pairs = torch.zeros(len(stream.token_ids))
     for segment in stream.segments:
-        pairs[segment.start : segment.start + segment.length] = torch.arange(segment.length) + 1.0 + segment.prefix_length
+        pairs[segment.start : segment.start + segment.length] = torch.arange(segment.length) + 1.0 + segment.before
     of_rank = pairs[zigzag(stream.boundaries, cp)].sum(1)
     assert float(of_rank.max() / of_rank.mean()) < 1.03
     runs = [pairs[start:end].view(cp, -1).sum(1) for start, end in pairwise(stream.boundaries)]

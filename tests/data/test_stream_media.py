@@ -71,10 +71,10 @@ def test_responses_follow_the_largest_position_on_all_axes(shared: bool) -> None
         of_unit = number // 3 if shared else number // 2
         length = len(UNITS[of_unit].prompt_ids)
         positions = stream.position_ids[:, slice(*end)]
-        if segment.prefix_length or not shared:
+        if segment.path or not shared:
             behind = positions if shared else positions[:, length:]
             assert behind.tolist() == [[largest[of_unit] + 1, largest[of_unit] + 2]] * 3
-        if not segment.prefix_length:
+        if not segment.path:
             factors = (1, 1, 1) if of_unit == 1 else (1, 2, 3)
             assert positions[:, :length].tolist() == [[n * factor for n in range(length)] for factor in factors]
 

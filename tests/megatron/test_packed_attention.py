@@ -8,8 +8,10 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import Response, ScorePosition, Unit, context_parallel_shard, pack, split_shared_prompts
 from megarl.megatron.attention import ReferenceAttention, stream_attention
+from megarl.megatron.segment_attention import SegmentAttention, segment_attention
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -18,14 +20,19 @@ def _units(generator: torch.Generator) -> list[Unit]:
     def ids(length: int) -> torch.Tensor:
         return torch.randint(0, 100, (length,), generator=generator)
 
-    def response(index: int, length: int) -> Response:
-        mask = torch.rand(length, generator=generator) < 0.7
-        return Response(index, ids(length), mask, {"advantages": torch.randn(length, generator=generator)})
+    def response(index: int, length: int, *begun: torch.Tensor) -> Response:
+        tokens = torch.cat([*begun, ids(length)])
+        mask = torch.rand(len(tokens), generator=generator) < 0.7
+        return Response(index, tokens, mask, {"advantages": torch.randn(len(tokens), generator=generator)})
 
+    first, second, both = ids(LEAST_SHARED), ids(3), ids(LEAST_SHARED)
     return [
         Unit(ids(5), [response(0, 3), response(1, 7), response(2, 1)]),
         Unit(ids(2), [response(3, 4)]),
         Unit(ids(9), [response(4, 1), response(5, 2)]),
+        # Three levels; one response ends where the others go on, and one has its prompt alone with them.
+        Unit(ids(6), [response(6, 4, first), response(7, 2), response(8, 5, first, second), response(9, 1, first, second)]),
+        Unit(ids(3), [response(10, 7, both), response(11, 2, both)]),
     ]
 
 
@@ -54,26 +61,32 @@ def _config(window: int | None, **more: Any) -> Any:
     return TransformerConfig(**sizes, window_size=None if window is None else (window - 1, 0), **more)
 
 
+@pytest.mark.parametrize("by_segments", [False, True])
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (1, False), (3, False), (6, True), (12, False), (None, True)])
 def test_packed_attention_equals_dense_attention_of_each_sequence_alone(
-    share: bool, window: int | None, has_sinks: bool
+    by_segments: bool, share: bool, window: int | None, has_sinks: bool
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     units = _units(generator)
     stream = pack(units if share else split_shared_prompts(units), pad_to_multiple=8)
     assert len(stream.token_ids) % 8 == 0
     # Token-dependent features, so that the same token at the same position has the same query wherever it is laid.
-    table = torch.randn(100, 16, HEADS + 2 * KV_HEADS, DIM, generator=generator)
+    table = torch.randn(100, 48, HEADS + 2 * KV_HEADS, DIM, generator=generator, dtype=torch.float64)
     features = table[stream.token_ids, stream.position_ids].requires_grad_()
     query, key, value = features.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-    attention = ReferenceAttention(_config(window, softmax_type="learnable" if has_sinks else "vanilla"), 1, None, "self")
+    kind = SegmentAttention if by_segments else ReferenceAttention
+    attention = kind(_config(window, softmax_type="learnable" if has_sinks else "vanilla"), 1, None, "self")
     sinks = None
     if has_sinks:
         assert attention.softmax_offset is not None
-        attention.softmax_offset.data = torch.randn(HEADS, generator=generator)
+        attention.softmax_offset.data = torch.randn(HEADS, generator=generator, dtype=torch.float64)
         sinks = attention.softmax_offset.detach().double().requires_grad_()
-    packed = stream_attention(stream, context_parallel_shard(stream, 1, 0), torch.float32, windows=[None, window])
+    whole, windows = context_parallel_shard(stream, 1, 0), [None, window]
+    packed = segment_attention(stream, whole, windows=windows) if by_segments else stream_attention(
+        stream, whole, torch.float64, windows=windows
+    )  # fmt: skip
+    assert not share or max(len(segment.path) for segment in stream.segments) == 3
     out = attention(query[:, None], key[:, None], value[:, None], None, packed_seq_params=packed)
     scored = out[stream.rows, 0].view(-1, HEADS, DIM)
     weights = torch.randn(scored.shape, generator=torch.Generator().manual_seed(1))

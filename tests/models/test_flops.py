@@ -132,7 +132,7 @@ def test_pictures_count_once_for_each_micro_batch_that_shows_them() -> None:
     assert ours(flops, *shares([wide], [again])) == without + 3 * of_wide  # computed once
     assert ours(flops, *shares([wide], [high, again])) == without + 3 * (of_wide + of_high)
     how = {"shared_prompts": True, "position": ScorePosition.NEXT, "logits": True}
-    assert update_flops(flops, shares([wide], [high]), **how, tower_passes=1) == UpdateFlops(without, of_wide + of_high)
+    assert update_flops(flops, shares([wide], [high]), **how, tower_passes=1) == UpdateFlops(without, of_wide + of_high, 46, 46)
     told = replace(high, place=21)  # of a response
     assert ours(flops, *shares([wide], [told])) == ours(flops, *shares([wide], [high]))
     assert ours(flops, *shares([high], [told])) == without + 3 * of_high

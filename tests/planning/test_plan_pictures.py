@@ -178,7 +178,7 @@ def test_engines_hold_the_whole_tower_on_every_rank_and_compute_a_prompts_pictur
 
 
 def test_shared_prompts_have_their_pictures_computed_once_for_a_group() -> None:
-    shared, apart = config_of("policy.share_prefix=true"), config_of()
+    shared, apart = config_of("policy.share_prefix=true"), config_of("policy.share_prefix=false")
     arguments = (1024.0, 16384, 1000.0, 1000.0)
     assert prompts_computed(shared, *arguments, of_reference=True) == 128
     assert prompts_computed(shared, 1024.0, 5000, 1000.0, 1000.0, of_reference=True) == 2 * 128  # four responses at a time

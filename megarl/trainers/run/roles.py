@@ -43,6 +43,7 @@ from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
+from megarl.trainers.run.prefix_sharing import core_attention, shares_prefixes
 from megarl.trainers.run.update_metrics import combine
 from megarl.weight_sync.pusher import Pushed, merge
 from megarl.workers.cluster import GroupRequest
@@ -101,8 +102,8 @@ class Roles:
         self.temperature, self.updates = (1.0 if sampling is None else sampling.temperature), updates
         limits = {} if sampling is None else sampling.sampling_limits
         self.sampling_limits = SamplingLimits(**limits) if limits else None
-        # Only the reference attention knows prefixes; other layer specs run each response with a prompt of its own.
-        self.share_prefix = config.policy.share_prefix and layer_spec == "reference"
+        self.share_prefix = shares_prefixes(config, layer_spec, flops)
+        self._core_attentions: dict[str, Literal["spec", "segments"]] = {}
         self.optimizer: str | None = None
         self.peak_flops: float | None = None
         """Of a GPU of the policy, in operations per second; None where it is not known."""
@@ -126,6 +127,7 @@ class Roles:
             group.layout,
             head=spec.head,
             layer_spec=self.layer_spec,
+            core_attention=self._core_attention(role),
             dtype=config.model.dtype,
             recompute=config.model.recompute,
             temperature=self.temperature,
@@ -167,6 +169,20 @@ class Roles:
             self.peak_flops = gpu.peak_flops(fp8=config.model.fp8 != "none") if gpu is not None else None
         self._loaded.append(role)
 
+    def _core_attention(self, role: str) -> Literal["spec", "segments"]:
+        """The layer spec's own, or the one that shares prefixes under any."""
+        if (known := self._core_attentions.get(role)) is None:
+            known, model = "spec", self.config.model
+            if self.share_prefix:
+                platform, megatron = self.group_of(role).platform, megatron_of(self.config, role)
+                known = core_attention(self.layer_spec, self.specs[role].path, platform, model.dtype, megatron)
+            self._core_attentions[role] = known
+        return known
+
+    def _can_share(self, role: str) -> bool:
+        """Whether attention of `role` takes streams whose sequences share prefixes."""
+        return self.layer_spec == "reference" or self._core_attention(role) == "segments"
+
     def _adapters(self, role: str) -> dict[str, Any]:
         """Of `ModelOptions`, what says which adapters a role has, or that it is the policy without what they have learnt."""
         trained, config = self.specs[role].trained, self.config
@@ -187,7 +203,8 @@ class Roles:
         in_fp8 = f" in FP8 ({model.fp8}, {model.fp8_recipe})" if model.fp8 != "none" else ""
         untested = untested_pair(self.layer_spec, version("megatron-core"))
         warning = f" (warning: {untested})" if untested is not None else ""
-        return f"layer spec {self.layer_spec}{in_fp8}{warning}, optimizer {self.optimizer}"
+        shared = "computed once" if self.share_prefix and self._can_share(POLICY) else "computed for each response"
+        return f"layer spec {self.layer_spec}{in_fp8}{warning}, optimizer {self.optimizer}, shared prefixes {shared}"
 
     def drop(self, role: str) -> None:
         """Free a role's memory."""
@@ -293,7 +310,7 @@ class Roles:
             self._update_flops += update_flops(
                 self.flops,
                 [*chain(*of_batches)],
-                shared_prompts=self.layer_spec == "reference",
+                shared_prompts=self._can_share(role),
                 position=position,
                 logits=self.specs[role].head == "log_probs",
                 tower_passes=1 if "vision" in self.config.policy.freeze else PASSES,
@@ -430,9 +447,10 @@ class Roles:
     ) -> list[Share]:
         """For every data-parallel replica of the role its micro-batches."""
         group = self.group_of(role)
-        shared = self.share_prefix or keep_groups
+        shared = (self.share_prefix and self._can_share(role)) or keep_groups
         copied = not shared and batch.prompts_show_pictures  # a micro-batch computes a picture once, however many show it
-        units = batch.unit_rows(rows, share_prefix=shared or copied)
+        share_turns = role != POLICY or self.config.routing_replay == "none"  # as the ranks do: see `step.py`
+        units = batch.unit_rows(rows, share_prefix=shared or copied, share_turns=share_turns)
         limit = (self.specs[role].trained or self.config.policy).max_tokens_per_micro_batch
         plan = self._plan(
             units.sizes,

@@ -49,12 +49,16 @@ def throughput(operations: UpdateFlops, ranks: Sequence[RankRecord], peak_flops:
 
     `ranks` are the policy's: the one that was longest in updates says how long they took. Of steps whose prompts show pictures
     also the vision tower's share of the operations, and the seconds of its forward passes on the rank that was longest in them.
+    `policy/computed_tokens` are those of the decoder's updates, `policy/shared_tokens` the share that prefixes saved of more.
     """
     seconds = max(sum(end - begin for name, begin, end in record.spans if name == "update") for record in ranks)
     if not operations.total or not seconds:
         return {}
     per_gpu = operations.total / len(ranks) / seconds
     found = {"policy/tflops_per_gpu": per_gpu / 1e12} | ({"policy/mfu": per_gpu / peak_flops} if peak_flops else {})
+    if operations.tokens:
+        found["policy/computed_tokens"] = operations.tokens
+        found["policy/shared_tokens"] = 1 - operations.tokens / operations.apart
     if operations.tower:
         found["policy/tower_flops_share"] = operations.tower / operations.total
         found["policy/tower_forward_s"] = max(record.tower_s for record in ranks)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.data.prefix_tree import LEAST_SHARED
+from megarl.data.stream import pack
 from megarl.megatron.options import SamplingLimits
 from tests.families import FAMILIES, ODD, build_folder, hub_gradients, hub_tensors, hugging_face
 from tests.themes.parallel.comparison import compare
@@ -105,6 +107,46 @@ def test_every_layout_computes_what_hugging_face_computes(
     of_ranks = layout_for(layout, **FAMILIES[family].kind)
     answers = parity_world.call(run_family, expected["folder"], of_ranks, units(), size=LAYOUTS[layout].world_size)
     compare(expected, answers, partial(parity_report.add, layout, family))
+
+
+BY_SEGMENTS = {
+    "llama": ("tp2·cp2+sp",), "deepseek_v3": ("cp2",), "gpt_oss": ("cp4",), "qwen3_next": ("pp2",),
+}  # fmt: skip
+"""In every run; the other families and layouts are exhaustive."""
+PACKED = tuple(name for name, mode in MODES.items() if mode.packed)
+SEGMENT_CELLS = [
+    pytest.param(
+        *cell, id=f"{cell[1]}-{cell[0]}", marks=() if cell[0] in BY_SEGMENTS.get(cell[1], ()) else pytest.mark.exhaustive
+    )
+    for cell in CELLS
+]
+
+
+def test_units_of_the_matrix_share_more_than_prompts() -> None:
+    stream = pack(units())
+    assert max(len(segment.path) for segment in stream.segments) == 2
+    sequences = sum(len(unit.prompt_ids) + len(response.token_ids) - 1 for unit in units() for response in unit.responses)
+    prompts = sum(len(unit.prompt_ids) * (len(unit.responses) - 1) for unit in units())
+    assert len(stream.token_ids) == sequences - prompts - LEAST_SHARED
+
+
+@pytest.mark.parametrize(("layout", "family"), SEGMENT_CELLS)
+def test_attention_by_segments_computes_what_hugging_face_computes(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report, layout: str, family: str
+) -> None:
+    """What Transformer Engine's layers share prefixes with, under the layers that run on a CPU."""
+    expected, of_ranks = reference(family), layout_for(layout, **FAMILIES[family].kind)
+    arguments = (expected["folder"], of_ranks, units(), None, PACKED, "reference", None, 0, "segments")
+    answers = parity_world.call(run_family, *arguments, size=LAYOUTS[layout].world_size)
+    compare(expected, answers, partial(parity_report.add, f"{layout}, by segments", family))
+
+
+def test_local_layers_share_prefixes_by_segments(
+    parity_world: World, reference: Callable[[str], dict[str, Any]], parity_report: Report
+) -> None:
+    expected = reference("qwen2-full")
+    arguments = (expected["folder"], LAYOUTS["tp2"], units(), None, PACKED, "local", None, 0, "segments")
+    compare(expected, parity_world.call(run_family, *arguments, size=2), partial(parity_report.add, "tp2, local", "qwen2-full"))
 
 
 ODD_CELLS = [

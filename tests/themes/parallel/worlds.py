@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.config.layout import Layout
+from megarl.data.prefix_tree import LEAST_SHARED
 from megarl.data.stream import MicroBatch, Response, Unit, split_shared_prompts
 from megarl.megatron.options import SamplingLimits
 from tests.families import VOCAB_SIZE
@@ -86,32 +87,35 @@ def layout_for(name: str, *, experts: bool, linear: bool = False, biases: bool =
 
 
 def units() -> list[Unit]:
-    """Four prompts with two responses each; single-token responses, and masks with holes, are among them."""
+    """Four prompts with two responses each; single-token responses, and masks with holes, are among them.
+
+    A fifth has three, of which two begin with the same tokens, as turns of an episode do.
+    """
     generator = torch.Generator().manual_seed(7)
 
     def ids(low: int, high: int) -> Tensor:
         length = int(torch.randint(low, high, (), generator=generator))
         return torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
 
-    found, index = [], 0
-    for _ in range(4):
-        responses = []
-        for _ in range(2):
-            tokens = ids(1, 14)
-            mask = torch.rand(len(tokens), generator=generator) < 0.8
-            weights = torch.randn(len(tokens), generator=generator) / 20
-            responses.append(Response(index, tokens, mask, {"weights": weights}))
-            index += 1
+    def response(index: int, tokens: Tensor) -> Response:
+        mask = torch.rand(len(tokens), generator=generator) < 0.8
+        return Response(index, tokens, mask, {"weights": torch.randn(len(tokens), generator=generator) / 20})
+
+    found = []
+    for index in range(0, 8, 2):
+        responses = [response(index + number, ids(1, 14)) for number in range(2)]
         found.append(Unit(ids(2, 20), responses))
-    return found
+    begun = ids(LEAST_SHARED, LEAST_SHARED + 1)
+    branches = [response(8 + number, torch.cat([*more, ids(3, 8)])) for number, more in enumerate(([begun], [begun], []))]
+    return [*found, Unit(ids(4, 5), branches)]
 
 
 def micro_batches(mode: Mode, dp: int, given: list[Unit] | None = None) -> list[list[MicroBatch]]:
-    """Per data-parallel rank its micro-batches of `given`, or of `units()`; together they always hold the same responses.
+    """Per data-parallel rank its micro-batches of `given`, or of the first four `units()`; all hold the same responses.
 
     All ranks have as many: where they share out experts, a rank with one more would wait for the others.
     """
-    given = units() if given is None else given
+    given = units()[:4] if given is None else given
     shares = [given[rank::dp] for rank in range(dp)]
     if mode.packed:
         parts = 2 if min(map(len, shares)) > 1 else 1
@@ -140,6 +144,7 @@ def run_family(
     layer_spec: str = "reference",
     limits: SamplingLimits | None = None,
     int4_experts: int = 0,
+    core_attention: str = "spec",
 ) -> dict[str, Any]:
     """`exported`: the untouched weights; per mode of `names` `values` (log-prob, entropy by response), `gradients` by hub
     name, and `norm`, that of all gradients as the optimizer clips by it.
@@ -161,6 +166,7 @@ def run_family(
             logit_chunk_tokens=5,
             recompute=recompute,
             layer_spec=layer_spec,
+            core_attention=core_attention,
             int4_experts=int4_experts,
             media_folder=str(media_folder) if media_folder else None,
         )
