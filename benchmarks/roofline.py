@@ -28,8 +28,9 @@ if str(ROOT) not in sys.path:
 import torch  # noqa: E402
 
 from benchmarks.launches import Counts, counting  # noqa: E402
-from megarl.models.flops import PASSES, FlopsModel  # noqa: E402
+from megarl.models.flops import FlopsModel  # noqa: E402
 from megarl.models.shape import shape_of  # noqa: E402
+from megarl.models.update_flops import PASSES  # noqa: E402
 from megarl.observe.summary import machine, versions  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "roofline.json"

@@ -34,7 +34,10 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
         "phase and what bounds them. config.json is all that is read of the model. Exit code 2 if the run does not fit.",
     )
     add_config(plan)
-    plan.add_argument("--gpu", default="h100", help="kind of GPU: h100, h200, a100, b200, cpu (default: h100)")
+    plan.add_argument(
+        "--gpu",
+        help="kind of GPU: h100, h200, h20, a100, l40s, b200, gb200, gb300, cpu, or a YAML file (default: resources.gpu)",
+    )
     plan.add_argument("--gpus", type=int, metavar="N", help="number of available GPUs (default: as many as the layouts take)")
     plan.add_argument("--search", action="store_true", help="rank the layouts that fit, and show why others do not")
     plan.add_argument(
@@ -50,6 +53,8 @@ def add_plan(commands: Any, add_config: Callable[[argparse.ArgumentParser], None
     )
     plan.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts (default: half the longest)")
     plan.add_argument("--response-tokens", type=float, metavar="N", help="mean length of responses (default: half the longest)")
+    plan.add_argument("--longest-response", type=int, metavar="N", help="tokens of the longest response (default: the limit)")
+    plan.add_argument("--efficiency", type=float, metavar="FLOAT", help="share of the GPU's peak that training reaches")
     plan.add_argument(
         "--pictures-per-prompt",
         type=int,
@@ -80,7 +85,7 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--gpus is {arguments.gpus}; it must be a whole number above 0")
     if arguments.pictures_per_prompt is not None and arguments.pictures_per_prompt < 0:
         raise ConfigError(f"--pictures-per-prompt is {arguments.pictures_per_prompt}; it must be a whole number, 0 or more")
-    for option in ("prompt_tokens", "response_tokens", "picture_pixels"):
+    for option in ("prompt_tokens", "response_tokens", "longest_response", "picture_pixels"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{option.replace('_', '-')} is {value:g}; it must be a number above 0")
@@ -88,14 +93,16 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     from megarl.models.check_layouts import check_models
     from megarl.models.from_hub import models_here
     from megarl.planning.calibration import Calibration
-    from megarl.planning.gpus import gpu_named
+    from megarl.planning.gpus import chosen_gpu, given_efficiencies, with_efficiency
     from megarl.planning.measured import read_measured
-    from megarl.planning.plan import lengths_of, make_plan
-    from megarl.planning.search import search, what_fits
-    from megarl.planning.show import against_tables, as_json, found_tables, plan_tables
+    from megarl.planning.plan import check_lengths, lengths_of, make_plan
+    from megarl.planning.search import Search, what_fits
+    from megarl.planning.show import against_tables, as_json, plan_tables
+    from megarl.planning.show_search import found_tables, found_tree
 
     config = load_any(arguments.config, arguments.overrides)
-    gpu, model = gpu_named(arguments.gpu), config.model.path
+    gpu, model = with_efficiency(chosen_gpu(config.resources.gpu, arguments.gpu), arguments.efficiency), config.model.path
+    check_lengths(config, arguments.prompt_tokens, arguments.response_tokens, arguments.longest_response)
     config = models_here(config, weights=False)
     check_models(config)
     measured = read_measured(arguments.against, config) if arguments.against else None
@@ -103,10 +110,12 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         config,
         arguments.prompt_tokens or (measured.prompt_tokens if measured else None),
         arguments.response_tokens or (measured.response_tokens if measured else None),
+        longest=arguments.longest_response,
         pictures_per_prompt=arguments.pictures_per_prompt,
         picture_pixels=arguments.picture_pixels,
     )
-    calibration = Calibration()
+    given = given_efficiencies(gpu)
+    calibration = Calibration(f"assumptions but for what is given: {given}") if given else Calibration()
     if arguments.calibrate:
         from megarl.planning.fit import calibrated, fitted_gpu
 
@@ -117,32 +126,20 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if measured is not None:
         calibration = replace(calibration, whole_pass=measured.whole_pass)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
-    found = None
-    if arguments.search or not (plan.fits or measured):
-        found = search(config, gpu, plan.available, lengths, calibration)
+    found = Search(config, gpu, lengths, calibration).ranked(plan.available) if arguments.search else None
     if arguments.json:
-        console.print(
-            as_json(plan, found if arguments.search else None, measured), markup=False, highlight=False, soft_wrap=True
-        )
+        text = as_json(plan, found_tree(found) if found is not None else None, measured)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
         for part in plan_tables(plan, model):
             console.print(part, highlight=False)
-    if arguments.search and found is not None:
-        if not arguments.json:
-            console.print()
-            for part in found_tables(found):
-                console.print(part, highlight=False)
-        return 0
-    if measured is not None:
-        if not arguments.json:
-            console.print()
-            for part in against_tables(plan, measured):
-                console.print(part, highlight=False)
-        return 0
-    if not plan.fits:
-        assert found is not None
-        instead = what_fits(config, found, plan)
-        raise ConfigError(f"the run does not fit: {plan.excess}; {instead}")
+        for part in ["", *found_tables(found)] if found is not None else []:
+            is_text = isinstance(part, str)  # whose overrides are pasted: no line may be cut
+            console.print(part, highlight=False, markup=not is_text, soft_wrap=is_text)
+        for part in ["", *against_tables(plan, measured)] if measured is not None else []:
+            console.print(part, highlight=False)
+    if found is None and measured is None and not plan.fits:
+        raise ConfigError(f"the run does not fit: {plan.excess}; {what_fits(config, plan)}")
     return 0
 
 
@@ -159,7 +156,7 @@ def _reshard(arguments: argparse.Namespace, console: Console) -> int:
     check_models(config)
     cluster = ClusterRates.read(arguments.cluster) if arguments.cluster else ClusterRates()
     began = time.perf_counter()
-    plan = plan_of_run(config, "cpu" if arguments.gpu == "cpu" else "cuda")
+    plan = plan_of_run(config, "cpu" if (arguments.gpu or config.resources.gpu) == "cpu" else "cuda")
     check_communicators(config, plan)
     proof = verify(plan)
     seconds = time.perf_counter() - began

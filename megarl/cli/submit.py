@@ -75,7 +75,11 @@ def _job_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chain", type=int, default=1, help="number of jobs to submit; each continues where the one before ended"
     )
-    parser.add_argument("--step-seconds", type=float, help="seconds per step (default: as recorded by an earlier start)")
+    parser.add_argument(
+        "--step-seconds",
+        type=float,
+        help="seconds per step (default: as an earlier start recorded, else the estimate of megarl plan)",
+    )
     fields = parser.add_argument_group("the cluster")
     for name, field in fields_of(ClusterProfile).items():
         kind, option = option_kind(field.annotation), f"--{name.replace('_', '-')}"
@@ -104,7 +108,7 @@ def _profile(arguments: argparse.Namespace) -> ClusterProfile:
 
 
 def _submit(arguments: argparse.Namespace, console: Console) -> int:
-    from megarl.launch.job import plan_job
+    from megarl.launch.job import check_folders, plan_job
     from megarl.launch.render import render, script_path
     from megarl.launch.submit import submit
 
@@ -121,8 +125,9 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
         from megarl.config import load_any
 
         return show_rehearsal(load_any(arguments.config, arguments.overrides), profile.places, console, steps=True)
+    check_folders(job.config)
     if arguments.preflight:
-        return _preflight(job, profile, arguments.step_seconds, console)
+        return _preflight(job, profile, console)
     if arguments.dry_run:
         sys.stdout.write(script)
         folder = script_path(job, arguments.system).parent
@@ -132,7 +137,7 @@ def _submit(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.system == "slurm":
         from megarl.launch.preflight import check_site
 
-        check_site(job, profile, arguments.step_seconds)
+        check_site(job, profile)
     numbers = submit(arguments.system, job, script, chain=arguments.chain)
     console.print(f"job {', then '.join(numbers)}: {job.nodes} nodes; the script is {script_path(job, arguments.system)}")
     return 0
@@ -147,12 +152,12 @@ def _seeds(text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _preflight(job: Job, profile: ClusterProfile, step_s: float | None, console: Console) -> int:
+def _preflight(job: Job, profile: ClusterProfile, console: Console) -> int:
     from megarl.launch.cluster_table import node_table
     from megarl.launch.doctor import render
     from megarl.launch.preflight import ask_nodes, check_site
 
-    console.print(render(check_site(job, profile, step_s)))
+    console.print(render(check_site(job, profile)))
     console.print(node_table(ask_nodes(job, profile)))
     return 0
 

@@ -6,7 +6,7 @@ tensor-parallel neighbour is the next rank, the pipeline stage changes slowest.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.errors import LayoutError, describe_value, either
 
@@ -132,17 +132,17 @@ class Layout:
         return stages
 
     def _stages_do_not_fit(self, num_layers: int) -> LayoutError:
-        chunks, uneven = self.vpp or 1, self._uneven_proposal(num_layers)
+        chunks, uneven = self.vpp or 1, self.uneven_ends(num_layers)
         times = f" times vpp = {self.vpp}" if self.vpp else ""
         if self.first_stage_layers is None and self.last_stage_layers is None:
             fit = [n for n in divisors(num_layers) if num_layers % (n * chunks) == 0 and (n > 1 or not self.vpp)]
             ends = f"set first_stage_layers and last_stage_layers to {uneven[0]} and {uneven[1]}" if uneven else ""
-            sizes = closest(fit, self.pp) if fit else f"with a vpp of {closest(divisors(num_layers), chunks)}"
+            ways = [closest(fit, self.pp)] if fit else [] if ends else [self._with_another_vpp(num_layers)]
             return LayoutError.of(
                 "pp",
                 self.pp,
                 f"{times} does not divide the model's {num_layers} layers".strip(),
-                allowed=sizes + (f", or {ends}" if ends else ""),
+                allowed=", or ".join([*ways, ends] if ends else ways),
                 rule="does not divide the model's layers",
             )
         first, last = "first_stage_layers", "last_stage_layers"
@@ -157,7 +157,18 @@ class Layout:
             rule="leaves no equal shares of the layers to the other stages",
         )
 
-    def _uneven_proposal(self, num_layers: int) -> tuple[int, int] | None:
+    def _with_another_vpp(self, num_layers: int) -> str:
+        """This pp with the nearest vpp that can share out the layers, or if none can, the nearest pp without one."""
+        for chunks in sorted(range(1, num_layers // self.pp + 1), key=lambda size: (abs(size - (self.vpp or 1)), size)):
+            other = replace(self, vpp=chunks if chunks > 1 else None)
+            vpp = f"{self.pp} with vpp = {describe_value(other.vpp)}"
+            if num_layers % (self.pp * chunks) == 0:
+                return vpp
+            if ends := other.uneven_ends(num_layers):
+                return f"{vpp}, first_stage_layers = {ends[0]} and last_stage_layers = {ends[1]}"
+        return f"{closest([n for n in divisors(num_layers) if n > 1], self.pp)} with vpp = null"
+
+    def uneven_ends(self, num_layers: int) -> tuple[int, int] | None:
         """First and last stage sizes that fit, the last one at most as large as the first, as near to equal as can be."""
         chunks, middle = self.vpp or 1, self.pp - 2
         best: tuple[int, int] | None = None

@@ -470,6 +470,8 @@ class ResourcesConfig(Section):
     """`colocated`: trainer and engines take turns on the same devices. `separate`: each has its own devices."""
     ray_address: str | None = None
     """Address of the Ray cluster. null: RAY_ADDRESS if it is set, else a local Ray that ends with the run."""
+    gpu: str | None = None
+    """GPU that `megarl plan` plans for: a kind such as h100, or a YAML file of your own. null: h100. Runs do not read it."""
     deadlines: WorkerDeadlines = WorkerDeadlines()
     """How long the driver waits for the training workers."""
 

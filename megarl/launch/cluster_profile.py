@@ -28,10 +28,12 @@ class ClusterProfile(Section):
     """Nodes of the job; null: as many as the config's layouts need."""
     gpus_per_node: Count = 8
     """GPUs of a node; 0: nodes without GPUs, where places_per_node counts."""
+    gres: str | None = None
+    """GPUs of a node as Slurm's --gres names them, such as gpu:h100:8; null: they are asked for by --gpus-per-node."""
     places_per_node: Positive | None = None
     """Training ranks and engines that a node holds; null: one for each GPU."""
     cpus_per_node: Positive | None = None
-    """Cores that the job takes of a node where nodes are shared; null: eight for each GPU, or one for each place."""
+    """Cores of a node that the job asks for, and Ray is told of; null: eight for each GPU or one for each place, Ray: all."""
     partition: str | None = None
     """Partition (Slurm) or queue (PBS, LSF); null: the cluster's default."""
     account: str | None = None

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from megarl.config import AnyConfig, load_any
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, ModelError, describe_value, either
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.models.check_layouts import check_models
 from megarl.models.from_hub import models_here
 from megarl.observe import read_metrics
+from megarl.planning.gpus import chosen_gpu
+from megarl.planning.plan import make_plan
 from megarl.reshard.placement import PlacementRequest, place, planned_bundles
+from megarl.system.hub import HubRepo
 
 START_S = 120
 """Allowance for the nodes' checks, Ray, the engines and the model; a run's own start may take longer."""
+
+
+WEIGHTS: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZERS: tuple[str, ...] = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+"""Files of a model folder, of which one at least must be there."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long a step takes, in seconds, and who says so."""
+
+    seconds: float
+    source: str
+    is_estimate: bool = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +52,7 @@ class Job:
     resume: str
     seeds: tuple[int, ...] = ()
     after: tuple[str, ...] = ()
+    step: StepTime | None = None
 
     @property
     def run_folders(self) -> tuple[Path, ...]:
@@ -55,7 +73,7 @@ def plan_job(
 ) -> Job:
     """The job that runs the config at `path` on the cluster of `profile`.
 
-    `step_s` is how long a step takes, in seconds (None: what an earlier start of the same run measured).
+    `step_s` is how long a step takes, in seconds (None: what an earlier start of the same run measured, else what a plan says).
 
     Raises:
         ConfigError, LayoutError: the config is wrong, its layouts do not fit the nodes, or the time limit is too short for a
@@ -64,7 +82,8 @@ def plan_job(
     """
     config = load_any(path, overrides)
     launcher: Literal["ray", "torchrun"] = "ray" if config.needs_ray else "torchrun"
-    check_models(models_here(config, weights=False))
+    here = models_here(config, weights=False)
+    check_models(here)
     if config.resources.ray_address is not None:
         raise ConfigError(
             f"resources.ray_address is '{config.resources.ray_address}', but the job starts a Ray of its own; set it to null"
@@ -82,24 +101,52 @@ def plan_job(
                 f"run.name is '{config.run.name}', but {folder} already holds a run; give this one another run.name, "
                 "or continue it with run.resume=auto"
             )
-    check_time(profile, step_s or measured_step_s(job.run_folders[0]))
-    return job
+    step = StepTime(step_s, "--step-seconds") if step_s else step_time(here, profile, job.run_folders[0])
+    check_time(profile, step)
+    return replace(job, step=step)
 
 
-def check_time(profile: ClusterProfile, step_s: float | None) -> None:
+def check_folders(config: AnyConfig) -> None:
+    """Refuse model folders that a run could not load, which it would say after the queue; those of the hub are downloaded then.
+
+    Raises:
+        ModelError: a folder has no weights, or that of the policy no tokenizer.
+    """
+    for field, folder in config.model_folders.items():
+        if HubRepo.meant_by("model", folder) is not None:
+            continue
+        tokenizer = [(TOKENIZERS, "a tokenizer")] if field == "model.path" else []
+        for files, what in [(WEIGHTS, "weights as safetensors"), *tokenizer]:
+            if not any((Path(folder) / file).is_file() for file in files):
+                raise ModelError(f"{field} is '{folder}', which has no {either(map(describe_value, files))}; put {what} there")
+
+
+def step_time(config: AnyConfig, profile: ClusterProfile, run_folder: Path) -> StepTime | None:
+    """As an earlier start of the run measured it, else as a plan estimates it on GPUs; None: on nodes without any."""
+    if (seconds := measured_step_s(run_folder)) is not None:
+        return StepTime(seconds, "an earlier start of the run")
+    if not profile.gpus_per_node:
+        return None
+    gpu = chosen_gpu(config.resources.gpu, None)
+    seconds = make_plan(config, gpu).times.step_seconds
+    return StepTime(seconds, f"an estimate of `megarl plan` for {gpu.name}", is_estimate=True)
+
+
+def check_time(profile: ClusterProfile, step: StepTime | None) -> None:
     """Refuse a time limit that ends before one step is done and saved; nothing is refused where the step is not known."""
-    if step_s is None:
+    if step is None:
         return
+    step_s, says = step.seconds, f" ({step.source}; --step-seconds overrides it)" if step.is_estimate else ""
     needed = math.ceil(START_S + step_s + profile.warn_s)
     if profile.time_s < needed:
         raise ConfigError(
             f"time is {profile.time}, but the start ({START_S} s), one step ({step_s:.0f} s) and the warning "
-            f"({profile.warn_s} s before the end) take {needed} s; ask for at least --time {_hours(needed)}"
+            f"({profile.warn_s} s before the end) take {needed} s{says}; ask for at least --time {_hours(needed)}"
         )
     if step_s > profile.warn_s:
         raise ConfigError(
-            f"warn_s is {profile.warn_s}, but the step in progress is finished before the run saves and takes {step_s:.0f} s; "
-            f"set --warn-s to {math.ceil(step_s * 1.5 / 60) * 60} or more"
+            f"warn_s is {profile.warn_s}, but the step in progress is finished before the run saves and takes {step_s:.0f} s"
+            f"{says}; set --warn-s to {math.ceil(step_s * 1.5 / 60) * 60} or more"
         )
 
 

@@ -16,7 +16,7 @@ from megarl.errors import ConfigError, nearest
 from megarl.launch.agree import GIB, agree
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.launch.doctor import Finding
-from megarl.launch.job import Job, measured_step_s
+from megarl.launch.job import Job
 from megarl.launch.node_facts import NodeFacts, read_facts
 from megarl.launch.submit import run_quietly
 
@@ -37,7 +37,7 @@ class Partition:
     gpus_per_node: int
 
 
-def check_site(job: Job, profile: ClusterProfile, step_s: float | None = None) -> list[Finding]:
+def check_site(job: Job, profile: ClusterProfile) -> list[Finding]:
     """The checks that need no node: partition, container or environment, disk, time against the checkpoint interval.
 
     Raises:
@@ -51,7 +51,7 @@ def check_site(job: Job, profile: ClusterProfile, step_s: float | None = None) -
         Finding("partition", f"{partition.name}: {partition.nodes} nodes, {partition.gpus_per_node} GPUs each"),
         _runtime(profile),
         _disk(job),
-        _save_interval(job, profile, step_s),
+        _save_interval(job, profile),
     ]
 
 
@@ -129,7 +129,8 @@ def checkpoint_bytes(job: Job) -> int:
 def _srun_options(profile: ClusterProfile) -> list[str]:
     pairs = {"partition": profile.partition, "account": profile.account, "qos": profile.qos}
     options = [f"--{name}={value}" for name, value in pairs.items() if value]
-    options += [f"--gpus-per-node={profile.gpus_per_node}"] if profile.gpus_per_node else []
+    gpus = f"--gres={profile.gres}" if profile.gres else f"--gpus-per-node={profile.gpus_per_node}"
+    options += [gpus] if profile.gpus_per_node else []
     options += [line for line in profile.directives if line.startswith("--")]
     if profile.runtime == "pyxis":
         cwd = Path.cwd()
@@ -172,8 +173,8 @@ def _disk(job: Job) -> Finding:
     return Finding("disk", f"{free / GIB:.1f} GiB free at {existing}; a checkpoint takes about {size / GIB:.2f} GiB")
 
 
-def _save_interval(job: Job, profile: ClusterProfile, step_s: float | None) -> Finding:
-    every, step_s = job.config.run.save_every, step_s or measured_step_s(job.run_folders[0])
+def _save_interval(job: Job, profile: ClusterProfile) -> Finding:
+    every, step_s = job.config.run.save_every, job.step.seconds if job.step is not None else None
     if not every:
         return Finding(
             "checkpoints", "saved when the batch system warns, and at the end", "note",

@@ -39,7 +39,7 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
         output=job.run_folder / "jobs",
         venv=profile.venv or sys.prefix,
         cpus=profile.cpus,
-        ray_cpus=profile.cpus if profile.gpus_per_node else profile.places,
+        ray_cpus=_ray_cpus(profile),
         start_s=START_DEADLINE_S,
         mounts=mounts,
         pyxis_mounts=",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts),
@@ -47,6 +47,13 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
         lsf_minutes=math.ceil(total_s / 60),
         warn_minutes=math.ceil(profile.warn_s / 60),
     )
+
+
+def _ray_cpus(profile: ClusterProfile) -> str:
+    """What Ray is told of a node's cores, as shell: on nodes without GPUs their places, which it counts as cores."""
+    if not profile.gpus_per_node:
+        return str(profile.places)
+    return str(profile.cpus_per_node) if profile.cpus_per_node else '"$(nproc)"'
 
 
 def script_path(job: Job, system: str) -> Path:

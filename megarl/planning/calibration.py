@@ -10,7 +10,6 @@ from typing import Any
 
 from megarl.config import Config, load_config
 from megarl.errors import ConfigError
-from megarl.observe.metrics import read_metrics
 
 SCALED = ("sync", "generate", "log_probs", "update")
 """Phases whose seconds a fit scales; those of `reward` go by sample, and all others are the driver's own."""
@@ -56,6 +55,8 @@ def read_run(folder: str | Path, option: str = "--calibrate") -> Recorded:
     Raises:
         ConfigError: the folder has no config.yaml, or no step with times in its metrics.jsonl.
     """
+    from megarl.observe.metrics import read_metrics
+
     config = load_config(Path(folder) / "config.yaml")
     steps = [metrics for metrics in read_metrics(Path(folder) / "metrics.jsonl") if "time/step_s" in metrics]
     if not steps:

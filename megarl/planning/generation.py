@@ -11,7 +11,7 @@ from math import log2
 import numpy as np
 
 from megarl.models.flops import FlopsModel
-from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import MemoryPlan
 from megarl.planning.roles import ADAPTER_PLACES, Engines, RunShape
@@ -73,7 +73,7 @@ def decode_seconds(engines: Engines, flops: FlopsModel, gpu: GpuSpec, active: fl
     bound = {"memory bandwidth": of_memory} if of_memory >= of_peak else {"arithmetic": of_peak}
     spent = {name: seconds / share.decoding for name, seconds in bound.items()} | {"launches": share.decoding_step_s}
     if ranks > 1:
-        nodes = ranks / GPUS_PER_NODE
+        nodes = ranks / gpu.nvlink_gpus
         latency = share.node_latency_s if nodes <= 1 else share.network_latency_s * max(1.0, log2(nodes))
         spent["latency"] = 2 * shape.layers * latency
     return spent

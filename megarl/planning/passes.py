@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from megarl.models.flops import FlopsModel
 from megarl.models.packings import padded_vocab
 from megarl.planning.activations import Precision, layer_activations
-from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.memory import precision_of
 from megarl.planning.pictures import prompts_computed
@@ -189,7 +189,7 @@ def _links(role: PlannedRole, gpu: GpuSpec, itemsize: int, tokens: float, layers
     of_copy = 2 * with_experts * rows * row
     size = layout.ep * layout.etp
     copies = shape.top_k * layout.etp * (layout.ep - 1) / layout.ep
-    nodes = max(1.0, size / GPUS_PER_NODE)
+    nodes = max(1.0, size / gpu.nvlink_gpus)
     within = copies / nodes  # ranks of a node share experts over NVLink; of the rest of the group all is beyond it
     beyond = copies - within
     if sends_once_to_a_node(role):

@@ -1,4 +1,7 @@
-"""Which pictures a run's prompts are assumed to show: given, read of the first rows, or as large as the config allows."""
+"""Which pictures a run's prompts are assumed to show: given, read of the first rows, or as large as the config allows.
+
+What reads pictures is imported by those who see alone: a plan is made in less time than their libraries take to load.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,6 @@ from megarl.config import AnyConfig
 from megarl.data.media import PictureRules
 from megarl.data.micro_batches import Grid
 from megarl.data.picture_rules import counts_frames
-from megarl.data.picture_sizes import grids_of_row, square_grid
-from megarl.data.prompts import rows_of
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.flops import FlopsModel
 from megarl.models.shape import ModelShape
@@ -81,6 +82,8 @@ def pictures_of(
         return NO_PICTURES
     rules, limit = _rules(config, vision)
     if given:
+        from megarl.data.picture_sizes import square_grid
+
         grids = (square_grid(pixels or rules.max_pixels, rules),) * (1 if per_prompt is None else per_prompt)
         tokens = sum(map(prod, grids)) // vision.merge**2
         if tokens > config.longest_parts[0]:
@@ -133,6 +136,9 @@ def _of_rows(config: AnyConfig, rules: PictureRules) -> PromptPictures | None:
     source, data = config.data.train, config.data
     if source.source not in ("jsonl", "parquet", "dataset") or source.path is None or not Path(source.path).exists():
         return None
+    from megarl.data.picture_sizes import grids_of_row
+    from megarl.data.prompts import rows_of
+
     keys = [key for name in ("prompt_key", "messages_key") if (key := getattr(data, name, None)) is not None]
     try:
         kept = (row for row in rows_of(source) if row is not None)
@@ -156,6 +162,8 @@ def _largest(config: AnyConfig, rules: PictureRules, limit: str, prompt: float |
     if frames == 1 and data.image_key is None:
         return NO_PICTURES
     of_longest = config.longest_parts[0] * of_token / frames
+    from megarl.data.picture_sizes import square_grid
+
     pixels, limit = min((rules.max_pixels, limit), (of_longest, LONGEST))
     most = (square_grid(pixels, rules),) * frames
     of_prompt = UNLIMITED if prompt is None else prompt * of_token / frames

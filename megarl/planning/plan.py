@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.config import AnyConfig
 from megarl.errors import ConfigError
@@ -72,16 +72,22 @@ def lengths_of(
     prompt: float | None = None,
     response: float | None = None,
     *,
+    longest: int | None = None,
     pictures_per_prompt: int | None = None,
     picture_pixels: float | None = None,
 ) -> Lengths:
     """Mean lengths as given, else half of what the config allows; a prompt is as long as its pictures at least.
 
+    `longest`: tokens of the longest response, where it is known to be shorter than the config allows.
+
     Raises:
         ConfigError: pictures do not fit into prompts of this length, or the model takes none.
     """
     assumed = Lengths.assumed(*config.longest_parts)
-    response = min(response or assumed.response, assumed.longest)
+    if config.sampling is None:  # prompt and response share one limit
+        assumed = replace(assumed, longest=config.longest_sequence)
+    longest = longest or assumed.longest
+    response = min(response or assumed.response, longest)
     pictures = pictures_of(config, pictures_per_prompt, picture_pixels, prompt)
     vision = ModelShape.read(config.model.path).vision
     tokens = pictures.patches / vision.merge**2 if vision is not None else 0.0
@@ -91,7 +97,39 @@ def lengths_of(
             f"--prompt-tokens is {prompt:,.0f}, but the pictures of a prompt alone have {tokens:,.0f}; it must be at least "
             "that, or --pictures-per-prompt or --picture-pixels smaller"
         )
-    return Lengths(prompt or max(assumed.prompt, tokens), response, assumed.longest, pictures, config.sequences_per_step)
+    mean_prompt = prompt or max(min(assumed.prompt, config.longest_sequence - response), tokens)
+    return Lengths(mean_prompt, response, longest, pictures, config.sequences_per_step)
+
+
+def check_lengths(config: AnyConfig, prompt: float | None, response: float | None, longest: int | None) -> None:
+    """Refuse lengths that the config does not allow, as they are given to `megarl plan`.
+
+    Raises:
+        ConfigError: a mean or the longest response is above its limit.
+    """
+    if config.sampling is None:
+        _check_given_rows(config, prompt, response, longest)
+        return
+    most_prompt, most_response = config.longest_parts
+    for option, tokens, limit, most in (
+        ("--prompt-tokens", prompt, "data.max_prompt_tokens", most_prompt),
+        ("--longest-response", longest, "rollout.max_new_tokens", most_response),
+        ("--response-tokens", response, "rollout.max_new_tokens", most_response),
+        ("--response-tokens", response, "--longest-response", longest),
+    ):
+        if tokens is not None and most is not None and tokens > most:
+            raise ConfigError(f"{option} is {tokens:,g}, but {limit} is {most:,}; it must be at most that")
+
+
+def _check_given_rows(config: AnyConfig, prompt: float | None, response: float | None, longest: int | None) -> None:
+    limit = f"data.max_tokens is {config.longest_sequence:,}"
+    if longest is not None:
+        raise ConfigError(f"--longest-response is for runs that sample responses, and in this one {limit}; leave it out")
+    given = {"--prompt-tokens": prompt, "--response-tokens": response}
+    names, tokens = [option for option, value in given.items() if value is not None], sum(filter(None, given.values()))
+    if tokens > config.longest_sequence:
+        what = f"{names[0]} is {tokens:,g}" if len(names) == 1 else f"{' and '.join(names)} are {tokens:,g} together"
+        raise ConfigError(f"{what}, but {limit}; it must be at most that")
 
 
 def make_plan(
@@ -105,8 +143,11 @@ def make_plan(
     """The plan of a config's run on GPUs of one kind, of which there are `available` (None: as many as it takes).
 
     Raises:
-        MegarlError: a model's config cannot be read, or a layout or the engines cannot hold it.
+        MegarlError: a model's config cannot be read, or a layout or the engines cannot hold it, or the GPU has no FP8.
     """
+    if config.model.fp8 != "none" and gpu.fp8_tflops is None:
+        reason = f"{gpu.name} cannot compute: it has no FP8"
+        raise ConfigError.of("model.fp8", config.model.fp8, reason, allowed="'none', or resources.gpu another GPU")
     run, lengths = run_shape(config), lengths or lengths_of(config)
     memory = plan_memory(run, gpu, lengths)
     return CapacityPlan(run, gpu, available or run.gpus, lengths, calibration or Calibration(), memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -128,7 +128,7 @@ class Engines:
         """How much of the weights are experts'."""
         return self._held[1]
 
-    @property
+    @cached_property
     def _held(self) -> tuple[int, float]:
         return _weights(self.shape, replace(self.target, whole="none", engines=1), self.itemsize, self.format)
 

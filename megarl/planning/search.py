@@ -1,185 +1,325 @@
-"""Which layouts would do: every one that the sizes allow is planned, those that fit are ranked by the time of a step.
+"""Which layouts would do: all that the sizes allow are planned, those that fit are ranked by the time of a step.
 
-All trained roles take the layout that is tried, the engines as many GPUs as there are; roles with layouts that the config gives
-them for themselves (a reference, a reward model) take the tried one too where they share the GPUs.
+All roles with layouts of their own take the layout that is tried, the engines the GPUs that there are for them. What is
+recomputed and sizes of engines are tried of each layout, virtual stages and micro-batches of the best ones.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from math import log2
 from typing import Any
 
 from megarl.config import AnyConfig, parse_any
-from megarl.config.engine_kinds import capabilities_of
-from megarl.config.layout import Layout, divisors
+from megarl.config.layout import Layout
 from megarl.errors import ConfigError, LayoutError
 from megarl.models.check_layouts import check_models
 from megarl.models.shape import ModelShape
 from megarl.planning.calibration import Calibration
-from megarl.planning.gpus import GPUS_PER_NODE, GpuSpec
+from megarl.planning.choices import (
+    RECOMPUTED,
+    SIZES,
+    Choice,
+    engine_sizes,
+    layouts,
+    own_choice,
+    powers,
+    splits,
+    token_sizes,
+    with_chunks,
+    with_stages,
+)
+from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
+from megarl.planning.memory import plan_memory
 from megarl.planning.optimizer_bytes import state_bytes
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import CapacityPlan, make_plan
-from megarl.planning.roles import role_shape
+from megarl.planning.roles import RunShape, role_shape, run_shape
+from megarl.planning.times import TimePlan
 from megarl.reshard.run_plan import ITEMSIZE
 
-LARGEST_CP = 8
-MORE = (2, 4, 8)
-"""Times as many GPUs, where nothing fits on those that there are."""
-SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
+MORE = 8
+"""Times as many GPUs at most, where nothing fits on those that there are."""
+SHOWN = 10
+"""Layouts of a search that are shown, and whose seconds have the weight update in them."""
+REFINED = 48
+"""Of the best layouts, how many are tried with virtual stages and other micro-batches."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One thing to try: a layout for training, what is recomputed, and the ranks of an engine."""
+class Ranked:
+    """A layout that fits, in the best of the ways in which it was tried."""
 
-    layout: Layout
-    recompute: str
-    engine_tp: int
+    choice: Choice
+    overrides: tuple[str, ...]
+    plan: CapacityPlan
+    times: TimePlan
 
     @property
-    def stated(self) -> str:
-        """As overrides of the config, shortened."""
-        sizes = {name: getattr(self.layout, name) for name in SIZES}
-        text = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
-        ends = (self.layout.first_stage_layers, self.layout.last_stage_layers)
-        text += f",first={ends[0]},last={ends[1]}" if any(ends) else ""
-        return f"{text}, recompute {self.recompute}, engines of {self.engine_tp}"
+    def step_seconds(self) -> float:
+        """Of a step, the weight update in it."""
+        return self.times.step_seconds
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Layouts that cannot be, or fit in none of the ways in which they were tried: how many by reason, and one of them."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, layout: Layout) -> None:
+        """One more."""
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.examples.setdefault(reason, stated(layout))
+
+    @property
+    def most(self) -> str:
+        """The reason that most were refused for, and one of these."""
+        if not self.counts:
+            return "nothing can be tried"
+        reason = max(self.counts, key=lambda reason: self.counts[reason])
+        return f"{reason} (so {self.examples[reason]})"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has found: plans that fit, fastest first, and why others were refused, with how many each time."""
+    """What a search has found: the `best` layouts, fastest first, how many fit, and why others were refused.
 
-    fitting: tuple[tuple[Choice, CapacityPlan], ...]
-    refused: Mapping[str, int]
+    `own`: the config itself, whether or not it fits, and its `place` among the layouts that fit (0: it does not).
+    """
+
+    best: tuple[Ranked, ...]
+    fitting: int
+    refused: Refusals
+    own: Ranked
+    place: int
 
     @property
     def tried(self) -> int:
-        """How many choices there were."""
-        return len(self.fitting) + sum(self.refused.values())
+        """How many layouts there were."""
+        return self.fitting + sum(self.refused.counts.values())
 
 
-def search(config: AnyConfig, gpu: GpuSpec, gpus: int, lengths: Lengths, calibration: Calibration) -> Found:
-    """Try every choice on `gpus` GPUs."""
-    fitting: list[tuple[float, int, Choice, CapacityPlan]] = []
-    refused: dict[str, int] = defaultdict(int)
-    for number, choice in enumerate(choices(config, gpus)):
-        try:
-            if _least_bytes(config, choice.layout) > gpu.usable_bytes:
-                refused["a GPU is too small for the policy's parameters and gradients alone"] += 1
+@dataclass(frozen=True)
+class _Candidate:
+    choice: Choice
+    config: AnyConfig
+    plan: CapacityPlan
+    seconds: float
+    """Of a step without the weight update, whose plan takes long to make."""
+
+
+def stated(layout: Layout) -> str:
+    """A layout in few words."""
+    sizes = {name: getattr(layout, name) or 1 for name in SIZES}
+    text = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
+    ends = (layout.first_stage_layers, layout.last_stage_layers)
+    return text + (f",first={ends[0]},last={ends[1]}" if any(ends) else "")
+
+
+class Search:
+    """Plans the choices of one config on GPUs of one kind."""
+
+    def __init__(self, config: AnyConfig, gpu: GpuSpec, lengths: Lengths, calibration: Calibration) -> None:
+        self.config, self.gpu, self.lengths, self.calibration = config, gpu, lengths, calibration
+        self.layers = ModelShape.read(config.model.path).layers
+
+    def ranked(self, gpus: int) -> Found:
+        """All layouts on `gpus` GPUs, the best of them refined and with their weight updates."""
+        candidates, refused = self.candidates(gpus)
+        for place, one in enumerate(candidates[:REFINED]):
+            candidates[place] = self._refined(one, gpus)
+        candidates.sort(key=lambda one: one.seconds)
+        best: list[Ranked] = []
+        for one in candidates:
+            # a step is no shorter than without its weight update, and the candidates come by that
+            if len(best) >= SHOWN and one.seconds >= sorted(entry.step_seconds for entry in best)[SHOWN - 1]:
+                break
+            if (entry := self._priced(one, gpus)) is not None:
+                best.append(entry)
+        best.sort(key=lambda entry: entry.step_seconds)
+        plan = make_plan(self.config, self.gpu, available=gpus, lengths=self.lengths, calibration=self.calibration)
+        own = Ranked(own_choice(self.config), (), plan, plan.times)
+        return Found(tuple(best[:SHOWN]), len(candidates), refused, own, self._place(own, best, candidates))
+
+    def candidates(self, gpus: int) -> tuple[list[_Candidate], Refusals]:
+        """Of each layout that fits the best with its engines, fastest first without weight updates; and the others."""
+        found, refused = [], Refusals()
+        for ranks, of_engines in splits(self.config, gpus):
+            for layout in layouts(self.config, ranks):
+                try:
+                    best = self._best_of(layout, of_engines, gpus)
+                except (ConfigError, LayoutError) as error:
+                    refused.add(error.kind, layout)
+                    continue
+                if isinstance(best, str):
+                    refused.add(best, layout)
+                else:
+                    found.append(best)
+        return sorted(found, key=lambda one: one.seconds), refused
+
+    def _best_of(self, layout: Layout, of_engines: int, gpus: int) -> _Candidate | str:
+        """The layout with the sizes of engines that are fastest, and as little recomputed as fits; or why none fits."""
+        staged = with_stages(layout, self.layers) or layout
+        if self._least_bytes(staged) > self.gpu.usable_bytes:
+            return "a GPU is too small for the policy's parameters and gradients alone"
+        sizes = engine_sizes(self.config, of_engines)
+        if not sizes:
+            return "there are no GPUs for engines"
+        first = Choice(staged, self.config.model.recompute, self.config.policy.max_tokens_per_micro_batch, *sizes[0])
+        checked = _checked(self.config, first)
+        best: _Candidate | None = None
+        why: str | ConfigError | LayoutError = ""
+        for recompute in RECOMPUTED:
+            if not self._trainer_fits(_changed(checked, replace(first, recompute=recompute))):
+                why = f"a GPU is too small for the trainer alone, recompute {recompute}"
                 continue
-            tried = _with(config, choice, gpus)
-            plan = make_plan(tried, gpu, available=gpus, lengths=lengths, calibration=calibration)
+            for engine_tp, engines in sizes:
+                tried = self._planned(checked, replace(first, recompute=recompute, engine_tp=engine_tp, engines=engines), gpus)
+                if isinstance(tried, _Candidate):
+                    best = min(best or tried, tried, key=lambda one: one.seconds)
+                else:
+                    why = tried
+            if best is not None:
+                return best
+        if isinstance(why, str):
+            return why
+        raise why
+
+    def _planned(self, checked: AnyConfig, choice: Choice, gpus: int) -> _Candidate | str | ConfigError | LayoutError:
+        """A choice, planned; or why it cannot be or does not fit."""
+        config = _changed(checked, choice)
+        try:
+            plan = make_plan(config, self.gpu, available=gpus, lengths=self.lengths, calibration=self.calibration)
         except (ConfigError, LayoutError) as error:
-            refused[error.kind] += 1
+            return error
+        return _Candidate(choice, config, plan, plan.times_without_sync) if plan.fits else _over(plan)
+
+    def _refined(self, one: _Candidate, gpus: int) -> _Candidate:
+        """The best of a layout with virtual stages and micro-batches of other sizes."""
+        best = one
+        for layout in [one.choice.layout, *with_chunks(one.choice.layout, self.layers)]:
+            for tokens in token_sizes(self.config):
+                for recompute in RECOMPUTED:
+                    choice = replace(one.choice, layout=layout, max_tokens=tokens, recompute=recompute)
+                    changed = _changed(one.config, choice)
+                    if not self._trainer_fits(changed) or isinstance(tried := self._planned(changed, choice, gpus), str):
+                        continue  # it may fit where more is recomputed
+                    if isinstance(tried, _Candidate) and tried.seconds < best.seconds:
+                        best = tried
+                    break
+        return best
+
+    def _priced(self, one: _Candidate, gpus: int) -> Ranked | None:
+        """A candidate as the config would be with its overrides, checked as any config is; None: it is refused so."""
+        try:
+            config = _checked(self.config, one.choice)
+        except (ConfigError, LayoutError):
+            return None
+        plan = make_plan(config, self.gpu, available=gpus, lengths=self.lengths, calibration=self.calibration)
+        return Ranked(one.choice, one.choice.overrides(self.config), plan, plan.times) if plan.fits else None
+
+    def _place(self, own: Ranked, best: list[Ranked], candidates: list[_Candidate]) -> int:
+        """1: no layout is faster. Layouts that are slower than the shown ones are compared without weight updates."""
+        if not own.plan.fits:
+            return 0
+        ahead = sum(entry.step_seconds < own.step_seconds for entry in best)
+        if ahead < len(best):
+            return ahead + 1
+        priced, without = {entry.choice for entry in best}, own.plan.times_without_sync
+        return ahead + 1 + sum(one.seconds < without for one in candidates if one.choice not in priced)
+
+    def _trainer_fits(self, config: AnyConfig) -> bool:
+        """Whether there is room for the trainer, if engines took nothing."""
+        return plan_memory(_without_engines(run_shape(config)), self.gpu, self.lengths).fits
+
+    def _least_bytes(self, layout: Layout) -> float:
+        """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
+        config, itemsize = self.config, ITEMSIZE[self.config.model.dtype]
+        gradient = state_bytes(config.policy.megatron, itemsize).gradient
+        stages = stage_parameters(role_shape(config.roles[0]), layout, freeze=config.policy.freeze)
+        return max((stage.dense + stage.expert) * itemsize + stage.trained * gradient for stage in stages)
+
+
+def what_fits(config: AnyConfig, plan: CapacityPlan) -> str:
+    """The rest of the sentence about a plan that does not fit: the nearest that does, on these GPUs or on more."""
+    search = Search(config, plan.gpu, plan.lengths, plan.calibration)
+    itself = f"the config itself fits on {plan.run.gpus:,}; " if plan.memory.fits else ""
+    refused = Refusals()
+    for gpus in _numbers(plan):
+        candidates, refused_here = search.candidates(gpus)
+        refused = refused if refused.counts else refused_here
+        if candidates:
+            nearest = min(candidates, key=lambda one: _distance(config, one.choice))
+            changes = " ".join(nearest.choice.overrides(config)) or "the config as it is"
+            uses = "" if gpus == plan.available else f" {'needs' if gpus > plan.available else 'takes'} {gpus:,} GPUs"
+            return f"{itself}the nearest that fits{uses}: {changes}"
+    tried = f"no layout that was tried fits on up to {plan.available * MORE:,} {plan.gpu.name}"
+    return f"{itself}{tried}; most often: {refused.most}"
+
+
+def gains(entry: Ranked, own: Ranked) -> list[tuple[str, float, float, list[tuple[str, float]]]]:
+    """By phase that differs by a hundredth of the step: (name, own seconds, its seconds, the parts that differ most)."""
+    least, found = 0.01 * own.step_seconds, []
+    parts_of = [{phase.name: phase for phase in one.times.phases} for one in (own, entry)]
+    for name in dict.fromkeys(name for phases in parts_of for name in phases):
+        before, after = (phases[name].parts if name in phases else dict[str, float]() for phases in parts_of)
+        seconds = sum(before.values()), sum(after.values())
+        if abs(seconds[1] - seconds[0]) < least:
             continue
-        if plan.fits:
-            fitting.append((plan.times_without_sync, number, choice, plan))
-        else:
-            refused[_over(plan)] += 1
-    fitting.sort(key=lambda entry: entry[:2])
-    return Found(tuple((choice, plan) for _, _, choice, plan in fitting), dict(refused))
+        differences = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in dict.fromkeys((*before, *after))}
+        ordered = sorted(differences.items(), key=lambda item: -abs(item[1]))
+        found.append((name, *seconds, [item for item in ordered[:2] if abs(item[1]) >= least / 2]))
+    return found
 
 
-def what_fits(config: AnyConfig, found: Found, plan: CapacityPlan) -> str:
-    """The rest of the sentence about a plan that does not fit: the nearest that does, on as many GPUs or on more."""
-    for factor in (1, *MORE):
-        if factor > 1:
-            found = search(config, plan.gpu, plan.available * factor, plan.lengths, plan.calibration)
-        if found.fitting:
-            choice, _ = nearest_fitting(config, found)
-            more = "" if factor == 1 else f" needs {plan.available * factor:,} GPUs"
-            return f"the nearest that fits{more}: {choice.stated}"
-    why = max(found.refused, key=lambda reason: found.refused[reason], default="nothing can be tried")
-    return f"no layout that was tried fits on up to {plan.available * MORE[-1]:,} {plan.gpu.name}; most often: {why}"
+def _numbers(plan: CapacityPlan) -> Iterator[int]:
+    """Numbers of GPUs to try: those that there are, a power of two of them, those of the config, and more."""
+    most = plan.available * MORE
+    fewer = [size for size in powers(plan.available) if size != plan.available][-1:]
+    more = {plan.run.gpus, *powers(most), *(plan.available * factor for factor in powers(MORE))}
+    yield from (plan.available, *fewer, *sorted(size for size in more if plan.available < size <= most))
 
 
-def nearest_fitting(config: AnyConfig, found: Found) -> tuple[Choice, CapacityPlan]:
-    """Of those that fit the one that changes least of what the config says."""
-    own = config.policy.layout
-
-    def distance(entry: tuple[Choice, CapacityPlan]) -> float:
-        choice = entry[0]
-        changes = sum(abs(log2(getattr(choice.layout, name) / getattr(own, name))) for name in SIZES)
-        engine_tp = config.sampling.tp if config.sampling is not None else choice.engine_tp
-        return changes + abs(log2(choice.engine_tp / engine_tp)) + (choice.recompute != config.model.recompute)
-
-    return min(found.fitting, key=distance)
+def _distance(config: AnyConfig, choice: Choice) -> float:
+    """How much a choice changes of what the config says."""
+    own = own_choice(config)
+    sizes = [(getattr(choice.layout, name) or 1, getattr(own.layout, name) or 1) for name in SIZES]
+    changes = sum(abs(log2(size / before)) for size, before in sizes)
+    of_engines = abs(log2(choice.engine_tp / own.engine_tp)) if choice.engine_tp and own.engine_tp else 0.0
+    return changes + of_engines + (choice.recompute != own.recompute)
 
 
-def choices(config: AnyConfig, gpus: int) -> Iterator[Choice]:
-    """Everything that is worth trying: powers of two, tp within a node, stages as even as the layers allow."""
-    shape = ModelShape.read(config.model.path)
-    separate = config.resources.placement == "separate"
-    training = (gpus - config.engine_places) // len(config.trained_roles) if separate else gpus
-    engine_tps = _engine_tps(config, gpus, separate=separate)
-    for tp, pp, cp in product(_powers(GPUS_PER_NODE), _powers(64), _powers(LARGEST_CP)):
-        if training % (tp * pp * cp) or pp > shape.layers:
-            continue
-        dp = training // (tp * pp * cp)
-        for ep, etp in _expert_sizes(shape, tp, tp * cp * dp):
-            layout = _with_stages(shape, {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp": dp})
-            for recompute, engine_tp in product(("none", "selective", "full"), engine_tps):
-                yield Choice(layout, recompute, engine_tp)
+def _checked(config: AnyConfig, choice: Choice) -> AnyConfig:
+    """`config` as it would be with a choice, checked as any config is.
 
-
-def _engine_tps(config: AnyConfig, gpus: int, *, separate: bool) -> list[int]:
-    sampling = config.sampling
-    if sampling is None:
-        return [1]
-    if separate or capabilities_of(sampling).in_process or sampling.engine_args:
-        return [sampling.tp]  # which engine_args go with
-    return [tp for tp in _powers(2 * GPUS_PER_NODE) if gpus % tp == 0]
-
-
-def _expert_sizes(shape: ModelShape, tp: int, per_stage: int) -> list[tuple[int, int]]:
-    if not shape.experts:
-        return [(1, 1)]
-    fit = [ep for ep in divisors(shape.experts) if per_stage % ep == 0 and ep in _powers(64)]
-    return [(ep, 1) for ep in fit if ep > 1] + [(1, tp)]
-
-
-def _with_stages(shape: ModelShape, sizes: dict[str, int]) -> Layout:
-    """The layout, with shorter first and last stages where equal ones cannot be."""
-    whole: dict[str, Any] = {**sizes, "sequence_parallel": sizes["tp"] > 1}
-    if shape.layers % sizes["pp"] == 0 or sizes["pp"] < 3:
-        return Layout(**whole)
-    of_each = -(-shape.layers // sizes["pp"])
-    ends = shape.layers - of_each * (sizes["pp"] - 2)
-    while ends < 2:
-        of_each -= 1
-        ends = shape.layers - of_each * (sizes["pp"] - 2)
-    return Layout(**whole, first_stage_layers=ends // 2, last_stage_layers=ends - ends // 2)
-
-
-def _least_bytes(config: AnyConfig, layout: Layout) -> float:
-    """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
-    itemsize = ITEMSIZE[config.model.dtype]
-    gradient = state_bytes(config.policy.megatron, itemsize).gradient
-    shape = role_shape(config.roles[0])
-    stages = stage_parameters(shape, layout, freeze=config.policy.freeze)
-    return max((stage.dense + stage.expert) * itemsize + stage.trained * gradient for stage in stages)
-
-
-def _with(config: AnyConfig, choice: Choice, gpus: int) -> AnyConfig:
-    """`config` as it would be with a choice; checked as any config is."""
+    Raises:
+        ConfigError, LayoutError: it may not be.
+    """
     tree = config.model_dump()
-    layout = {name: value for name, value in vars(choice.layout).items() if value is not None}
-    tree["model"]["recompute"] = choice.recompute
-    for role in config.layouts:
-        tree[role]["layout"] = layout
-    sampling = config.sampling
-    if config.resources.placement == "colocated" and sampling is not None and not capabilities_of(sampling).in_process:
-        tree["rollout"] |= {"tp": choice.engine_tp, "engines": max(1, gpus // choice.engine_tp)}
+    for name, value in choice.changes(config).items():
+        section, _, leaf = name.partition(".")
+        tree[section][leaf] = value
     tried = parse_any(tree)
     check_models(tried)
     return tried
+
+
+def _changed(config: AnyConfig, choice: Choice) -> AnyConfig:
+    """The same without checks, which take longer than a plan: for what differs in more than the layout that was checked."""
+    of_sections: dict[str, dict[str, Any]] = {}
+    for name, value in choice.changes(config).items():
+        section, _, leaf = name.partition(".")
+        of_sections.setdefault(section, {})[leaf] = Layout(**value) if leaf == "layout" else value
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in of_sections.items()}
+    return config.model_copy(update=sections)
+
+
+def _without_engines(run: RunShape) -> RunShape:
+    return replace(run, engines=None)
 
 
 def _over(plan: CapacityPlan) -> str:
@@ -187,7 +327,3 @@ def _over(plan: CapacityPlan) -> str:
         return "takes more GPUs than there are"
     owner, part = max(plan.memory.worst.parts, key=lambda key: plan.memory.worst.parts[key])
     return f"a GPU is too small: most is {part} of the {owner}"
-
-
-def _powers(most: int) -> list[int]:
-    return [2**n for n in range(most.bit_length()) if 2**n <= most]

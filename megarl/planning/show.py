@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -10,29 +11,14 @@ from rich.table import Table
 from megarl.planning.measured import Measured, compare
 from megarl.planning.memory import MOMENTARY, STATIC
 from megarl.planning.plan import CapacityPlan
-from megarl.planning.search import Found
 from megarl.planning.turns import STATED
 
 PARTS = (*STATIC, "adapters", "KV cache", *MOMENTARY, "working", "staging", "asleep", "contexts")
-SHOWN = 10
-"""Choices of a search that are shown."""
 
 
 def plan_tables(plan: CapacityPlan, model: str) -> list[Table | str]:
     """What the run is, the fullest GPU by owner and part, and the phases of a step."""
     return [_facts(plan, model), "", *_memory(plan), "", *_times(plan)]
-
-
-def found_tables(found: Found) -> list[Table | str]:
-    """The choices that fit, fastest first, and why the others were refused."""
-    fitting = Table("layout", "GB of a GPU", "s of a step", box=None, pad_edge=False)
-    title = f"{len(found.fitting):,} of {found.tried:,} choices fit; seconds are estimates, without weight updates"
-    for choice, plan in found.fitting[:SHOWN]:
-        fitting.add_row(choice.stated, f"{plan.memory.worst.total / 1e9:,.1f}", f"{plan.times_without_sync:,.1f}")
-    refused = Table("refused", "why", box=None, pad_edge=False)
-    for why, count in sorted(found.refused.items(), key=lambda entry: -entry[1]):
-        refused.add_row(f"{count:,}", why)
-    return [title, fitting, "", refused]
 
 
 def against_tables(plan: CapacityPlan, measured: Measured) -> list[Table | str]:
@@ -46,8 +32,8 @@ def against_tables(plan: CapacityPlan, measured: Measured) -> list[Table | str]:
     return [f"Seconds against those of {measured.name}{source}; a ratio below 1 is a plan that is too fast", table]
 
 
-def as_json(plan: CapacityPlan, found: Found | None, measured: Measured | None = None) -> str:
-    """The same in full."""
+def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measured: Measured | None = None) -> str:
+    """The same in full, with what a `search` found and what was `measured`."""
     worst, times, pictures = plan.memory.worst, plan.times, plan.lengths.pictures
     tree: dict[str, Any] = {
         "gpu": plan.gpu.name,
@@ -90,14 +76,8 @@ def as_json(plan: CapacityPlan, found: Found | None, measured: Measured | None =
                 for one in compare(plan, measured)
             },
         }
-    if found is not None:
-        tree["search"] = {
-            "fitting": [
-                {"choice": choice.stated, "bytes": own.memory.worst.total, "step_s": own.times_without_sync}
-                for choice, own in found.fitting
-            ],
-            "refused": dict(found.refused),
-        }
+    if search is not None:
+        tree["search"] = search
     return json.dumps(tree, indent=2)
 
 

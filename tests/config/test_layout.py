@@ -52,13 +52,24 @@ def test_proposed_stages_fit(pp, vpp, num_layers) -> None:
         facts = error.facts
     assert isinstance(facts, WrongValue)
     assert (facts.field, facts.value) == ("pp", pp)
-    sizes, _, ends = facts.allowed.partition(", or set")
-    if "vpp" not in sizes:
-        for size in map(int, re.findall(r"\d+", sizes)):
-            Layout(pp=size, vpp=vpp).stage_layers(num_layers)
-    uneven = re.search(r"first_stage_layers and last_stage_layers to (\d+) and (\d+)", ends)
-    if uneven:
-        Layout(pp=pp, vpp=vpp, first_stage_layers=int(uneven[1]), last_stage_layers=int(uneven[2])).stage_layers(num_layers)
+    other = re.fullmatch(r"(.+) with vpp = (\w+)(?:, first_stage_layers = (\d+) and last_stage_layers = (\d+))?", facts.allowed)
+    ends = re.search(r"first_stage_layers and last_stage_layers to (\d+) and (\d+)", facts.allowed)
+    sizes = other[1] if other else facts.allowed[: ends.start()] if ends else facts.allowed
+    proposed = [int(size) for size in re.findall(r"\d+", sizes)]
+    chunks = vpp if not other else None if other[2] == "null" else int(other[2])
+    first, last = (int(layers) if layers else None for layers in (other.groups()[2:] if other else (None, None)))
+    for size in proposed:
+        Layout(pp=size, vpp=chunks, first_stage_layers=first, last_stage_layers=last).stage_layers(num_layers)
+    if ends:
+        Layout(pp=pp, vpp=vpp, first_stage_layers=int(ends[1]), last_stage_layers=int(ends[2])).stage_layers(num_layers)
+    assert proposed or ends
+
+
+def test_a_vpp_that_no_stages_of_94_layers_have_is_answered_with_one_that_they_have() -> None:
+    with pytest.raises(LayoutError, match="must be 8 with vpp = 2, first_stage_layers = 12 and last_stage_layers = 10"):
+        Layout(pp=8, vpp=4).stage_layers(94)
+    stages = Layout(pp=8, vpp=2, first_stage_layers=12, last_stage_layers=10).stage_layers(94)
+    assert [sum(map(len, stage)) for stage in stages] == [12, *[12] * 6, 10]
 
 
 def test_deepseeks_61_layers_on_16_stages_get_a_proposal() -> None:

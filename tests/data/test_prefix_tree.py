@@ -17,7 +17,8 @@ from megarl.data.micro_batches import plan_micro_batches
 from megarl.data.prefix_tree import LEAST_SHARED, common_prefixes, prefix_tree
 from megarl.data.sample import Sample
 from megarl.data.stream import Response, ScorePosition, Unit, laid_tokens, pack
-from megarl.models.flops import FlopsModel, update_flops
+from megarl.models.flops import FlopsModel
+from megarl.models.update_flops import update_flops
 
 FLOPS = FlopsModel(per_token=1000, per_logit_row=0, per_pair=1)
 

@@ -17,10 +17,11 @@ SIZES = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model folder with a config and weights of 4 kB."""
+    """A model folder with a config, weights of 4 kB, and a file where the tokenizer is looked for."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SIZES))
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"\0" * 4096)
     return folder
 

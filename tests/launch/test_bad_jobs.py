@@ -92,6 +92,64 @@ def test_a_folder_that_holds_a_run_is_not_continued_unasked(rl_yaml: Path, tmp_p
         plan_job(rl_yaml, ["run.resume=auto"], ClusterProfile(time="01:00:00"))
 
 
+LARGE = "examples/plans/llama-3.1-70b-reinforce-plus-plus-64xh100.yaml"
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words of a run of 64 GPUs in the repository, whose model folder has files where weights and tokenizer are looked for."""
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((root / "examples/models/llama-3.1-70b/config.json").read_bytes())
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    return [LARGE, f"model.path={folder}", f"run.folder={tmp_path / 'runs'}"]
+
+
+def test_a_step_that_no_start_has_measured_is_as_long_as_the_plan_says(
+    large: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *large, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["times"]["step_s"]
+    assert main(["submit", "slurm", *large, "--warn-s", str(int(planned) - 1), "--dry-run"]) == 2
+    refusal = capsys.readouterr().err
+    assert (
+        f"takes {planned:.0f} s (an estimate of `megarl plan` for h100; --step-seconds overrides it); set --warn-s" in refusal
+    )
+    assert main(["submit", "slurm", *large, "--warn-s", str(int(planned) + 1), "--dry-run"]) == 0
+    assert f"# A step takes about {planned:.3g} s (an estimate of `megarl plan` for h100)" in capsys.readouterr().out
+    assert main(["submit", "slurm", *large, "--step-seconds", "12", "--dry-run"]) == 0
+    assert "# A step takes about 12 s (--step-seconds)" in capsys.readouterr().out
+
+
+def test_a_measured_step_goes_before_an_estimate(large: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = Path(LARGE).stem
+    metrics = tmp_path / "runs" / name / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    metrics.write_text(json.dumps({"step": 1, "time/step_s": 33.0}) + "\n")
+    assert main(["submit", "slurm", *large, "run.resume=auto", "--dry-run"]) == 0
+    assert "# A step takes about 33 s (an earlier start of the run)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("model.safetensors", "which has no 'model.safetensors' or 'model.safetensors.index.json'; put weights as safetensors"),
+        ("tokenizer.json", "'vocab.json' or 'tokenizer_config.json'; put a tokenizer there"),
+    ],
+)
+def test_a_model_folder_that_a_run_could_not_load_is_refused_before_the_queue(
+    missing: str, sentence: str, rl_yaml: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model / missing).unlink()
+    assert main(["submit", "slurm", str(rl_yaml), "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megarl: model.path is '{model}', which has no ")
+    assert sentence in error
+
+
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 @pytest.mark.parametrize("extra", [[], ["algorithm.name=ppo", "critic.layout.dp=3"], ["reference.layout.dp=2"]])
 def test_a_jobs_places_are_those_that_the_run_asks_for(rl_yaml: Path, placement: str, extra: list[str]) -> None:

@@ -91,10 +91,48 @@ def test_what_is_asked_of_the_batch_system_is_in_its_directives(rl_yaml: Path, c
     assert "#BSUB -W 1830\n#BSUB -wa USR1 -wt 10\n" in lsf
 
 
+def test_gpus_are_asked_for_by_gres_where_the_cluster_wants_that(rl_yaml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = rendered(capsys, "slurm", str(rl_yaml), "--gres", "gpu:h100:8")
+    assert "#SBATCH --gres=gpu:h100:8\n" in script
+    assert "gpus-per-node" not in script
+    assert "#SBATCH --gpus-per-node=8\n" in rendered(capsys, "slurm", str(rl_yaml))
+
+
+def test_a_script_says_how_to_submit_it_by_hand(rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = rendered(capsys, "slurm", str(rl_yaml))
+    output = re.search(r"#SBATCH --output=(.+)/%j.txt", script)
+    assert output is not None
+    by_hand = re.search(r"saved as this file: (mkdir -p .+); sbatch (.+)", script)
+    assert by_hand is not None
+    assert not Path(output[1]).exists()
+    subprocess.run(["bash", "-c", by_hand[1]], check=True)
+    assert Path(output[1]).is_dir()
+    assert Path(by_hand[2]).parent == Path(output[1])
+
+
+def test_a_node_tells_ray_of_all_its_cores_and_opens_as_many_files_as_it_may(
+    rl_yaml: Path, sft_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ray, torchrun = (inner_scripts(rendered(capsys, "slurm", str(config))) for config in (rl_yaml, sft_yaml))
+    assert '--num-cpus="$(nproc)" --num-gpus=8' in ray["ray_node.sh"]
+    for script in (ray["ray_node.sh"], ray["driver.sh"], torchrun["torchrun_node.sh"]):
+        line = next(line for line in script.splitlines() if line.startswith("ulimit"))
+        said = subprocess.run(
+            ["bash", "-euc", f"ulimit -Sn 64; {line}\nulimit -Sn; ulimit -Hn; ulimit -Sl; ulimit -Hl"],
+            capture_output=True, text=True, check=True,
+        ).stdout.split()  # fmt: skip
+        assert said[0] == said[1] != "64"
+        assert said[2] == said[3]
+    shared = inner_scripts(rendered(capsys, "slurm", str(rl_yaml), "--no-exclusive", "--cpus-per-node", "12"))
+    assert "--num-cpus=12 --num-gpus=8" in shared["ray_node.sh"]
+    on_cpus = inner_scripts(rendered(capsys, "slurm", str(rl_yaml), "--gpus-per-node", "0", "--places-per-node", "3"))
+    assert "--num-cpus=3 --num-gpus=0" in on_cpus["ray_node.sh"]
+
+
 def test_an_array_is_one_run_for_each_seed(rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = rendered(capsys, "slurm", str(rl_yaml), *OPTIONS["array"])
     assert "#SBATCH --array=0-2\n" in script
-    begin, end = script.index("# ---- this job"), script.index("mkdir -p")
+    begin, end = script.index("# ---- this job"), script.index('mkdir -p "$job/')
     facts = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "1", "SLURMD_NODENAME": "n1"}
     shown = subprocess.run(
         ["bash", "-euc", script[begin:end] + 'echo "$run" "${options[@]}" "$job"'],

@@ -38,9 +38,10 @@ from megarl.megatron.options import (
     SamplingLimits,
     untested_pair,
 )
-from megarl.models.flops import PASSES, FlopsModel, UpdateFlops, update_flops
+from megarl.models.flops import FlopsModel
 from megarl.models.peft_header import lora_of
 from megarl.models.registry import load_hf_config
+from megarl.models.update_flops import PASSES, UpdateFlops, update_flops
 from megarl.planning.gpus import gpu_called
 from megarl.reshard.relays import Machines
 from megarl.trainers.run.prefix_sharing import core_attention, shares_prefixes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.models.flops import UpdateFlops
+from megarl.models.update_flops import UpdateFlops
 from megarl.observe import MetricsFile, Phases
 from megarl.observe.trace import PhaseSpans, Span, by_process
 from megarl.trainers.run.roles import POLICY, Roles
