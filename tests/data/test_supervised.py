@@ -304,6 +304,35 @@ def test_conversations_with_tools_are_those_of_the_template_and_calls_are_traine
     assert tokenizer.decode(trained) == '[add {"a": 1, "b": 2}]<|end|>3.<|end|>'
 
 
+MERGING = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|start|>user{% endif %}{{ '\n<answer>' + m.content }}</answer>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|end|>\n{% endif %}"
+    "{% else %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+"""Puts the answers of tools that follow each other into one turn of the user, as Qwen's template does."""
+
+
+def test_answers_of_several_tools_stand_in_the_turn_that_the_template_makes_of_them() -> None:
+    tokenizer = byte_tokenizer(MERGING)
+    messages = [
+        _turn("user", "q"),
+        _turn("assistant", "two calls"),
+        _turn("tool", "a"),
+        _turn("tool", "b"),
+        _turn("assistant", "c"),
+    ]
+    (sample,) = _build("sft", {"messages": messages}, tokenizer, messages_key="messages")
+    whole = (
+        f"{START}user\nq{END}\n{START}assistant\ntwo calls{END}\n"
+        f"{START}user\n<answer>a</answer>\n<answer>b</answer>{END}\n{START}assistant\nc{END}"
+    )
+    assert tokenizer.decode(sample.prompt_ids + sample.response_ids) == whole
+    trained = [i for i, kept in zip(sample.response_ids, sample.sampled_mask, strict=True) if kept]
+    assert tokenizer.decode(trained) == f"two calls{END}c{END}"
+
+
 def test_a_message_that_is_none_is_told_by_its_number() -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "text": "a"}]
     with pytest.raises(

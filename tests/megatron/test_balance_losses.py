@@ -45,7 +45,7 @@ def balanced_gradients(
     for name in modes:
         mode = MODES[name]
         role = make_role(folder, layout, mode.recompute, coefficients)
-        mine = micro_batches(mode, layout.dp)[layout.coords(rank).dp]
+        mine = micro_batches(mode, layout.dp, units())[layout.coords(rank).dp]
         for chunk in role.chunks:
             chunk.train()
         for _ in range(2):  # what the first pass kept must not be in the second
@@ -131,7 +131,7 @@ def moved_biases(rank: int, world_size: int, folder: Path, layout: Layout, rate:
 
     initialize_layout(layout, seed=1)
     role = make_role(folder, layout, "none", {"bias_update_rate": rate}, lr=0.0)
-    mine = micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp]
+    mine = micro_batches(MODES["packed"], layout.dp, units())[layout.coords(rank).dp]
     before = [router.expert_bias.tolist() for router in role.watch.routers]
     role.update(mine, lambda output, stream: (output.sum() * torch.nan, {}))
     assert [router.expert_bias.tolist() for router in role.watch.routers] == before

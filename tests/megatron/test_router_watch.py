@@ -34,7 +34,7 @@ def routed(rank: int, world_size: int, folder: Path, layout: Layout, mode: str) 
     role = RankModel(
         ModelOptions(str(folder), layout, recompute=MODES[mode].recompute, logit_chunk_tokens=5), OptimizerOptions(lr=0.0)
     )
-    mine = micro_batches(MODES[mode], layout.dp)[layout.coords(rank).dp]
+    mine = micro_batches(MODES[mode], layout.dp, units())[layout.coords(rank).dp]
     role.update(mine, objective)
     role.forward(mine)  # what only answers is not counted
     return role.update(mine, objective).get(EXPERTS, {})

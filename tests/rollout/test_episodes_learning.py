@@ -127,6 +127,8 @@ def test_nothing_of_a_step_depends_on_what_a_tool_said(overrides: list[str]) -> 
     assert bool((quiet["advantages"][mask] != 0).any())
     moved = [replace_told(sample) for sample in samples]  # other tokens of the same number
     assert same(quiet, learn(moved, torch.zeros(shape), *overrides))
+    broken = learn(samples, torch.full(shape, torch.nan), *overrides)  # 0 * nan is nan: a mask that multiplies is not enough
+    assert same(quiet, broken)
 
 
 def replace_told(sample: Sample) -> Sample:
