@@ -47,7 +47,7 @@ def train(
         return RankModel(options, adam)
 
     def update(role: Any) -> dict[str, Any]:
-        return role.update(micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp], policy_loss)
+        return role.update(micro_batches(MODES["packed"], layout.dp, units())[layout.coords(rank).dp], policy_loss)
 
     role = role_of(folder)
     for number in range(UPDATES):
@@ -162,7 +162,7 @@ def unfrozen(rank: int, world_size: int, folder: Path, freeze: tuple[str, ...], 
 
     initialize_layout(Layout(), seed=1)
     role = RankModel(ModelOptions(str(folder), Layout(), freeze=freeze), OptimizerOptions(lr=LR))
-    role.update(micro_batches(MODES["packed"], 1)[0], policy_loss)
+    role.update(micro_batches(MODES["packed"], 1, units())[0], policy_loss)
     save_role(role, saved)
     try:
         RankModel(ModelOptions(str(folder), Layout()), OptimizerOptions(lr=LR)).load(saved)
@@ -190,7 +190,7 @@ def rates(rank: int, world_size: int, folder: Path) -> list[tuple[float, set[flo
     role = RankModel(ModelOptions(str(folder), Layout()), adam)
     found = []
     for _ in range(6):
-        shown = role.update(micro_batches(MODES["packed"], 1)[0], policy_loss)["lr"]
+        shown = role.update(micro_batches(MODES["packed"], 1, units())[0], policy_loss)["lr"]
         found.append((shown, {group["lr"] for part in adams(role) for group in part.optimizer.param_groups}))
     return found
 

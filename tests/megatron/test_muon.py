@@ -38,7 +38,7 @@ def train(rank: int, world_size: int, folder: Path, layout: Layout, saved: str) 
     initialize_layout(layout, seed=1)
 
     def update(role: Any) -> None:
-        role.update(micro_batches(MODES["packed"], layout.dp)[layout.coords(rank).dp], policy_loss)
+        role.update(micro_batches(MODES["packed"], layout.dp, units())[layout.coords(rank).dp], policy_loss)
 
     role = make_role(folder, layout)
     for number in range(UPDATES):
