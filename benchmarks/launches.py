@@ -23,7 +23,11 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 ROOT = str(Path(__file__).resolve().parent.parent)
-HOST = {("megarl/megatron/step.py", "_lay"), ("megarl/megatron/step.py", "metrics_on_host")}
+HOST = {
+    ("megarl/megatron/step.py", "_lay"),
+    ("megarl/megatron/step.py", "metrics_on_host"),
+    ("megarl/data/stream.py", "laid_tokens"),
+}
 """Files and functions whose operators, and those of all that they call, work on tensors in main memory."""
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh", "_unsafe_view",

@@ -27,6 +27,7 @@ from megarl.megatron.prediction import Prediction
 from megarl.megatron.rotary import set_rotary_embedding
 from megarl.megatron.rounded_experts import round_experts
 from megarl.megatron.seeing import SeeingModel, build_tower
+from megarl.megatron.segment_check import check_kernels
 from megarl.megatron.weights import role_map
 from megarl.models.hf_folder import HFFolder
 from megarl.models.packings import padded_vocab
@@ -59,6 +60,8 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
     hf_config = folder.config
     architecture = architecture_for(hf_config)
     config = transformer_config(options, hf_config)
+    if options.by_segments:
+        check_kernels(torch.device("cuda", torch.cuda.current_device()), config.params_dtype)
     try:
         chunks = [_build_chunk(options, folder, config, stage) for stage in _stages(options)]
     except (ValueError, AssertionError) as error:

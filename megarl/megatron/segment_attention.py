@@ -272,11 +272,11 @@ class SegmentAttention(ReferenceAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, calls: tuple[AttentionPass, ...]) -> Tensor:  # type: ignore[override]
         """`query` `[n, heads, d]` of this rank, `key` `[S, groups, d]` and `value` `[S, groups, v]` of all: `[n, heads, v]`."""
         scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        out: Tensor = _Attend.apply(query, key, value, self.softmax_offset, calls, scale)
+        out: Tensor = MergedPasses.apply(query, key, value, self.softmax_offset, calls, scale)
         return out
 
 
-class _Attend(torch.autograd.Function):
+class MergedPasses(torch.autograd.Function):
     """All passes over a stream. A head's sink is a key with the value zero whose score is the sink."""
 
     @staticmethod

@@ -142,6 +142,7 @@ def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: in
 
     group: Any = RecordingGroup()
     overrides = [f"model.fp8_recipe={recipe}", "model.fp8_bf16_layers=[1, 1]", "policy.optimizer.offload_fraction=0.25"]
+    overrides.append("policy.share_prefix=false")
     config = parse_config(apply_overrides(BASE, overrides))
     flops: Any = None
     roles = Roles(config, role_specs(config), {"policy": group}, "transformer_engine", flops, sampling=None, updates=10)
@@ -153,7 +154,7 @@ def test_the_ranks_are_told_the_recipe_and_its_padding(recipe: str, multiple: in
     spec = f"layer spec transformer_engine in FP8 (hybrid, {recipe})"
     for installed, warning in (("0.19.2", ""), ("0.16.1", f" (warning: {untested_pair('transformer_engine', '0.16.1')})")):
         monkeypatch.setattr("megarl.trainers.run.roles.version", lambda name, installed=installed: installed)
-        assert roles.describe() == f"{spec}{warning}, optimizer an Adam"
+        assert roles.describe() == f"{spec}{warning}, optimizer an Adam, shared prefixes computed for each response"
 
 
 def test_only_transformer_engine_with_an_older_megatron_core_is_warned_of() -> None:

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from megarl.data.stream import Response, Unit, context_parallel_shard, pack
+from megarl.errors import ConfigError
+from megarl.megatron import segment_attention as kernels_of
 from megarl.megatron.segment_attention import AttentionPass, CpuKernels, FlashKernels, segment_attention
+from megarl.megatron.segment_check import check_kernels
 
 
 def a_pass(lengths: tuple[tuple[int, int], ...], *, causal: bool, window: int | None, device: str = "cpu") -> AttentionPass:
@@ -60,3 +63,39 @@ def test_a_pass_is_a_call_for_each_level_of_the_tree_and_nothing_is_gathered_twi
         for of in passes:
             assert len(of.queries.unique()) == len(of.queries)
             assert len(of.keys.unique()) == len(of.keys) or (cp > 1 and of is passes[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_kernels_of_a_device_are_held_against_a_plain_softmax_before_they_are_used(dtype: torch.dtype) -> None:
+    check_kernels(torch.device("cpu"), dtype)
+
+
+class Miscaled(CpuKernels):
+    """Computes with other scores than those that it is given."""
+
+    def forward(self, query, key, value, of, scale):  # type: ignore[no-untyped-def]
+        return super().forward(query, key * torch.linspace(1, 1.2, len(key))[:, None, None].to(key), value, of, scale)
+
+
+class Absent(CpuKernels):
+    def backward(self, *given):  # type: ignore[no-untyped-def]
+        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nmore")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "why"),
+    [
+        (Miscaled(), "from a plain softmax"),
+        (Absent(), "FlashAttention only supports Ampere GPUs or newer.; it must be false here"),
+    ],
+)
+def test_kernels_that_compute_something_else_or_nothing_are_refused_by_the_field_that_asks_for_them(
+    kernels: CpuKernels, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kernels_of._KERNELS, "cpu", kernels)
+    with pytest.raises(
+        ConfigError, match=r"^policy\.share_prefix is 'true', which needs torch's flash attention in float32 on cpu"
+    ) as error:
+        check_kernels(torch.device("cpu"), torch.float32)
+    assert why in str(error.value)
+    assert "\n" not in str(error.value)
