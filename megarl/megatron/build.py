@@ -61,7 +61,7 @@ def build_model(options: ModelOptions, folder: HFFolder, switch: AdapterSwitch |
     architecture = architecture_for(hf_config)
     config = transformer_config(options, hf_config)
     if options.by_segments:
-        check_kernels(torch.device("cuda", torch.cuda.current_device()), config.params_dtype)
+        check_kernels(torch.device(torch.cuda.current_device()), config.params_dtype)
     try:
         chunks = [_build_chunk(options, folder, config, stage) for stage in _stages(options)]
     except (ValueError, AssertionError) as error:
