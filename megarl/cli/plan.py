@@ -126,18 +126,22 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     if measured is not None:
         calibration = replace(calibration, whole_pass=measured.whole_pass)
     plan = make_plan(config, gpu, available=arguments.gpus, lengths=lengths, calibration=calibration)
-    found = Search(config, gpu, lengths, calibration).ranked(plan.available) if arguments.search else None
+    found = Search(config, plan).ranked() if arguments.search else None
     if arguments.json:
         text = as_json(plan, found_tree(found) if found is not None else None, measured)
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     else:
         for part in plan_tables(plan, model):
             console.print(part, highlight=False)
-        for part in ["", *found_tables(found)] if found is not None else []:
-            is_text = isinstance(part, str)  # whose overrides are pasted: no line may be cut
-            console.print(part, highlight=False, markup=not is_text, soft_wrap=is_text)
-        for part in ["", *against_tables(plan, measured)] if measured is not None else []:
-            console.print(part, highlight=False)
+        if found is not None:
+            console.print()
+            for part in found_tables(found):
+                is_text = isinstance(part, str)  # whose overrides are pasted: no line may be cut
+                console.print(part, highlight=False, markup=not is_text, soft_wrap=is_text)
+        if measured is not None:
+            console.print()
+            for part in against_tables(plan, measured):
+                console.print(part, highlight=False)
     if found is None and measured is None and not plan.fits:
         raise ConfigError(f"the run does not fit: {plan.excess}; {what_fits(config, plan)}")
     return 0

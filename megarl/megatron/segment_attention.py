@@ -23,9 +23,8 @@ from megarl.megatron.recurrence import Recurrence
 
 aten = torch.ops.aten
 
-FLASH_MAX_DIM = 256
-"""Widest head of torch's flash attention; it takes multiples of `FLASH_MULTIPLE`."""
 FLASH_MULTIPLE = 8
+"""Of which torch's flash attention takes heads, up to 256 wide."""
 
 
 @dataclass

@@ -16,7 +16,6 @@ from megarl.config.layout import Layout
 from megarl.errors import ConfigError, LayoutError
 from megarl.models.check_layouts import check_models
 from megarl.models.shape import ModelShape
-from megarl.planning.calibration import Calibration
 from megarl.planning.choices import (
     RECOMPUTED,
     SIZES,
@@ -30,13 +29,11 @@ from megarl.planning.choices import (
     with_chunks,
     with_stages,
 )
-from megarl.planning.gpus import GpuSpec
-from megarl.planning.lengths import Lengths
 from megarl.planning.memory import plan_memory
 from megarl.planning.optimizer_bytes import state_bytes
 from megarl.planning.parameters import stage_parameters
 from megarl.planning.plan import CapacityPlan, make_plan
-from megarl.planning.roles import RunShape, role_shape, run_shape
+from megarl.planning.roles import role_shape, run_shape
 from megarl.planning.times import TimePlan
 from megarl.reshard.run_plan import ITEMSIZE
 
@@ -121,14 +118,16 @@ def stated(layout: Layout) -> str:
 
 
 class Search:
-    """Plans the choices of one config on GPUs of one kind."""
+    """Plans the choices of one config on GPUs of one kind; `plan` is that of the config itself."""
 
-    def __init__(self, config: AnyConfig, gpu: GpuSpec, lengths: Lengths, calibration: Calibration) -> None:
-        self.config, self.gpu, self.lengths, self.calibration = config, gpu, lengths, calibration
+    def __init__(self, config: AnyConfig, plan: CapacityPlan) -> None:
+        self.config, self.plan = config, plan
+        self.gpu, self.lengths, self.calibration = plan.gpu, plan.lengths, plan.calibration
         self.layers = ModelShape.read(config.model.path).layers
 
-    def ranked(self, gpus: int) -> Found:
-        """All layouts on `gpus` GPUs, the best of them refined and with their weight updates."""
+    def ranked(self) -> Found:
+        """All layouts on the GPUs that there are, the best of them refined and with their weight updates."""
+        gpus = self.plan.available
         candidates, refused = self.candidates(gpus)
         for place, one in enumerate(candidates[:REFINED]):
             candidates[place] = self._refined(one, gpus)
@@ -141,8 +140,7 @@ class Search:
             if (entry := self._priced(one, gpus)) is not None:
                 best.append(entry)
         best.sort(key=lambda entry: entry.step_seconds)
-        plan = make_plan(self.config, self.gpu, available=gpus, lengths=self.lengths, calibration=self.calibration)
-        own = Ranked(own_choice(self.config), (), plan, plan.times)
+        own = Ranked(own_choice(self.config), (), self.plan, self.plan.times)
         return Found(tuple(best[:SHOWN]), len(candidates), refused, own, self._place(own, best, candidates))
 
     def candidates(self, gpus: int) -> tuple[list[_Candidate], Refusals]:
@@ -234,7 +232,7 @@ class Search:
 
     def _trainer_fits(self, config: AnyConfig) -> bool:
         """Whether there is room for the trainer, if engines took nothing."""
-        return plan_memory(_without_engines(run_shape(config)), self.gpu, self.lengths).fits
+        return plan_memory(replace(run_shape(config), engines=None), self.gpu, self.lengths).fits
 
     def _least_bytes(self, layout: Layout) -> float:
         """What the policy alone keeps on a GPU, whatever else is chosen: to refuse most of what is hopeless at once."""
@@ -246,7 +244,7 @@ class Search:
 
 def what_fits(config: AnyConfig, plan: CapacityPlan) -> str:
     """The rest of the sentence about a plan that does not fit: the nearest that does, on these GPUs or on more."""
-    search = Search(config, plan.gpu, plan.lengths, plan.calibration)
+    search = Search(config, plan)
     itself = f"the config itself fits on {plan.run.gpus:,}; " if plan.memory.fits else ""
     refused = Refusals()
     for gpus in _numbers(plan):
@@ -316,10 +314,6 @@ def _changed(config: AnyConfig, choice: Choice) -> AnyConfig:
         of_sections.setdefault(section, {})[leaf] = Layout(**value) if leaf == "layout" else value
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in of_sections.items()}
     return config.model_copy(update=sections)
-
-
-def _without_engines(run: RunShape) -> RunShape:
-    return replace(run, engines=None)
 
 
 def _over(plan: CapacityPlan) -> str:

@@ -43,11 +43,6 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 QWEN3_MOE = shape_of(SIZES | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]})
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 def of_llama(tp: int, layers: int) -> int:
     """Of a rank: A is whole beside layers split by outputs, B beside those split by inputs."""
     qkv = RANK * (3 * 32 + (32 + 16 + 16) // tp)

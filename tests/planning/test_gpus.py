@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +9,11 @@ import pytest
 
 from megarl import cli
 from megarl.planning.gpus import gpu_named
+from tests.planning.printed import planned
 
-ROOT = Path(__file__).parents[2]
 CONFIG = "examples/plans/llama-3.1-8b-grpo-8xh100.yaml"
 SFT = "examples/plans/gpt-oss-120b-sft-64xh100.yaml"
 H100 = "memory_gb: 85.0\nhbm_gb_per_s: 3350\nbf16_tflops: 989\nfp8_tflops: 1979\nnvlink_gb_per_s: 450\nnetwork_gb_per_s: 50\n"
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The plan as JSON."""
-    capsys.readouterr()
-    assert cli.main(["plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def update(plan: dict[str, Any]) -> float:

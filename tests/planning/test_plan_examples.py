@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from megarl import cli
+from tests.planning.printed import planned
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
@@ -32,18 +33,6 @@ PUBLISHED = {
 """Published configs for the models of recipes; these are planned on H100, but for the last, which is planned on H200."""
 MARGIN = 0.95
 MODELS = (("model", "path"), ("reference", "path"), ("reward_model", "path"), ("critic", "init_from"), ("teacher", "path"))
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-def planned(capsys: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict:
-    """The plan as JSON."""
-    capsys.readouterr()
-    assert cli.main(["plan", str(path.relative_to(ROOT)), "--json", *arguments]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def stand_ins(path: Path, folder: Path) -> list[str]:

@@ -23,11 +23,6 @@ PLAN = "examples/plans/qwen2.5-vl-7b-grpo-8xh100.yaml"
 H100 = gpu_named("h100")
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 def config_of(*overrides: str, path: str = PLAN) -> Config:
     return load_config(path, overrides)
 

@@ -30,11 +30,6 @@ MISSED = {"rl-deepseek-v3-256xh100", "async-qwen30b-32xh100-v0.4"}
 OF_STEP, OF_PHASE, OF_MEMORY = 0.20, 0.30, 0.12
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Measured]:
     with pytest.MonkeyPatch.context() as patch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,15 +24,9 @@ from megarl.planning.turns import (
 )
 from megarl.rollout.engines.sglang import server
 
-ROOT = Path(__file__).parents[2]
 OF_8B = 8_030_261_248
 ONE = ["policy.layout={dp: 1}", "rollout.engines=1", "rollout.tp=1"]
 AT_ONCE = "rollout.engine_args={enable_memory_saver: false}"
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
 
 
 def planned(*overrides: str, name: str = "llama-3.1-8b-grpo-8xh100", gpu: str = "h200") -> CapacityPlan:

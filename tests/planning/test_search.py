@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megarl import cli
+from tests.planning.printed import planned
 
-ROOT = Path(__file__).parents[2]
 SMALL = "examples/plans/llama-3.1-8b-grpo-8xh100.yaml"
 LARGE = "examples/plans/llama-3.1-70b-reinforce-plus-plus-64xh100.yaml"
 SEPARATE = (
@@ -23,18 +21,6 @@ SEPARATE = (
 PPO = ("examples/plans/llama-3.1-8b-ppo-32xh100.yaml",)
 EXPERTS = ("examples/plans/qwen3-vl-30b-a3b-grpo-32xh100.yaml",)
 SFT = ("examples/plans/gpt-oss-120b-sft-64xh100.yaml",)
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """The plan as JSON."""
-    capsys.readouterr()
-    assert cli.main(["plan", *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -25,11 +25,6 @@ CPU = gpu_named("cpu")
 SHARE = Efficiencies()
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-
-
 def recorded_steps() -> list[dict[str, Any]]:
     """The steps of a run on two CPU cores that benchmarks/step.py timed."""
     return json.loads((ROOT / "benchmarks/results/step.json").read_text())["steps"]

@@ -104,7 +104,6 @@ class Roles:
         limits = {} if sampling is None else sampling.sampling_limits
         self.sampling_limits = SamplingLimits(**limits) if limits else None
         self.share_prefix = shares_prefixes(config, layer_spec, flops)
-        self._core_attentions: dict[str, Literal["spec", "segments"]] = {}
         self.optimizer: str | None = None
         self.peak_flops: float | None = None
         """Of a GPU of the policy, in operations per second; None where it is not known."""
@@ -172,13 +171,10 @@ class Roles:
 
     def _core_attention(self, role: str) -> Literal["spec", "segments"]:
         """The layer spec's own, or the one that shares prefixes under any."""
-        if (known := self._core_attentions.get(role)) is None:
-            known, model = "spec", self.config.model
-            if self.share_prefix:
-                platform, megatron = self.group_of(role).platform, megatron_of(self.config, role)
-                known = core_attention(self.layer_spec, self.specs[role].path, platform, model.dtype, megatron)
-            self._core_attentions[role] = known
-        return known
+        if not self.share_prefix:
+            return "spec"
+        platform, megatron = self.group_of(role).platform, megatron_of(self.config, role)
+        return core_attention(self.layer_spec, self.specs[role].path, platform, self.config.model.dtype, megatron)
 
     def _can_share(self, role: str) -> bool:
         """Whether attention of `role` takes streams whose sequences share prefixes."""
