@@ -115,7 +115,9 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
         picture_pixels=arguments.picture_pixels,
     )
     given = given_efficiencies(gpu)
-    calibration = Calibration(f"assumptions but for what is given: {given}") if given else Calibration()
+    calibration = Calibration()
+    if given:
+        calibration = replace(calibration, source=f"{calibration.source}, but for what is given: {given}")
     if arguments.calibrate:
         from megarl.planning.fit import calibrated, fitted_gpu
 

@@ -110,3 +110,9 @@ def test_fp8_is_refused_on_a_gpu_that_has_none(capsys: pytest.CaptureFixture[str
         "which a100 cannot compute: it has no FP8; it must be 'none', or resources.gpu another GPU" in capsys.readouterr().err
     )
     assert cli.main(["plan", fp8]) == 0
+
+
+def test_a_plan_says_which_efficiencies_were_given_and_where_the_others_are_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assumed = planned(capsys, CONFIG)["calibration"]
+    given = planned(capsys, CONFIG, "--efficiency", "0.4")["calibration"]
+    assert given == f"{assumed}, but for what is given: products 0.4, fp8 0.4, experts 0.4, unequal 1"
