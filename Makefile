@@ -15,6 +15,7 @@
 #   make test-transformer-engine  Transformer Engine's layers, built without a GPU, in an environment of its own, .venv-te (6 GB)
 #   make test-slurm  a run over two nodes of a real Slurm, started on this machine (root; make system-packages)
 #   make test-multinode  runs over two network namespaces on this machine (root)
+#   make test-rehearsal  small runs on a Ray of several nodes that say they have GPUs; a part of `make test`
 #   make system-packages  what these and the report's tests in a browser need from Debian, as root
 #   make docs        writes the generated pages of docs/ and the site, build/site
 #   make lint        linters, types and import contracts
@@ -32,7 +33,7 @@ VENV312 := .venv-py312
 VENV_TE := .venv-te
 # the half of Transformer Engine that is compiled against torch, as a wheel; without one it is built (8 GB, half an hour)
 TE_TORCH_WHEEL ?=
-TESTS ?= tests --ignore=tests/themes/slurm --ignore=tests/themes/multinode
+TESTS ?= tests --ignore=tests/themes/slurm --ignore=tests/themes/multinode --ignore=tests/themes/rehearsal
 JOBS ?= 2
 PYTEST := -m pytest --numprocesses $(JOBS) --dist loadfile --durations 10
 MODEL := models/SmolLM2-135M-Instruct
@@ -45,7 +46,7 @@ TESTED := -c requirements/constraints.txt -c $(VENV)/.torch
 # uv, unlike pip, does not compile what it installs: the first import does. It must be allowed to keep the result.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode system-packages docs lint clean help
+.PHONY: venv model tiny-model tiny-teacher tiny-calculator tiny-vision tiny-digits quickstart test-quick test test-all test-py312 test-py312-reduced test-transformer-engine test-slurm test-multinode test-rehearsal system-packages docs lint clean help
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -121,11 +122,16 @@ lint: venv
 test-quick: venv
 	$(BIN)/python $(PYTEST) $(TESTS) -m "not slow and not real and not exhaustive"
 
+# rehearsals last: the processes of the other tests hold memory until these have ended
 test: lint model tiny-model
 	$(BIN)/python $(PYTEST) $(TESTS) -m "not exhaustive"
+ifeq ($(origin TESTS),file)
+	$(MAKE) test-rehearsal MARKS="not exhaustive"
+endif
 
 test-all: lint model tiny-model
 	$(BIN)/python $(PYTEST) $(TESTS)
+	$(MAKE) test-rehearsal
 	$(MAKE) test-py312
 	$(MAKE) test-slurm
 	$(MAKE) test-multinode
@@ -152,9 +158,9 @@ $(VENV)/.transformer-engine: requirements/transformer-engine.txt requirements/bu
 	$(INSTALL) $(TESTED) -r requirements/transformer-engine.txt "$(or $(TE_TORCH_WHEEL),$$(PYTHON=$(PYTHON) bash requirements/build-transformer-engine.sh build/transformer-engine))"
 	@touch $@
 
-# CASES, as pytest's -k takes it, chooses among them; one after the other, because each brings nodes of its own up
-test-slurm test-multinode: test-%: venv
-	$(BIN)/python -m pytest --durations 10 tests/themes/$* -k "$(CASES)"
+# CASES, as pytest's -k takes it, and MARKS, as -m does, choose among them; one after the other, because each brings nodes of its own up
+test-slurm test-multinode test-rehearsal: test-%: venv
+	$(BIN)/python -m pytest --durations 10 tests/themes/$* -k "$(CASES)" -m "$(MARKS)"
 
 system-packages:
 	apt-get update --quiet

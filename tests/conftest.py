@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,21 +33,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_given_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker of pytest-xdist finds a width of 80 in its environment, which no test asked for."""
     monkeypatch.delenv("COLUMNS", raising=False)
-
-
-@pytest.fixture(autouse=True)
-def _room_in_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests marked `alone` fill the machine's memory (Ray ends processes at 95 %): no other worker's `slow` ones beside."""
-    alone, slow = (request.node.get_closest_marker(name) for name in ("alone", "slow"))
-    if "PYTEST_XDIST_WORKER" not in os.environ or not (alone or slow):
-        yield
-        return
-    base = tmp_path_factory.getbasetemp().parent
-    with (base / "memory.lock").open("w") as lock:  # closing it gives it back
-        with (base / "queue.lock").open("w") as queue:  # so that who waits for all others gets its turn
-            fcntl.flock(queue, fcntl.LOCK_EX)
-            fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Rehearsals: runs made small on a Ray of several nodes that say they have GPUs, with real ranks and real SGLang engines."""
+"""Rehearsals: runs made small on a Ray of several nodes that say they have GPUs, with real ranks and real SGLang engines.
+
+They need 8 GB, and Ray ends processes at 95 % of the machine's memory: `make test` runs them when all other tests have ended.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from tests.themes.engine_killer import write_killer
 from tests.themes.multinode.rehearsal import changed
 
 ROOT = Path(__file__).parents[3]
-pytestmark = pytest.mark.alone
 MODELS = ROOT / "examples" / "models"
 
 
