@@ -27,7 +27,7 @@ SPREAD = 0.07
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
-def with_adapters(model: Any, folder: Path, lora: Lora = LORA) -> Any:
+def with_adapters(model: Any, folder: Path, lora: Lora = LORA, spread: float = SPREAD) -> Any:
     """peft's model of `model`, whose folder is `folder`, with seeded random adapters that matter."""
     from peft import LoraConfig, get_peft_model
 
@@ -58,7 +58,7 @@ def with_adapters(model: Any, folder: Path, lora: Lora = LORA) -> Any:
     with torch.no_grad():
         for values in made.parameters():
             if values.requires_grad:
-                values.copy_(SPREAD * torch.randn(values.shape, generator=generator))
+                values.copy_(spread * torch.randn(values.shape, generator=generator))
         for wrapper, alternating in _gate_and_up(made):
             _blocks(wrapper, alternating)
     return made.eval()

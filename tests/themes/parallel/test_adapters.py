@@ -15,6 +15,10 @@ from tests.themes.parallel.test_parity import MATRIX, values_of
 from tests.themes.parallel.worlds import LAYOUTS, layout_for, units
 from tests.world import World
 
+SPREADS = {"kimi_k2": 0.05, "qwen3_next": 0.04}
+"""Of the random values, where gradients of single experts nearly vanish: with those of the other families peft's own float32 is
+up to 5.6e-6 from its float64, with these 4e-6."""
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
@@ -25,9 +29,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
         if family not in known:
             folder = tmp_path_factory.mktemp("adapters") / family
             build_folder(family, folder)
-            made = adapters.with_adapters(hugging_face(family), folder)
+            spread = SPREADS.get(family, adapters.SPREAD)
+            made = adapters.with_adapters(hugging_face(family), folder, spread=spread)
             own = {name: tensor.clone() for name, tensor in adapters.tensors(made).items()}
-            exact = adapters.with_adapters(hugging_face(family), folder).double()
+            exact = adapters.with_adapters(hugging_face(family), folder, spread=spread).double()
             values = values_of(exact)
             gradients = adapters.tensors(exact, gradients=True)
             merged = made.merge_and_unload()
