@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
@@ -89,9 +89,9 @@ class Mirror:
             return
         there = self.store.sizes(CHECKPOINTS)
         steps = self._complete(there)
-        best = best_step({step: self._evaluation(step) for step in steps}, self.best) if self.best is not None else None
-        for step in steps[: -self.keep]:
-            if step not in (best, newest):
+        kept = {*steps[-self.keep :], self._best(steps), newest}
+        for step in steps:
+            if step not in kept:
                 folder = f"{CHECKPOINTS}/step_{step:06d}"
                 others = [one for one in there if one.startswith(f"{folder}/") and one != f"{folder}/{MANIFEST}"]
                 self.store.remove([f"{folder}/{MANIFEST}", *others])
@@ -156,6 +156,23 @@ class Mirror:
             finally:
                 checkpoints.abandon(step)
         return None, damaged
+
+    def bring_back_earlier(self, checkpoints: CheckpointFolder, fetched: int) -> list[str]:
+        """Fetch what `keep` and `best` keep besides the checkpoint of step `fetched`, for rollbacks and for people.
+
+        With all of them to be kept only the best is. Returns a sentence for each damaged one.
+        """
+        damaged, steps = [], self.steps()
+        earlier = [step for step in steps if step < fetched]
+        wanted = {*(earlier[1 - self.keep :] if self.keep > 1 else ()), self._best(steps)}
+        for step in sorted(step for step in wanted if step in earlier):
+            try:
+                self._fetch_checkpoint(step, checkpoints)
+            except CheckpointError as error:
+                damaged.append(str(error))
+            finally:
+                checkpoints.abandon(step)
+        return damaged
 
     def bring_back_records(self, run: Path, *, but: tuple[str, ...] = ()) -> list[str]:
         """Fetch the records that the run's folder lacks, but those named `but`; returns a sentence for each damaged one."""
@@ -243,6 +260,9 @@ class Mirror:
         places = (PurePosixPath(name) for name in there)
         steps = (step_of(place.parent.name) for place in places if place.name == MANIFEST and len(place.parts) == 3)
         return sorted(step for step in steps if step is not None)
+
+    def _best(self, steps: Sequence[int]) -> int | None:
+        return best_step({step: self._evaluation(step) for step in steps}, self.best) if self.best is not None else None
 
     def _evaluation(self, step: int) -> Mapping[str, float]:
         if step not in self._evaluations:

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class Watched:
         self.put_names.append(name)
         self._store.put(name, blocks, record)
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
 
@@ -134,6 +135,26 @@ def test_a_copy_that_is_cut_off_anywhere_does_not_count_and_goes_on_where_it_was
     assert contents(fetched) == contents(second)
 
 
+def test_a_half_copy_of_another_checkpoint_of_the_step_is_not_taken_for_this_one(
+    store: Watched, checkpoints: CheckpointFolder
+) -> None:
+    """Same names, same sizes: the checksums tell."""
+
+    def end(name: str) -> None:
+        if Path(name).name == MANIFEST:
+            raise MirrorError("the line is down")
+
+    store.before_put = end
+    with pytest.raises(MirrorError):
+        Mirror(store).send(make(checkpoints, 1))
+    store.before_put = lambda name: None
+    other = make(checkpoints, 1)
+    Mirror(store).send(other)
+    fetched, _ = Mirror(store).bring_back(CheckpointFolder(checkpoints.folder.parent / "elsewhere"), newer_than=-1)
+    assert fetched is not None
+    assert contents(fetched) == contents(other)
+
+
 def test_what_a_copy_left_that_came_to_nothing_is_removed_by_the_next(store: Watched, checkpoints: CheckpointFolder) -> None:
     def end(name: str) -> None:
         if Path(name).name == MANIFEST:
@@ -143,10 +164,10 @@ def test_what_a_copy_left_that_came_to_nothing_is_removed_by_the_next(store: Wat
     with pytest.raises(MirrorError):
         Mirror(store).send(make(checkpoints, 1))
     store.before_put = lambda name: None
-    assert len(store.sizes("checkpoints")) == len(FILES)  # type: ignore[operator]
+    assert len(store.sizes("checkpoints")) == len(FILES)
     second = make(checkpoints, 2)
     Mirror(store).send(second)
-    assert {*store.sizes("")} == {f"checkpoints/step_000002/{name}" for name in (*FILES, MANIFEST)}  # type: ignore[operator]
+    assert {*store.sizes("")} == {f"checkpoints/step_000002/{name}" for name in (*FILES, MANIFEST)}
 
 
 def test_another_checkpoint_of_a_step_takes_the_place_of_the_first_and_never_mixes_with_it(
@@ -182,14 +203,14 @@ def test_nothing_is_sent_again_that_is_there(store: Watched, checkpoints: Checkp
         sender.send_records(run)
         sender.send(checkpoint)
     everything = {"metrics.jsonl", "placement.json", "media/9b.png", INDEX}
-    everything |= {f"{store.unfinished('checkpoints/step_000001')}/{name}" for name in (*FILES, MANIFEST)}  # type: ignore[operator]
+    everything |= {f"{store.unfinished('checkpoints/step_000001')}/{name}" for name in (*FILES, MANIFEST)}
     assert sorted(store.put_names) == sorted(everything)
     store.put_names = []
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2}\n{"step": 3, "lo')
     mirror.send_records(run)
     assert store.put_names == [INDEX, "metrics.jsonl"]
-    assert b"".join(store.blocks("metrics.jsonl")) == b'{"step": 1}\n{"step": 2}\n'  # type: ignore[operator]
+    assert b"".join(store.blocks("metrics.jsonl")) == b'{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_damaged_file_of_the_run_is_not_sent_in_place_of_a_sound_one(store: Watched, checkpoints: CheckpointFolder) -> None:
@@ -204,7 +225,7 @@ def test_a_damaged_file_of_the_run_is_not_sent_in_place_of_a_sound_one(store: Wa
         with pytest.raises(MirrorError, match=rf"'{damaged / name}' is damaged"):
             mirror.send(damaged)
         assert mirror.steps() == [1]
-        assert f"{store.unfinished('checkpoints/step_000002')}/{name}" not in store.sizes("")  # type: ignore[operator]
+        assert f"{store.unfinished('checkpoints/step_000002')}/{name}" not in store.sizes("")
 
 
 def test_every_damaged_copy_is_named_and_the_one_before_is_fetched(store: Watched, checkpoints: CheckpointFolder) -> None:
@@ -218,7 +239,7 @@ def test_every_damaged_copy_is_named_and_the_one_before_is_fetched(store: Watche
         if name == "cut":
             overwrite(store, f"checkpoints/step_000002/{file}", whole[:-1])
         elif name == "gone":
-            store.remove([f"checkpoints/step_000002/{file}"])  # type: ignore[operator]
+            store.remove([f"checkpoints/step_000002/{file}"])
         else:
             whole[len(whole) // 2] ^= 1
             overwrite(store, f"checkpoints/step_000002/{file}", whole)
@@ -241,9 +262,27 @@ def test_the_mirror_keeps_what_the_run_would_keep_and_what_was_sent_last(store: 
         mirror.remove_old(step)
         kept.append(mirror.steps())
     assert kept == [[10], [10, 20], [20, 30], [20, 30, 40], [40, 50], [50, 60], [50, 60, 70], [5, 50, 60, 70]]
-    assert {Path(name).parts[1] for name in store.sizes("checkpoints")} == {  # type: ignore[operator]
+    assert {Path(name).parts[1] for name in store.sizes("checkpoints")} == {
         f"step_{step:06d}" for step in kept[-1]
     }
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "back"),
+    [(2, "accuracy", [10, 30, 40]), (3, None, [20, 30, 40]), (1, None, [40]), (0, "accuracy", [10, 40])],
+)
+def test_what_the_run_would_have_kept_comes_back_with_the_newest(
+    keep: int, best: str | None, back: list[int], store: Watched, checkpoints: CheckpointFolder
+) -> None:
+    for step, accuracy in ((10, 0.9), (20, 0.2), (30, 0.3), (40, 0.4)):
+        Mirror(store).send(make(checkpoints, step, accuracy, most=100))
+    elsewhere = CheckpointFolder(checkpoints.folder.parent / "elsewhere")
+    mirror = Mirror(store, keep, best)
+    assert mirror.bring_back(elsewhere, newer_than=-1) == (elsewhere.folder / "step_000040", [])
+    assert mirror.bring_back_earlier(elsewhere, 40) == []
+    assert elsewhere.all() == [elsewhere.folder / f"step_{step:06d}" for step in back]
+    for path in elsewhere.all():
+        check(path)
 
 
 def test_records_come_back_where_they_lack_and_damaged_ones_are_passed_over(
@@ -275,6 +314,26 @@ def test_records_come_back_where_they_lack_and_damaged_ones_are_passed_over(
     overwrite(store, INDEX, b"{}")
     with pytest.raises(CheckpointError, match=f"'{store.address}/{INDEX}' is damaged"):
         mirror.open_index()
+
+
+@pytest.mark.parametrize("size", [10, 20_000_000])
+def test_a_file_is_replaced_at_once_or_not_at_all(size: int, store: Watched) -> None:
+    def blocks() -> Iterator[bytes]:
+        yield bytes(size // 2)
+        if is_cut:
+            raise MirrorError("the line is down")
+        yield bytes(size - size // 2)
+
+    record = FileRecord(size, "not compared")
+    store.put("metrics.jsonl", [b"old"], FileRecord(3, "not compared"))
+    is_cut = True
+    with pytest.raises(MirrorError, match="the line is down"):
+        store.put("metrics.jsonl", blocks(), record)
+    assert store.sizes("") == {"metrics.jsonl": 3}
+    assert b"".join(store.blocks("metrics.jsonl")) == b"old"
+    is_cut = False
+    store.put("metrics.jsonl", blocks(), record)
+    assert b"".join(store.blocks("metrics.jsonl")) == bytes(size)
 
 
 def test_a_record_is_right_before_and_after_it_is_replaced(store: Watched, checkpoints: CheckpointFolder) -> None:

@@ -101,6 +101,19 @@ def test_a_place_that_fails_is_said_and_counted_once_a_copy_and_tried_again(tmp_
     assert run.mirroring.figures() == {"checkpoint/mirrored_step": 4, "checkpoint/mirror_failures": 2}
 
 
+def test_the_lines_of_a_step_are_there_before_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that is brought back in between would lack them."""
+    run = Copied(tmp_path)
+    run.folder.mkdir(parents=True)
+    waits, may_go_on = blocking(monkeypatch, "manifest.json")
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    run.mirroring.begin(run.save(1))
+    assert waits.wait(60)
+    assert (run.second / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    may_go_on.set()
+    run.mirroring.wait()
+
+
 def test_a_mistake_of_our_own_ends_no_run_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Copied(tmp_path)
     monkeypatch.setattr(run.mirroring.mirror, "send", lambda checkpoint: {}["mistake"])

@@ -136,6 +136,8 @@ class Mirroring:
         self._said += [f"a checkpoint in the mirror was passed over: {damage}" for damage in damaged]
         if fetched is None:
             return None
+        damaged = self.mirror.bring_back_earlier(self._checkpoints, step_of(fetched.name) or 0)
+        self._said += [f"a checkpoint in the mirror was passed over: {damage}" for damage in damaged]
         # an exported model is not there; without its summary the run makes both again
         lacking = ("summary.json",) if self._config.run.export else ()
         damaged = self.mirror.bring_back_records(self._folder, but=lacking)
