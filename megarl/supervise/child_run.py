@@ -91,6 +91,12 @@ class StatusPipe:
 
 
 _report: StatusPipe | None = None
+_restarts = 0
+
+
+def is_restart() -> bool:
+    """Whether this process goes on with what another one, which failed, was doing: started again here or by torchrun."""
+    return bool(_restarts or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
 
 
 def follow(phases: Phases) -> None:
@@ -229,9 +235,12 @@ class ChildRun:
         self._fail({"kinds": [], "who": "driver", "what": f"{state} for {SILENT_S:.0f} s; {where}"})
 
 
-def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], None]) -> ChildRun | None:
-    """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent."""
-    global _report
+def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], None], restarts: int = 0) -> ChildRun | None:
+    """Fork: the parent gets the attempt; the attempt itself gets None and goes on as if it had no parent.
+
+    `restarts`: attempts that failed before this one.
+    """
+    global _report, _restarts
     adopt_orphans()
     read, write = os.pipe()
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the attempt runs
@@ -248,7 +257,7 @@ def start_child_run(stack_file: Path, signals: Signals, on_step: Callable[[], No
     end_with_parent()
     os.close(read)
     faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
-    _report = StatusPipe(write)
+    _report, _restarts = StatusPipe(write), restarts
     return None
 
 

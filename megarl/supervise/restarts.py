@@ -23,7 +23,7 @@ FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 300.0
 ENVIRONMENT = ("WorkerError", "DeadlineError")
 """Errors that are nobody's mistake."""
-ONCE_IT_RAN = ("EngineError", "RewardServerError", "ClusterError")
+ONCE_IT_RAN = ("EngineError", "RewardServerError", "ClusterError", "MirrorError")
 """Errors that are the user's mistake unless the same run has worked before."""
 
 
@@ -75,7 +75,8 @@ class _Supervision:
         config, failed_in_a_row = self.config, 0
         with self.signals:
             while True:
-                attempt = start_child_run(self.folder / "logs" / "stacks" / "driver.txt", self.signals, self._recovered)
+                stacks = self.folder / "logs" / "stacks" / "driver.txt"
+                attempt = start_child_run(stacks, self.signals, self._recovered, len(self.faults))
                 if attempt is None:
                     return self._as_attempt(config)
                 outcome = attempt.watch()

@@ -34,6 +34,7 @@ def train(config):
     number = len(tries.read_text().split()) if tries.exists() else 0
     with tries.open("a") as file:
         file.write(config.run.resume + " ")
+    (folder / f"restart-{number}").write_text(str(child_run.is_restart()))
     fail(number, -1)
     phases = Phases()
     child_run.follow(phases)
@@ -120,6 +121,7 @@ def nothing_is_left(folder: Path) -> bool:
         ("WorkerError@2,1", "update", "rank 1 of policy", "something happened"),
         # WorkerError before it is raised and told alike
         pytest.param("EngineError@2,1", "update", "rank 1 of policy", "something happened", marks=pytest.mark.exhaustive),
+        pytest.param("MirrorError@2,1", "update", "rank 1 of policy", "something happened", marks=pytest.mark.exhaustive),
         ("kill@2,0", "update", "driver", "it was killed by SIGKILL"),
         ("kill@2,2", "export", "driver", "it was killed by SIGKILL"),
         # as a kill, only said in other words
@@ -138,6 +140,7 @@ def test_what_is_nobodys_mistake_is_begun_again_and_written_down(
     code, resumes, faults, said = run(tmp_path, behaviour)
     assert code == 0, said
     assert resumes == ["never", "auto", "auto"]
+    assert [(tmp_path / f"restart-{number}").read_text() for number in range(3)] == ["False", "True", "True"]
     assert [(fault["phase"], fault["who"], fault["attempt"]) for fault in faults] == [(phase, who, 1), (phase, who, 2)]
     assert all(fault["what"].startswith(what) for fault in faults)
     first, last = faults

@@ -36,16 +36,18 @@ from megarl.errors import (
 )
 from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, upload_commands, write_summary
 from megarl.reshard.placement import Placement
-from megarl.supervise.child_run import follow
+from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.torchrun import is_torchrun
 from megarl.trainers.run.expert_record import ExpertRecord
 from megarl.trainers.run.guards import Guards, newest_sound_before
+from megarl.trainers.run.mirroring import Mirroring
 from megarl.trainers.run.profiling import Profiling
 from megarl.trainers.run.roles import POLICY, REFERENCE, Roles
 from megarl.trainers.run.saving import Saving, unwritable
 from megarl.trainers.run.stop import StopRequest
 from megarl.trainers.run.timeline import Timeline
+from megarl.workers.spmd import leader_first
 
 OneConfig = TypeVar("OneConfig", Config, SupervisedConfig)
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -68,6 +70,7 @@ class Run(ABC):
         self.folder = Path(config.run_folder)
         self.checkpoints = CheckpointFolder(self.folder / "checkpoints", config.run.keep_checkpoints, config.run.keep_best)
         self.saving = Saving(self.checkpoints, to_yaml(config), leads=leads)
+        self.mirroring = Mirroring(config, self.checkpoints) if leads and config.run.mirror is not None else None
         self.phases = Phases()
         self.step = 0
         self.evaluations: dict[str, dict[str, float] | None] = {"before": None, "after": None}
@@ -117,6 +120,8 @@ class Run(ABC):
             try:
                 self._open()
             except BaseException:
+                if self.mirroring is not None:
+                    self.mirroring.stop()
                 self._stack.close()
                 raise
         return self
@@ -127,12 +132,45 @@ class Run(ABC):
             with suppress(MegarlError):  # what is there already is not to be lost, whatever happened since
                 self.saving.finish(self.roles, wait=True)
         self._stack.close()
+        self._end_mirroring(wait=error is None or ranks_are_well)
         if self.leads:
             self.checkpoints.remove_unfinished()
         if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
             raise self._disk_trouble(error) from error
         if isinstance(error, KeyboardInterrupt) and self.leads:
             raise RunInterrupted(f"interrupted after step {self.step} of {self._settings.run.steps}; {self._how_to_go_on()}")
+
+    def _end_mirroring(self, *, wait: bool) -> None:
+        """Wait for what is on its way to the second place, and say whether all of it has arrived."""
+        if self.mirroring is None:
+            return
+        try:
+            if wait:
+                self.mirroring.wait()
+        finally:  # Ctrl-C: leave
+            self.mirroring.stop()
+        for line in self.mirroring.take_lines():
+            self.progress.say(line)
+
+    def _resume_point(self) -> Path | None:
+        """The checkpoint to continue from, fetched from the second place if need be; None: begin anew."""
+        resume = self._resume_from(self._settings.run.resume)
+        if self._settings.run.mirror is None:
+            return self.checkpoints.resolve(resume)
+        found: list[Path | None] = []
+
+        def open_mirror() -> None:
+            assert self.mirroring is not None, "the leader has one"
+            self._refuse_unwritable()
+            found.append(self.mirroring.open(resume, is_restart=is_restart()))
+
+        leader_first(open_mirror)
+        return found[0] if found else self.checkpoints.resolve(resume)
+
+    def _refuse_unwritable(self) -> None:
+        if (why := unwritable(self.folder)) is not None:
+            name = self._settings.run.folder
+            raise ConfigError(f"run.folder is '{name}', but nothing can be written to {self.folder} ({why})")
 
     def _resume_from(self, resume: str) -> str:
         """`run.resume`, where it names another run's folder as the newest checkpoint in it."""
@@ -164,14 +202,13 @@ class Run(ABC):
         config = self._settings
         self._stack.enter_context(self._stop)
         follow(self.phases)
-        resume_from = self.checkpoints.resolve(self._resume_from(config.run.resume))
+        resume_from = self._resume_point()
         state = read_state(resume_from) if resume_from is not None else None
         self.step = state["step"] if state is not None else 0
         self._refuse_to_overwrite()
         self.was_finished = self.finished and (self.folder / "summary.json").exists()
         if self.leads:
-            if (why := unwritable(self.folder)) is not None:
-                raise ConfigError(f"run.folder is '{config.run.folder}', but nothing can be written to {self.folder} ({why})")
+            self._refuse_unwritable()
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
             self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
@@ -190,8 +227,8 @@ class Run(ABC):
         self.phases.listen(self._name_what_is_written)
         for damage in self.checkpoints.damaged:
             self.progress.say(f"a checkpoint was passed over: {damage}")
-        for difference in self._differences(resume_from):
-            self.progress.say(difference)
+        for line in (*(self.mirroring.take_lines() if self.mirroring is not None else ()), *self._differences(resume_from)):
+            self.progress.say(line)
         if not self.was_finished:
             with self.phases("start"):
                 self.start()
@@ -202,6 +239,10 @@ class Run(ABC):
         if state is not None:
             self.evaluations.update(state["evaluations"])
             self.load_state(state)
+        if self.mirroring is not None:
+            self.saving.then = self.mirroring.begin
+            if resume_from is not None and resume_from.parent == self.checkpoints.folder:
+                self.mirroring.begin(resume_from)
 
     def _tell_of_stop(self) -> None:
         again = "; Ctrl-C again leaves at once" if self._stop.received == "Ctrl-C" else ""
@@ -262,9 +303,10 @@ class Run(ABC):
         self.metrics |= {**metrics, **self.phases.last_step.metrics(), **self.timeline.record(self.step, self.roles)}
         self.experts.write(self.step)
         if self.leads:
-            self.trackers.log(self.step, self.metrics)
+            mirrored = self.mirroring.figures() if self.mirroring is not None else {}  # no guard's: only the leader has them
+            self.trackers.log(self.step, self.metrics | mirrored)
             self.progress.step_done(self.step, self.metrics)
-        for line in self._after_step:
+        for line in (*self._after_step, *(self.mirroring.take_lines() if self.mirroring is not None else ())):
             self.progress.say(line)
         self._after_step.clear()
 
@@ -373,6 +415,8 @@ class Run(ABC):
         )
         if self.leads:
             write_summary(path, summary)
+            if self.mirroring is not None and (newest := self.checkpoints.all()[-1:]):
+                self.mirroring.begin(newest[0])  # again, for the summary
             self._say_result()
             self._say_where(model)
         return summary

@@ -31,6 +31,8 @@ class Saving:
 
     def __init__(self, checkpoints: CheckpointFolder, config_text: str, *, leads: bool) -> None:
         self.checkpoints, self.config_text, self.leads = checkpoints, config_text, leads
+        self.then: Callable[[Path], None] | None = None
+        """What the leader calls with each checkpoint that has its name."""
         self._pending: _Pending | None = None
 
     @property
@@ -87,10 +89,13 @@ class Saving:
                 for role, of_ranks in parts.items():
                     files = join_shards(folder / role, of_ranks)
                     written |= {f"{role}/{name}": record for name, record in files.items()}
-                self.checkpoints.commit(pending.step, pending.made, written, pending.evaluation)
+                named.append(self.checkpoints.commit(pending.step, pending.made, written, pending.evaluation))
 
+            named: list[Path] = []
             self._have_led(roles, commit)
         self._pending = None
+        if self.then is not None and named:
+            self.then(named[0])
         return True
 
     def _have_led(self, roles: Roles, work: Callable[[], None]) -> None:

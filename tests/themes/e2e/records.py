@@ -11,7 +11,8 @@ from megarl.observe import read_metrics
 
 BY_ENGINES = ("rollout/prompt_tokens", "rollout/cached_tokens", "rollout/cache_hit_rate")
 """Metrics of what engines computed, of which a replay knows nothing."""
-TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu", "policy/tower_forward_s")
+TIMES = ("time/", "time_fraction/", "speed/", "eval/seconds", "memory/", "policy/tflops_per_gpu", "policy/tower_forward_s",
+         "checkpoint/mirror")  # fmt: skip
 
 
 def curve(folder: Path) -> list[dict[str, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -344,6 +345,43 @@ def test_torchrun_gives_the_losses_that_ray_gives(supervised_config: Callable[..
     assert curves[0] == curves[1]
     assert (Path(config.run.folder) / "torchrun" / "model" / "model.safetensors").exists()
     assert (Path(config.run.folder) / "torchrun" / "summary.json").exists()
+
+
+@pytest.mark.exhaustive
+def test_two_drivers_that_lost_their_folder_go_on_from_the_mirror_that_one_of_them_keeps(
+    supervised_config: Callable[..., SupervisedConfig], tmp_path: Path
+) -> None:
+    """The other one must not look for a checkpoint before the leader has fetched it."""
+    config = supervised_config({"name": "dpo", "beta": BETA}, PAIRS, **{"policy.layout": {"dp": 2}, "run.name": "whole"})
+    train(config)
+    file, lost, second = tmp_path / "run.yaml", Path(config.run.folder) / "lost", tmp_path / "second"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megarl"]
+    command += ["preference", str(file), "run.name=lost", f"run.mirror={second}", "run.resume=auto"]
+
+    def go_on(steps: int) -> subprocess.CompletedProcess[str]:
+        whole = [*command, f"run.steps={steps}"]
+        return subprocess.run(whole, capture_output=True, text=True, env=outside_ray(), timeout=120, check=False)
+
+    for steps in (2, 3):
+        done = go_on(steps)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"mirror: {second}/lost has the checkpoint of step {steps}" in done.stdout
+        shutil.rmtree(lost)
+    done = go_on(3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "is finished; its summary is in" in done.stdout
+    curves = [
+        [row["train/loss"] for row in read_metrics(Path(config.run.folder) / name / "metrics.jsonl")]
+        for name in ("whole", "lost")
+    ]
+    assert curves[0] == curves[1]
+    shutil.rmtree(second)
+    second.write_text("a file")
+    shutil.rmtree(lost)
+    done = go_on(3)
+    assert done.returncode != 0
+    assert done.stderr.count(f"megarl: run.mirror is '{second}', but it cannot be used: '{second}/lost': Not a directory") == 2
 
 
 @pytest.mark.parametrize(
