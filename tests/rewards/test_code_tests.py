@@ -203,10 +203,13 @@ def test_more_endless_programs_than_the_deadline_holds_get_0_and_end_nothing() -
     assert not _sandboxed_processes()
 
 
-@pytest.mark.parametrize("endless", ["while True: pass", "import threading\n[threading.Thread(target=work).start() for _ in 'ab']"])
+THREADS = "import threading\n    [threading.Thread(target=work).start() for _ in 'ab']"
+
+
+@pytest.mark.parametrize("endless", ["work()", THREADS])
 def test_a_program_runs_out_of_time_once_and_not_once_per_input(rewards: RewardSources, endless: str) -> None:
     """With `partial` each of many inputs could cost its time: nothing is asked of a program that has had its own."""
-    code = f"def work():\n    while True: pass\nif input() == 'hang':\n    {endless.replace(chr(10), chr(10) + '    ')}\nprint(4)"
+    code = f"def work():\n    while True: pass\nif input() == 'hang':\n    {endless}\nprint(4)"
     tests = [{"input": given, "output": "4"} for given in ("1", "hang", "1", "hang", "1")]
     assert rewards.score([_sample(code, tests)]) == [0.2]
 

@@ -70,8 +70,10 @@ def read_metadata(path: Path) -> Any:
                 raise CheckpointError(f"'{path}' leads out of its folder, to '{info.relative_path}'")
     except _Refused as error:
         raise CheckpointError(_would_run(path, str(error))) from None
-    except (pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError, AttributeError, OSError) as error:
-        raise CheckpointError(f"'{path}' is damaged: it cannot be read ({error!r})") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything, such as MemoryError
+        raise CheckpointError(f"'{path}' is damaged: it cannot be read ({error!r:.300})") from None
     return metadata
 
 
@@ -114,7 +116,7 @@ def _load_plain(path: Path, content: bytes) -> None:
     except pickle.UnpicklingError as error:
         named = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
         raise CheckpointError(_would_run(path, named[1] if named else "something else than plain values")) from None
-    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001 - as above
         what = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"'{path}' is damaged: it cannot be read ({type(error).__name__}: {what[:200]})") from None
 

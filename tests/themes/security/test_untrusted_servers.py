@@ -147,5 +147,6 @@ def test_a_charset_that_nobody_knows_is_not_asked_for() -> None:
 @pytest.mark.parametrize("answer", [[], None, "text", {}, {"model_path": 3}])
 def test_a_server_of_others_that_says_nothing_useful_is_one_sentence(answer: Any) -> None:
     trainer = ServedModel({}, "float32")
-    with serving(lambda r: web.json_response(answer)) as url, pytest.raises(EngineError, match="server_info names no model_path"):
+    names_none = pytest.raises(EngineError, match="server_info names no model_path")
+    with serving(lambda r: web.json_response(answer)) as url, names_none:
         asyncio.run(ExternalEngine.at(url, None, trainer, 5.0))
