@@ -89,6 +89,7 @@ MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 # servers of tools; pure Python: 2.3 brings mcp-types, httpx2, httpcore2, sse-starlette, truststore and PyJWT, and no pin that
 # SGLang's contradict
 MCP = ["mcp>=2.3,<3"]
+FUZZ = ["atheris==3.0.0"]  # benchmarks/fuzz.py: fuzzing that follows coverage; wheels for Linux on x86_64
 
 TEST = [
     "ruff==0.17.5",
@@ -131,6 +132,7 @@ setup(
         "video": VIDEO,
         "mcp": MCP,
         "docs": DOCS,
+        "fuzz": FUZZ,
         "test": TEST,
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

@@ -111,7 +111,7 @@ class HFFolder:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"'{index}' is no valid safetensors index: {error!r}") from None
         for file in dict.fromkeys(file_of.values()):
-            if file != Path(file).name or not file.isprintable():  # which lone surrogates are not
+            if file in ("", "..") or file != Path(file).name or not file.isprintable():  # lone surrogates are not
                 raise ModelError(f"'{index}' names the file {file!r}; it must be a file of this folder")
         return file_of
 

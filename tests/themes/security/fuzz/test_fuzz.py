@@ -67,7 +67,7 @@ FOUND = {
     "a_state_that_is_no_object": ("checkpoints", b"s[]"),
     "a_header_that_is_nested_deeply": ("safetensors", b"h" + b'{"a":' * 50_000),
     "a_header_with_infinity": ("safetensors", b'h{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 1e999]}}'),
-    "negative_sizes_whose_product_is_right": ("safetensors", b'h{"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}'),
+    "negative_sizes": ("safetensors", b'h{"a": {"dtype": "F32", "shape": [-2, -2], "data_offsets": [0, 16]}}'),
     "an_index_that_is_nested_deeply": ("safetensors", b"i" + b"[" * 100_000),
     "an_index_with_half_a_character": ("safetensors", b'i{"weight_map": {"a": "\\ud800"}}'),
     "a_config_with_a_long_number": ("safetensors", b'c{"a": ' + b"9" * 5000 + b"}"),
@@ -83,10 +83,11 @@ def test_what_was_found_stays_mended(name: str) -> None:
     run_quietly(TARGETS[target], data)
 
 
-@pytest.mark.parametrize(
-    "unit",
-    ["<arg_key>", "<arg_key>a</arg_key>", "<arg_key></arg_key><arg_value>", "<function=", "<function=\n", "<parameter=", "<tool_call>"],
-)  # fmt: skip
+MARKS = ("<arg_key>", "<arg_key>a</arg_key>", "<arg_key></arg_key><arg_value>")
+MARKS += ("<function=", "<function=\n", "<parameter=", "<tool_call>")
+
+
+@pytest.mark.parametrize("unit", MARKS)
 def test_marks_that_a_policy_repeats_cost_no_more_than_their_number(unit: str) -> None:
     """Eight thousand of them took from nine seconds to hours, in the process that all other episodes wait for."""
     for begin in ("<tool_call>", "<tool_call><function=f>"):
@@ -94,7 +95,7 @@ def test_marks_that_a_policy_repeats_cost_no_more_than_their_number(unit: str) -
 
 
 TEMPLATES = {
-    "loops": "{% for a in range(90000) %}{% for b in range(90000) %}{% for c in range(90000) %}{% endfor %}{% endfor %}{% endfor %}",
+    "loops": "{% for a in range(90000) %}" * 3 + "{% endfor %}" * 3,
     "calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "doubles": "{% set n = namespace(a='a' * 1000) %}{% for i in range(90000) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
     "gathers": "{% set n = namespace(a=[]) %}{% for i in range(90000) %}{% set n.a = n.a + ['a' * 100000 ~ i] %}{% endfor %}",
