@@ -73,6 +73,8 @@ def read_metadata(path: Path) -> Any:
         for index, info in metadata.storage_data.items():
             if Path(info.relative_path).name != info.relative_path:
                 raise CheckpointError(f"'{path}' leads out of its folder, to '{info.relative_path}'")
+            if not info.relative_path.isprintable():
+                raise ValueError(f"{info.relative_path!r} is no name of a file")
             if not isinstance(index.fqn, str) or min(info.offset, info.length) < 0:
                 raise ValueError(f"{index} is at {info}")
     except _Refused as error:

@@ -57,7 +57,12 @@ def test_whatever_comes_of_an_input_is_a_sentence(name: str) -> None:
     check()
 
 
+METADATA = TARGETS["checkpoints"].seeds[0]
 FOUND = {
+    "metadata_that_names_no_file": ("checkpoints", METADATA.replace(b"__0_0.distcp", b"__0\0_.distcp")),
+    "metadata_without_offsets": ("checkpoints", METADATA.replace(b"offset", b"offsex")),
+    "metadata_without_lengths": ("checkpoints", METADATA.replace(b"length", b"lengtx")),
+    "metadata_without_descriptions": ("checkpoints", METADATA.replace(b"state_dict_m", b"state_dict_n")),
     "half_a_character_in_a_prompt": ("rows", b'l{"p": "\\ud800", "r": "a"}'),
     "half_a_character_in_a_response": ("rows", b'l{"p": "q", "r": "\\udfff"}'),
     "half_a_character_in_a_message": ("rows", b'l{"p": [{"role": "user", "content": "\\ud800"}]}'),
