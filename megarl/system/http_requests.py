@@ -15,7 +15,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """None: the redirect is an error as any other status is."""
 
 
-_OPENER = urllib.request.build_opener(_NoRedirect)
+_OPENER = urllib.request.OpenerDirector()
+for _handler in (
+    urllib.request.ProxyHandler, urllib.request.HTTPHandler, urllib.request.HTTPSHandler, urllib.request.UnknownHandler,
+    urllib.request.HTTPDefaultErrorHandler, urllib.request.HTTPErrorProcessor, _NoRedirect,
+):  # fmt: skip
+    _OPENER.add_handler(_handler())  # of http and https alone: no files
 
 
 def open_url(request: urllib.request.Request, timeout_s: float) -> HTTPResponse:

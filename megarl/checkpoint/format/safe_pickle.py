@@ -96,6 +96,8 @@ class _Descriptions(pickle._Unpickler):
     Python's own unpickler, as the one in C takes as much memory as a number in the file says: 34 GB for a file of 1 kB.
     """
 
+    memo: dict[int, Any]
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
