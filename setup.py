@@ -93,6 +93,7 @@ S3 = ["obstore>=0.12.1,<0.13"]
 # servers of tools; pure Python: 2.3 brings mcp-types, httpx2, httpcore2, sse-starlette, truststore and PyJWT, and no pin that
 # SGLang's contradict
 MCP = ["mcp>=2.3,<3"]
+FUZZ = ["atheris==3.0.0"]  # benchmarks/fuzz.py: fuzzing that follows coverage; wheels for Linux on x86_64
 
 TEST = [
     "ruff==0.17.5",
@@ -138,6 +139,7 @@ setup(
         "mcp": MCP,
         "s3": S3,
         "docs": DOCS,
+        "fuzz": FUZZ,
         "test": TEST,
     },
     entry_points={"console_scripts": ["megarl = megarl.cli:main"]},

@@ -203,3 +203,11 @@ def describe_value(value: Any) -> str:
     else:
         shown = str(value)
     return shown if len(shown) <= LONGEST_VALUE else f"{shown[:LONGEST_VALUE]}…"
+
+
+def written_out(text: str) -> str:
+    """`text` with what would steer a terminal, or cannot be encoded, written as an escape sequence: names come from files."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )

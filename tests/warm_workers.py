@@ -49,7 +49,9 @@ class WarmWorkers:
     @property
     def environment(self) -> dict[str, str]:
         """What makes the local Ray of a process that has it start its workers so."""
-        return {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": self.python}})}
+        # the server has imported Ray, without a token
+        python = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": {"py_executable": self.python}})}
+        return {**python, "RAY_AUTH_MODE": "disabled"}
 
     def wait(self) -> None:
         """Return when the server is ready."""

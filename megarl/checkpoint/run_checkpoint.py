@@ -169,6 +169,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         CheckpointError: the file is missing or damaged.
     """
     try:
-        return json.loads((folder / "state.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / 'state.json'} cannot be read ({error}); resume from another checkpoint") from None
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{folder / 'state.json'} is no JSON object; resume from another checkpoint")
+    return state

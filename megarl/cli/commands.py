@@ -22,13 +22,14 @@ from rich.table import Table
 
 from megarl import __version__
 from megarl.cli.convert import add_convert
+from megarl.cli.doctor import add_doctor
 from megarl.cli.plan import add_plan
 from megarl.cli.rehearse import add_rehearse
 from megarl.cli.report import add_report
 from megarl.cli.rewards import add_rewards
-from megarl.cli.submit import add_doctor_cluster, add_submit, doctor_cluster
+from megarl.cli.submit import add_submit
 from megarl.config.secrets import redacted
-from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest
+from megarl.errors import ConfigError, MegarlError, RunInterrupted, RunStopped, nearest, written_out
 
 if TYPE_CHECKING:
     from megarl.config.reference import ConfigField
@@ -76,7 +77,7 @@ def reported(run: Callable[[], int]) -> int:
     try:
         return run()
     except MegarlError as error:
-        print(f"megarl: {redacted(str(error))}", file=sys.stderr)
+        print(f"megarl: {written_out(redacted(str(error)))}", file=sys.stderr)
         if isinstance(error, RunInterrupted):
             return INTERRUPTED
         return STOPPED if isinstance(error, RunStopped) else USER_ERROR
@@ -144,14 +145,7 @@ def build_parser() -> argparse.ArgumentParser:
     _config_arguments(config, is_optional=True)
     config.set_defaults(run=_config)
 
-    doctor = commands.add_parser(
-        "doctor",
-        help="check the installation and devices, with a fix for each problem",
-        description="Show what is installed, the devices, and which layer spec and optimizer will be used and why, with a fix "
-        "for each problem. Exits with code 1 if something that a run needs is missing.",
-    )
-    add_doctor_cluster(doctor)
-    doctor.set_defaults(run=_doctor)
+    add_doctor(commands, _console)
     return parser
 
 
@@ -297,7 +291,17 @@ def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
         return 0
     from megarl.supervise.restarts import run_with_restarts  # loads nothing that starts threads: it forks
 
+    _close_ray(config, arguments)
+
     return run_with_restarts(config, train)
+
+
+def _close_ray(config: Any, arguments: argparse.Namespace) -> None:
+    """Before Ray is imported: one that the command starts answers its own processes alone."""
+    from megarl.system.ray_token import want_a_token
+
+    if arguments.is_watched:  # else Ray may be there already
+        want_a_token(config.resources.ray_address)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -310,6 +314,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     check_evaluates(config)
     config = models_here(config)
     check_models(config)
+    _close_ray(config, arguments)
     from megarl.trainers.rl.evaluate import evaluate, watch
 
     if arguments.watch and arguments.out is not None:
@@ -329,6 +334,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     config = models_here(load_config(arguments.config, arguments.overrides))
     check_models(config)
+    _close_ray(config, arguments)
     from megarl.trainers.rl.generate import generate
 
     rows = generate(config, arguments.out, arguments.form, arguments.checkpoint)
@@ -451,16 +457,6 @@ def _section_named(arguments: argparse.Namespace) -> str | None:
 def _aligned(rows: Sequence[tuple[str, str]]) -> str:
     width = max(len(what) for what, _ in rows)
     return "\n".join(f"{what:<{width}}  {how_many}" for what, how_many in rows)
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    if arguments.cluster:
-        return doctor_cluster(arguments, _console())
-    from megarl.launch.doctor import examine, is_healthy, render
-
-    findings = examine()
-    _console().print(render(findings))
-    return 0 if is_healthy(findings) else 1
 
 
 def _console() -> Console:

@@ -19,6 +19,21 @@ DEEPEST, MOST_ENTRIES = 50, 200_000
 
 
 class _Loader(yaml.SafeLoader):
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge what `<<` names, as PyYAML does, unless merges of merges multiply."""
+        merged = 0
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                named = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                for part in (part for part in named if isinstance(part, yaml.MappingNode) and part is not node):
+                    self.flatten_mapping(part)
+                    merged += len(part.value)
+        if merged > MOST_ENTRIES:
+            raise yaml.constructor.ConstructorError(
+                problem=f"what '<<' merges has more than {MOST_ENTRIES} entries", problem_mark=node.start_mark
+            )
+        super().flatten_mapping(node)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:

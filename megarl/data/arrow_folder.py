@@ -77,8 +77,9 @@ def table_rows(file: Path, kind: str) -> Iterator[Row]:
 
     try:
         for batch in _parquet_batches(file) if kind == "parquet" else _arrow_batches(file):
+            batch.validate(full=True)  # a damaged file could else lead outside its buffers, and end the process
             yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise DataError(f"'{file}' cannot be read as {kind}: {error}") from None
 
 

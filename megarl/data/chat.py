@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-import jinja2
-
+from megarl.data.chat_rendering import TemplateError, render
 from megarl.data.rows import RowPlace
 from megarl.errors import DataError
 
@@ -97,12 +96,8 @@ class ChatTemplate:
             DataError: the template refuses them.
         """
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages), tools=tools or self.tools, add_generation_prompt=ask, tokenize=False
-                )
-            )
-        except (jinja2.TemplateError, TypeError) as error:
+            return render(self.tokenizer, messages, tools or self.tools, ask=ask)
+        except TemplateError as error:
             raise DataError(f"{place} does not fit the tokenizer's chat template: {error}") from None
 
     def spans(

@@ -103,6 +103,21 @@ def find_value(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
+def check_text(text: str, place: RowPlace | str) -> None:
+    """Refuse a text that has no tokens: JSON may write half a character (`"\\ud800"`).
+
+    Raises:
+        DataError: names the row and the place in the text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} has {text[error.start]!r} as character {error.start} (counted from 0) of a text, which is half a "
+            "character and no text; remove it"
+        ) from None
+
+
 def _same_thing(key: str, row: Row) -> str:
     """A hint at the key by which another trainer calls what `key` names here."""
     others = next((names for names in SAME_THING if key in names), ())

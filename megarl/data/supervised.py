@@ -19,7 +19,7 @@ from megarl.data.chat import ChatMessage, ChatTemplate, RowTools, TrainedText, w
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureReader
 from megarl.data.placeholders import Showable
-from megarl.data.rows import Origin, Row, RowPlace, find_value, value_of
+from megarl.data.rows import Origin, Row, RowPlace, check_text, find_value, value_of
 from megarl.data.sample import Sample
 from megarl.errors import DataError, PictureError, nearest
 
@@ -366,6 +366,7 @@ class SupervisedBuilder:
         just as when the prompt was sent to an engine. Plain text ends with the tokenizer's end token, if it has one.
         """
         plain, end = not self.template.is_used, self.tokenizer.eos_token_id
+        check_text("".join(text for text, _ in spans), place)
         first = next(at for at, (_, is_trained) in enumerate(spans) if is_trained)
         ids: list[int] = []
         mask: list[int] = []

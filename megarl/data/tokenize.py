@@ -17,7 +17,7 @@ from megarl.data.chat import ChatTemplate
 from megarl.data.picture_reader import PictureReader
 from megarl.data.picture_rules import load_processor_template
 from megarl.data.placeholders import Showable
-from megarl.data.rows import Origin, Row, RowPlace, value_of
+from megarl.data.rows import Origin, Row, RowPlace, check_text, value_of
 from megarl.data.sample import Prompt
 from megarl.errors import DataError, ModelError, PictureError, nearest
 
@@ -147,6 +147,7 @@ class PromptBuilder:
         if isinstance(row, PictureError):
             raise row
         text, pictures = self._render(row, place)
+        check_text(text, place)
         # A template writes the special tokens itself; plain text gets those that the tokenizer adds (BOS).
         ids = list(self.tokenizer(text, add_special_tokens=not self.template.is_used)["input_ids"])
         if not ids:

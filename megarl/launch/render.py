@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -10,16 +11,24 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from megarl import __version__
+from megarl.errors import ConfigError
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.launch.job import START_S, Job
 
 SUBMIT_WITH = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <"}
 """The batch systems that there is a template for, and what each takes a script by."""
 START_DEADLINE_S = 5 * START_S
+_OF_SHELLS = re.compile(r"[\s\"'`$\\;&|<>#%*?()!]")
 
 
 def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
-    """The batch script of `job` for `system`, to be run in `cwd`."""
+    """The batch script of `job` for `system`, to be run in `cwd`.
+
+    Raises:
+        ConfigError: a path cannot stand in the script's directives, which have no quotes that all batch systems read.
+    """
+    output = job.run_folder / "jobs"
+    _check_paths(job, cwd)
     environment = Environment(
         loader=PackageLoader("megarl.launch"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False, comment_start_string="<#", comment_end_string="#>",
@@ -36,7 +45,8 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
         job=job,
         profile=profile.model_dump() | {"time_s": total_s},
         cwd=cwd,
-        output=job.run_folder / "jobs",
+        output=output,
+        label=re.sub(r"[^\w.+-]", "_", job.name, flags=re.ASCII),
         venv=profile.venv or sys.prefix,
         cpus=profile.cpus,
         ray_cpus=_ray_cpus(profile),
@@ -47,6 +57,17 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
         lsf_minutes=math.ceil(total_s / 60),
         warn_minutes=math.ceil(profile.warn_s / 60),
     )
+
+
+def _check_paths(job: Job, cwd: Path) -> None:
+    if not str(job.config_path).isprintable():
+        raise ConfigError(f"the config is {str(job.config_path)!r}, whose name a comment cannot hold; rename it")
+    for what, path in (("the working folder", cwd), ("run.folder/run.name", job.run_folder)):
+        if not str(path).isprintable() or _OF_SHELLS.search(str(path)):
+            raise ConfigError(
+                f"{what} is {str(path)!r}, which directives of a batch script cannot name; it must be without white space, "
+                "quotes and the signs of shells"
+            )
 
 
 def _ray_cpus(profile: ClusterProfile) -> str:

@@ -107,9 +107,13 @@ class HFFolder:
             return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         try:
             weight_map = read_json_without_duplicates(index)["weight_map"]
-            return {str(name): str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            file_of = {str(name): str(file) for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"'{index}' is no valid safetensors index: {error!r}") from None
+        for file in dict.fromkeys(file_of.values()):
+            if file in ("", "..") or file != Path(file).name or not file.isprintable():  # lone surrogates are not
+                raise ModelError(f"'{index}' names the file {file!r}; it must be a file of this folder")
+        return file_of
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -216,6 +220,8 @@ class HFFolder:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             path = self.path / file
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                raise ModelError(f"'{path}' is no file of weights")
             try:
                 self._files[file] = safe_open(path, framework="pt", device="cpu")
             except FileNotFoundError:

@@ -126,6 +126,8 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
         ModelError: it is unknown, or of another `model_type`; the message lists the known ones.
     """
     names = hf_config.get("architectures")
+    if names is not None and not isinstance(names, list):
+        raise ModelError(f"config.json: architectures is {names!r:.80}; it must be a list of names of classes")
     field, name = ("architectures", str(names[0])) if names else ("model_type", str(hf_config.get("model_type")))
     by_type = {name: family for family in architectures() for name in (family.name, *family.other_types)}
     known = {hf_class: family for family in by_type.values() for hf_class in family.hf_classes} if names else by_type
@@ -170,7 +172,7 @@ def load_hf_config(path: str | Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"model folder '{path}' has no config.json, so it is no Hugging Face model folder") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise ModelError(f"'{file}' is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"'{file}' holds a JSON {type(config).__name__}; it must be an object")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -58,6 +59,8 @@ def read_entries(path: Path) -> dict[str, Entry]:
     """
     try:
         size = path.stat().st_size
+        if not path.is_file():  # a pipe would be waited for
+            raise ModelError(f"'{path}' is no file of weights")
         with path.open("rb") as file:
             length = struct.unpack("<Q", file.read(_LENGTH_BYTES).ljust(_LENGTH_BYTES, b"\0"))[0]
             if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
@@ -68,7 +71,7 @@ def read_entries(path: Path) -> dict[str, Entry]:
         raise ModelError(f"'{path}' cannot be read: {error.strerror}") from None
     except _DuplicateError as error:
         raise ModelError(f"'{path}' names the tensor '{error}' twice; each name may come once") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelError(f"'{path}' is damaged: its header is no safetensors header ({error!r})") from None
     _check_offsets(path, size, _LENGTH_BYTES + length, header, entries)
     return entries
@@ -99,8 +102,8 @@ class _DuplicateError(Exception):
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _DuplicateError(next(name for name in names if names.count(name) > 1))
+        counted = Counter(name for name, _ in pairs)
+        raise _DuplicateError(next(name for name, count in counted.items() if count > 1))
     return found
 
 
@@ -119,8 +122,11 @@ def read_json_without_duplicates(path: Path) -> Any:
 
 def _entry(value: dict[str, Any], data_start: int) -> Entry:
     first, last = value["data_offsets"]
-    entry = Entry(DTYPES[value["dtype"]], tuple(int(size) for size in value["shape"]), data_start + int(first))
-    if entry.nbytes != last - first or first < 0:
+    numbers = [first, last, *value["shape"]]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{value} has other numbers than sizes")
+    entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), data_start + first)
+    if entry.nbytes != last - first:
         raise ValueError(f"{value} contradicts itself")
     return entry
 

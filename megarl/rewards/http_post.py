@@ -1,4 +1,8 @@
-"""One JSON request to a server of rewards, tried again a bounded number of times; what goes wrong is one sentence."""
+"""One JSON request to a server of rewards, tried again a bounded number of times; what goes wrong is one sentence.
+
+The server is not trusted: no redirect is followed, as it could lead samples and the token to another host, and an answer is
+read, and unpacked, up to a limit.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ import aiohttp
 from megarl.config.secrets import bearer, redacted
 from megarl.errors import RewardError, RewardServerError
 
+MAX_ANSWER_BYTES = 16 << 20
+"""The longest answer, unpacked, that is read."""
 _LONGEST_WAIT_S = 30.0
 
 
@@ -62,9 +68,10 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
             break
         try:
             timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with session.post(endpoint.url, json=body, headers=endpoint.headers, timeout=timeout) as response:
-                text = (await response.read()).decode(errors="replace")
-                status = response.status
+            asked = session.post(endpoint.url, json=body, headers=endpoint.headers, timeout=timeout, allow_redirects=False)
+            async with asked as response:
+                status, place = response.status, response.headers.get("Location")
+                text = (await _read(endpoint, response)).decode(errors="replace")
         except TimeoutError:
             failure = f"did not answer within {timeout_s:.3g} s"
             continue
@@ -73,10 +80,22 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
             continue
         if status == 200:
             return _parsed(endpoint, text)
+        if 300 <= status < 400:
+            raise endpoint.error(f"answered status {status} and names {_short(place or '')} instead, which is not followed")
         failure = f"answered status {status}: {_short(text)}"
         if status != 429 and status < 500:
             raise endpoint.error(failure)
     raise RewardServerError(str(endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")))
+
+
+async def _read(endpoint: Endpoint, response: aiohttp.ClientResponse) -> bytes:
+    """The body, as long as it is no longer than it may be: what unpacks to more, or has no end, is not held."""
+    body = bytearray()
+    async for part in response.content.iter_chunked(1 << 16):
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise endpoint.error(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+    return bytes(body)
 
 
 def token_headers(reward: str, argument: str, variable: str | None) -> dict[str, str]:

@@ -25,6 +25,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EVERY_RANK
+from megarl.system.http_requests import open_url
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
 from megarl.weight_sync.rdma import check_installed
@@ -401,7 +402,7 @@ def check_alive(server: ServerEndpoint) -> None:
     """Return if the server answers, else raise EngineError."""
     try:
         question = urllib.request.Request(f"{server.url}/model_info", headers=bearer(server.token))
-        urllib.request.urlopen(question, timeout=ALIVE_S).close()
+        open_url(question, ALIVE_S).close()
     except OSError as error:
         raise EngineError(f"{server.url} does not answer: {error}") from error
 
@@ -416,7 +417,7 @@ def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: flo
     headers = {"Content-Type": "application/json", **bearer(server.token)}
     request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+        with open_url(request, timeout_s) as response:
             answer = response.read()
     except urllib.error.HTTPError as error:
         raise EngineError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:1000]}") from error

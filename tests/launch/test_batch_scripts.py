@@ -197,3 +197,32 @@ def test_a_chain_is_jobs_of_one_kept_script_each_after_the_one_before(
     if system == "lsf":
         assert (tmp_path / "given.2").read_text() == script
     assert re.search(r"job 71\S*, then 72", capsys.readouterr().out)
+
+
+ODD = "x$(touch made)`touch made`\" ; touch made; '"
+
+
+@pytest.mark.parametrize("system", ["slurm", "pbs", "lsf"])
+def test_no_name_or_path_of_a_config_becomes_a_command_or_a_directive(
+    system: str, rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With seeds, `run.name` stood between double quotes, and a line break in a file's name ended a comment."""
+    made = tmp_path / "made"
+    for words in ([f"run.name={ODD}"], ["run.name=a --nodelist=b"], ["run.folder=runs\ntouch made"]):
+        assert main(["submit", system, str(rl_yaml), *words, "--seeds", "1,2", "--dry-run"]) == 2
+        assert "directives of a batch script cannot name; it must be without white space" in capsys.readouterr().err
+    broken = rl_yaml.rename(tmp_path / "rl.yaml\ntouch made #.yaml")
+    assert main(["submit", system, str(broken), "--dry-run"]) == 2
+    assert "whose name a comment cannot hold" in capsys.readouterr().err
+    named = broken.rename(tmp_path / "x$(touch made)`touch made`' \".yaml")
+    odd = f"data.system_prompt={ODD}"
+    script = rendered(capsys, system, str(named), odd, "run.name=äb@[c]", "--seeds", "1,2")
+    assert shellcheck(tmp_path / "job.sh", script, "--severity=warning") == ""
+    assert re.search(r"^#(SBATCH --job-name=|PBS -N |BSUB -J )_b__c_(\[1-2\])?$", script, re.M)
+    lines = [line for line in script.splitlines() if line.startswith(("options=(\"run.seed", "on_head bash"))]
+    stubs = "on_head() { printf '%s\\n' \"$@\"; }; job=J; seed=1\n"
+    done = subprocess.run(
+        ["bash", "-c", stubs + "\n".join(lines).removesuffix("&")], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["bash", "J/driver.sh", "J", str(named), odd, "run.seed=1", "run.name=äb@[c]-seed1"]
+    assert not made.exists()

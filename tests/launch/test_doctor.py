@@ -10,13 +10,18 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from megarl.launch import doctor
 
 
 def text_of(findings: list[doctor.Finding]) -> str:
+    return text_of_table(doctor.render(findings))
+
+
+def text_of_table(table: Table) -> str:
     console = Console(file=io.StringIO(), width=200)
-    console.print(doctor.render(findings))
+    console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

@@ -123,6 +123,36 @@ def test_profiled_steps_are_linked_from_where_the_page_is(browser: Chromium, tmp
     assert browser.complaints == []
 
 
+NAMES = ("__proto__", "constructor", "toString", "hasOwnProperty", "javascript:alert(1)", HARM)
+
+
+def test_names_of_metrics_rewards_runs_and_files_are_names_and_nothing_else(browser: Chromium, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "javascript:document.title='taken over'" / "<b>'\"", steps=3)
+    odd = dict.fromkeys(NAMES, 0.5) | {f"{name}/x": 0.25 for name in NAMES}
+    for file in ("metrics.jsonl", "samples.jsonl", "trace.jsonl"):
+        rows = [json.loads(line) for line in (run / file).read_text().splitlines()]
+        for row in rows:
+            if file == "metrics.jsonl":
+                row |= odd
+            elif file == "samples.jsonl":
+                row |= {"rewards": odd, "finish_reason": "__proto__", "group_id": "__proto__"}
+            else:
+                row["spans"] |= {name: [["generate", 0.0, 1.0]] for name in NAMES}
+        (run / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "summary.json").write_text(json.dumps({"eval": {"before": odd}, "machine": odd, "versions": odd}))
+    trace = run / "profile" / "javascript:alert(1)" / "a.trace.json.gz"
+    trace.parent.mkdir(parents=True)
+    trace.write_bytes(b"")
+    page = run.parent / "report.html"
+    page.write_text(build_page([read_run(run), read_run(run)], page.parent))
+    browser.open(page)
+    assert browser.run("document.links.length > 0 && [...document.links].every((one) => one.protocol === 'file:')")
+    assert browser.run("document.images.length") == 0
+    assert browser.run("document.title") == 'megarl: <b>\'", <b>\'"'
+    assert browser.run("Object.keys(Object.prototype).length") == 0
+    assert browser.complaints == []
+
+
 def shapes(browser: Chromium, place: int) -> list[list[str]]:
     """Class, x, y, width and height of the boxes over the pictures of a sample's card."""
     card = f"document.querySelectorAll('#samples-list .sample')[{place}]"

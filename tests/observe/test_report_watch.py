@@ -74,7 +74,8 @@ def test_the_page_follows_the_run(browser: Chromium, served: tuple[Path, int]) -
         sample = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
         file.write(json.dumps(sample | {"step": 6, "group_id": "row-6@0", "prompt_text": HARM}) + "\n")
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 6, "reward/mean": 0.9, "__proto__/x": 1.0}) + "\n")
+        odd = dict.fromkeys(("__proto__", "constructor", "toString", "__proto__/x"), 1.0)
+        file.write(json.dumps({"step": 6, "reward/mean": 0.9, **odd}) + "\n")
     ends_at = time.monotonic() + 20
     while browser.run(f"{reward}[0].at(-1)") != 6:
         assert time.monotonic() < ends_at, browser.run("document.querySelector('#live').textContent")

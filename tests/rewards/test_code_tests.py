@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -200,6 +201,31 @@ def test_more_endless_programs_than_the_deadline_holds_get_0_and_end_nothing() -
     samples = [_sample("while True: pass", ASSERTS) for _ in range(12)]
     assert rewards.score(samples, deadline_s=6) == [0.0] * 12
     assert not _sandboxed_processes()
+
+
+THREADS = "import threading\n    [threading.Thread(target=work).start() for _ in 'ab']"
+
+
+@pytest.mark.parametrize("endless", ["work()", THREADS])
+def test_a_program_runs_out_of_time_once_and_not_once_per_input(rewards: RewardSources, endless: str) -> None:
+    """With `partial` each of many inputs could cost its time: nothing is asked of a program that has had its own."""
+    code = f"def work():\n    while True: pass\nif input() == 'hang':\n    {endless}\nprint(4)"
+    tests = [{"input": given, "output": "4"} for given in ("1", "hang", "1", "hang", "1")]
+    assert rewards.score([_sample(code, tests)]) == [0.2]
+
+
+def test_texts_that_are_no_unicode_end_nothing(rewards: RewardSources) -> None:
+    """Lone surrogates, which JSON may have, in an input, an output, a program and an assert statement; NUL in a program."""
+    pairs = [{"input": "\ud800", "output": "4"}]
+    samples = [
+        _sample("print(4)", pairs),
+        _sample("print(4)", json.dumps(pairs)),
+        _sample("print(4)", [{"input": "", "output": "\ud800"}]),
+        _sample("x = '\ud800'\nprint(4)", pairs),
+        _sample("def double(x): return 4", ["assert double('\ud800') == 4"]),
+        _sample("x = 1\0\nprint(4)", pairs),
+    ]
+    assert rewards.score(samples) == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def _sandboxed_processes() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
-from megarl.rewards.sandbox.program import SandboxLimits, run_program, run_tests
+from megarl.rewards.sandbox.program import OutOfTimeError, SandboxLimits, run_program, run_tests
 from megarl.rewards.scorer import Verdict, gold_answer
 
 _FENCED = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -43,7 +43,8 @@ class CodeTests:
             timeout_s: wall-clock seconds of one run: all assert statements together, or one input.
             memory_mb: address space of a run.
             output_kb: what a run may print.
-            partial: give the fraction of passed tests instead of 0 when not all pass.
+            partial: give the fraction of passed tests instead of 0 when not all pass. A program that runs out of time over an
+                input fails that test and those behind it.
 
         Raises:
             RewardError: a limit is not positive, or this machine cannot hold the sandbox; the sentence says what is missing.
@@ -55,6 +56,8 @@ class CodeTests:
         self.limits = SandboxLimits(timeout_s, memory_mb << 20, output_kb << 10)
         try:
             works = run_program("print(1)", "", self.limits, time.monotonic() + 60)
+        except OutOfTimeError:
+            works = None
         except RewardError as error:
             raise RewardError(f"reward 'code_tests': {error}") from None
         if works != "1\n":
@@ -85,10 +88,16 @@ class CodeTests:
         return fraction if self.partial else float(fraction == 1)
 
     def _passed_inputs(self, code: str, tests: Sequence[dict[str, str]], until: float) -> int:
-        """What must be printed never enters the program's process, so it cannot be found there."""
+        """What must be printed never enters the program's process, so it cannot be found there.
+
+        The first input over which the program runs out of time is its last one: else it could cost that time once per input.
+        """
         passed = 0
         for test in tests:
-            printed = run_program(code, test["input"], self.limits, until)
+            try:
+                printed = run_program(code, test["input"], self.limits, until)
+            except OutOfTimeError:
+                break
             right = printed is not None and _lines(printed) == _lines(test["output"])
             if not right and not self.partial:
                 break

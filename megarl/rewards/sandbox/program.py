@@ -35,15 +35,25 @@ class SandboxLimits:
     """What it may print; a program that prints more is ended."""
 
 
+class OutOfTimeError(Exception):
+    """A program has used all its seconds."""
+
+
 def run_program(code: str, stdin: str, limits: SandboxLimits, until: float) -> str | None:
-    """What `code` prints, given `stdin`; None if it fails, is ended by a limit or prints no UTF-8.
+    """What `code` prints, given `stdin`; None if it fails, is ended by another limit than time, or prints no UTF-8.
 
     Raises:
+        OutOfTimeError: it did not end within its seconds.
         RewardError: the sandbox cannot be had on this machine.
         TimeoutError: `until` (in `time.monotonic()`) passed before the program had its time.
     """
     with _child("program_child.py", {"code": code, "channel": None, "input": stdin}, limits) as process:
+        began = time.monotonic()
         output, status = _supervise(process, limits, until)
+        took_s = time.monotonic() - began
+    used_up = status in (-signal.SIGKILL, -signal.SIGXCPU)  # with several threads its CPU seconds end first
+    if used_up or (output is None and took_s >= limits.timeout_s):
+        raise OutOfTimeError
     if output is None or status != 0:
         return None
     try:

@@ -42,7 +42,7 @@ class OpenEnvironment:
         settings, headers = self._settings, {}
         if settings.token_env is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(settings.token_env, '')}"
-        self._http = aiohttp.ClientSession(headers=headers)
+        self._http = aiohttp.ClientSession(headers=headers, trace_configs=[_without_redirects()])
         address = settings.url.rstrip("/").replace("http", "ws", 1) + "/ws"
         try:
             self._socket = await self._http.ws_connect(address, max_msg_size=MAX_MESSAGE_BYTES)
@@ -117,3 +117,15 @@ class OpenEnvironment:
             if isinstance(only, str):
                 return only
         return json.dumps(observation, ensure_ascii=False)
+
+
+def _without_redirects() -> aiohttp.TraceConfig:
+    """What refuses to be led to another server, which would get what is said in the episode."""
+
+    async def refuse(session: Any, context: Any, params: aiohttp.TraceRequestRedirectParams) -> None:
+        place = params.response.headers.get("Location", "")
+        raise OpenEnvError(f"{params.url} names '{place[:200]}' instead, which is not followed")
+
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_redirect.append(refuse)
+    return tracing

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jinja2
-
 from megarl.data.chat import special_tokens
+from megarl.data.chat_rendering import TemplateError, render
 from megarl.data.images import KeptPicture
 from megarl.data.media import Media
 from megarl.data.picture_reader import PictureSettings
@@ -166,12 +165,8 @@ class TurnTemplate:
 
     def _render(self, conversation: Sequence[dict[str, Any]], *, ask: bool) -> str:
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(conversation), tools=self._schemas or None, add_generation_prompt=ask, tokenize=False
-                )
-            )
-        except (jinja2.TemplateError, TypeError) as error:
+            return render(self.tokenizer, conversation, self._schemas, ask=ask)
+        except TemplateError as error:
             roles = ", ".join(message["role"] for message in conversation)
             raise EpisodeError(f"the tokenizer's chat template refuses a conversation of the roles {roles}: {error}") from None
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,25 +74,69 @@ def parse_tool_calls(said: str, tools: Tools = ()) -> list[ToolCall]:
 # the formats -----------------------------------------------------------------------------------------------------------
 
 
+def _bodies(said: str, begin: str, end: str) -> Iterator[str]:
+    """What stands between the marks, one after the other; the last one may have no end.
+
+    Found by looking ahead once. A pattern would look to the end of the turn again from each mark, and a policy that writes
+    thousands of marks without ends would stop the run.
+    """
+    at = said.find(begin)
+    while at >= 0:
+        start = at + len(begin)
+        stop = said.find(end, start)
+        yield said[start:stop] if stop >= 0 else said[start:]
+        at = said.find(begin, stop + len(end)) if stop >= 0 else -1
+
+
 def _tagged(said: str, tools: Tools) -> Iterable[ToolCall]:
-    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", said, re.DOTALL):
+    for body in _bodies(said, "<tool_call>", "</tool_call>"):
         if "<function=" in body:
             yield from _functions(body, tools)
-        elif "<arg_key>" in body or re.fullmatch(r"\s*[A-Za-z_][\w.-]*\s*", body):
-            pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
-            yield _untyped(body.partition("<arg_key>")[0].strip(), pairs, tools)
+        elif "<arg_key>" in body or _NAME.fullmatch(body.strip()):
+            yield _untyped(body.partition("<arg_key>")[0].strip(), _key_values(body), tools)
         else:
             yield from _json_calls(body, "what is inside <tool_call>")
 
 
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+
+
+def _key_values(body: str) -> Iterator[tuple[str, str]]:
+    """GLM's pairs; a key that no value follows is none."""
+    for part in body.split("<arg_key>")[1:]:
+        key, closed, rest = part.partition("</arg_key>")
+        between, _, value = rest.partition("<arg_value>")
+        value, ended, _rest = value.partition("</arg_value>")
+        if closed and ended and not between.strip():
+            yield key, value
+
+
 def _functions(body: str, tools: Tools) -> Iterable[ToolCall]:
-    for name, rest in re.findall(r"<function=([^>\n]*)>(.*?)(?:</function>|\Z)", body, re.DOTALL):
-        pairs = re.findall(r"<parameter=([^>\n]*)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", rest, re.DOTALL)
-        yield _untyped(name.strip(), pairs, tools)
+    mark, end = "<function=", "</function>"
+    at, close = body.find(mark), -1
+    while at >= 0:
+        start = at + len(mark)
+        if close < start and (close := body.find(">", start)) < 0:
+            return
+        if (line_end := body.find("\n", start, close)) >= 0:  # no name
+            at = body.find(mark, line_end)
+            continue
+        stop = body.find(end, close)
+        rest = body[close + 1 : stop] if stop >= 0 else body[close + 1 :]
+        yield _untyped(body[start:close].strip(), _parameters(rest), tools)
+        at = body.find(mark, stop + len(end)) if stop >= 0 else -1
 
 
-def _deepseek(said: str, _: Tools) -> Iterable[ToolCall]:
-    for body in re.findall(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", said, re.DOTALL):
+def _parameters(body: str) -> Iterator[tuple[str, str]]:
+    """Qwen coder's pairs; a value ends at its mark, at the next parameter or with the call."""
+    for part in body.split("<parameter=")[1:]:
+        key, closed, value = part.partition(">")
+        if closed and "\n" not in key:
+            yield key, value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
+
+
+def _deepseek(said: str, tools: Tools) -> Iterable[ToolCall]:
+    for body in _bodies(said, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"):
         before, _, after = body.partition("<｜tool▁sep｜>")
         if before.strip() == "function":  # V3: the word, then the name and a block of code
             name, _, block = after.partition("\n")
@@ -102,13 +146,13 @@ def _deepseek(said: str, _: Tools) -> Iterable[ToolCall]:
         yield _with_arguments(name.strip(), after)
 
 
-def _kimi(said: str, _: Tools) -> Iterable[ToolCall]:
-    for body in re.findall(r"<\|tool_call_begin\|>(.*?)(?:<\|tool_call_end\|>|\Z)", said, re.DOTALL):
+def _kimi(said: str, tools: Tools) -> Iterable[ToolCall]:
+    for body in _bodies(said, "<|tool_call_begin|>", "<|tool_call_end|>"):
         name, _, arguments = body.partition("<|tool_call_argument_begin|>")
         yield _with_arguments(name.strip().removeprefix("functions.").rpartition(":")[0], arguments)
 
 
-def _mistral(said: str, _: Tools) -> Iterable[ToolCall]:
+def _mistral(said: str, tools: Tools) -> Iterable[ToolCall]:
     for body in said.split("[TOOL_CALLS]")[1:]:
         name, compact, arguments = body.partition("[ARGS]")
         if compact:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import zipfile
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
 
 from megarl.checkpoint.format.dist_format import DistFolder
@@ -23,6 +25,8 @@ from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.cli import main
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import CheckpointError, EngineError, ModelError
+from megarl.models.hf_folder import HFFolder
+from megarl.models.safetensors_layout import read_entries
 from megarl.rollout.engines.embedded import EmbeddedEngine
 from tests.rollout.tiny import TINY, save_tiny
 
@@ -72,6 +76,19 @@ def test_metadata_may_not_reach_functions_through_known_modules(role: Path, name
     (role / ".metadata").write_bytes(f"c{module}\n{attribute}\n(V1\ntR.".encode())
     with pytest.raises(CheckpointError, match="could run code"):
         check_pickles(role)
+
+
+def test_metadata_takes_no_more_memory_than_its_size(role: Path) -> None:
+    """A number of five bytes had the unpickler of C make room for so many values: 34 GB for a file of 1 kB."""
+    whole = (role / ".metadata").read_bytes()
+    ends = (b"r\xff\xff\xff\xff.", b"p4000000000\n.", b"\x8e" + b"\xff" * 7 + b"\x0f.")
+    for damaged in (whole[:-1] + end for end in ends):
+        (role / ".metadata").write_bytes(damaged)
+        before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for read in (check_pickles, DistFolder):
+            with pytest.raises(CheckpointError, match=r"'.*\.metadata' is damaged: it cannot be read"):
+                read(role)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 100_000
 
 
 def test_metadata_may_not_lead_out_of_its_folder(role: Path) -> None:
@@ -188,3 +205,52 @@ def test_importing_megarl_imports_nothing_from_the_working_directory(tmp_path: P
     program = str(Path(sys.executable).parent / "megarl")
     done = subprocess.run([program, "config"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("place", ["../secret.safetensors", "{outside}", "inner/model.safetensors", "a\0b", "\udc80", "..", ""])
+def test_an_index_of_weights_names_files_of_its_folder_alone(place: str, tmp_path: Path) -> None:
+    """A folder from somebody else could have had a model made of any weights that the user of the run may read."""
+    folder = tmp_path / "model"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    outside = tmp_path / "secret.safetensors"
+    for file in (outside, folder / "inner" / "model.safetensors"):
+        save_file({"a": torch.zeros(2)}, file)
+    index = {"weight_map": {"a": place.replace("{outside}", str(outside))}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for read in (HFFolder.entries, lambda opened: opened.get_slice("a")):
+        with pytest.raises(ModelError, match=r"names the file .*; it must be a file of this folder"):
+            read(HFFolder(folder))
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_the_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="is no file of weights"):
+        HFFolder(tmp_path).entries()
+    with pytest.raises(ModelError, match="is no file of weights"):
+        read_entries(tmp_path / "model.safetensors")
+
+
+def test_names_from_files_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_bytes(b'run: {name: a}\n"\\e]0;title\\a\\e[2J\\x7f\\u202e": 1\n')
+    assert main(["config", str(config)]) == 2
+    said = capsys.readouterr().err
+    assert "\\x1b]0;title\\x07\\x1b[2J\\x7f\\u202e is not a config field" in said
+    assert all(character.isprintable() or character == "\n" for character in said)
+
+
+@pytest.mark.parametrize("count", [9, 30])
+def test_aliases_that_explode_are_refused_at_once(count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine lines of nine aliases each are 387 million entries when they are written out."""
+    lines = ['a0: &a0 ["lol", "lol"]']
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, count)]
+    (tmp_path / "c.yaml").write_text("\n".join(lines))
+    (tmp_path / "merged.yaml").write_text(
+        "\n".join(["x0: &x0 {a: 1}", *(f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}" for n in range(1, 8))])
+    )
+    for file in ("c.yaml", "merged.yaml"):
+        assert main(["config", str(tmp_path / file)]) == 2
+        assert len(capsys.readouterr().err) < 3000

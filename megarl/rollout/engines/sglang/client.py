@@ -223,7 +223,7 @@ class SglangClient:
     async def _request(self, session: aiohttp.ClientSession, method: str, endpoint: str, body: dict[str, Any] | None) -> Any:
         url = f"{self.server.url}/{endpoint}"
         try:
-            async with session.request(method, url, json=body) as response:
+            async with session.request(method, url, json=body, allow_redirects=False) as response:
                 if response.status != 200:
                     refused = _BadRequest if response.status == BAD_REQUEST else EngineError
                     raise refused(f"{url} answered {response.status}: {(await response.text())[:1000]}")

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
 
 from megarl.config import Config
@@ -22,9 +23,11 @@ from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.served import ServedEngine
+from megarl.system.http_requests import open_url
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 
 ASK_S = 10.0
+MAX_ANSWER_BYTES = 16 << 20
 POLL_S = 0.5
 
 
@@ -62,12 +65,12 @@ class ExternalServer:
         """The answer to a GET, None if it is empty; raises EngineError."""
         url = f"{self.url}/{path}"
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, headers=self.headers), timeout=ASK_S) as answer:
-                return json.loads(answer.read() or "null")
+            with open_url(urllib.request.Request(url, headers=self.headers), ASK_S) as answer:
+                return json.loads(answer.read(MAX_ANSWER_BYTES) or "null")
         except urllib.error.HTTPError as error:
             hint = "; its --api-key goes into MEGARL_ENGINE_TOKEN" if error.code == 401 else ""
             raise EngineError(f"rollout.servers.urls: {url} answered {error.code}{hint}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError, HTTPException) as error:
             raise EngineError(f"rollout.servers.urls: {url} did not answer: {error}") from error
 
 
@@ -100,7 +103,9 @@ class ExternalEngine(ServedEngine):
         server = ExternalServer(url, token, deadline_s)
         await asyncio.to_thread(server.start)
         facts = await asyncio.to_thread(server.ask, "server_info")
-        path, dtype = facts.get("model_path"), facts.get("dtype")
+        if not isinstance(facts, dict) or not isinstance(facts.get("model_path"), str):
+            raise EngineError(f"rollout.servers.urls: {url}/server_info names no model_path, but says {str(facts)[:200]!r}")
+        path, dtype = facts["model_path"], facts.get("dtype")
         serves = ServedModel(load_hf_config(path), trainer.dtype if dtype in (None, "auto") else dtype)
         try:
             check_same_model(serves, trainer)

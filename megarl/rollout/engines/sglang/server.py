@@ -23,6 +23,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.models.lora import Lora
 from megarl.rollout.engines.sglang.server_process import ServerProcess, claim_port, host, log_tail
+from megarl.system.http_requests import open_url
 from megarl.weight_sync.staging import SLICED
 
 FREEZE_S = 10.0
@@ -241,7 +242,7 @@ class SglangServer:
                 )
             with (
                 contextlib.suppress(OSError, ValueError),
-                urllib.request.urlopen(question, timeout=2) as answer,
+                open_url(question, 2) as answer,
             ):
                 # another program may have taken the port meanwhile, and it may be a server just like this one
                 if json.load(answer).get("weight_version") == self._start_id:
@@ -258,7 +259,7 @@ class SglangServer:
         """
         request = urllib.request.Request(f"{self.url}/freeze_gc", data=b"", headers=self.headers)
         with contextlib.suppress(OSError):  # it costs time only
-            urllib.request.urlopen(request, timeout=FREEZE_S).close()
+            open_url(request, FREEZE_S).close()
 
     @property
     def alive(self) -> bool:

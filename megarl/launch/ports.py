@@ -1,0 +1,264 @@
+"""`megarl doctor --ports`: what the runs and servers of this user listen on, on this machine, and who may connect by what.
+
+Read from the system's tables, from command lines and from Ray's logs; no port is asked anything: some would take that for a
+peer's beginning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.markup import escape
+from rich.table import Table
+
+from megarl.errors import ConfigError
+from megarl.system.ray_token import MODE
+
+_COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "report", "rehearse", "submit")
+"""Of megarl: those that may listen, or start what does."""
+_RAY_PARTS = (
+    ("core/src/ray/gcs/gcs_server", "Ray: GCS"),
+    ("core/src/ray/raylet/raylet", "Ray: raylet"),
+    ("runtime_env/agent", "Ray: runtime environments"),
+    ("ray::RuntimeEnvAgent", "Ray: runtime environments"),
+    ("dashboard/agent", "Ray: dashboard agent"),
+    ("ray::DashboardAgent", "Ray: dashboard agent"),
+    ("ray/dashboard/dashboard", "Ray: dashboard"),
+    ("ray.util.client.server", "Ray: client server"),
+)
+_FIGURES = ("autoscaler/_private/monitor", "Ray: monitor")
+_COLLECTIVES = "torch.distributed (TCPStore, Gloo, NCCL)"
+NOTHING = "nothing"
+"""By which somebody is let in where nobody is asked."""
+
+
+@dataclass(frozen=True)
+class SeenProcess:
+    """What is known of a process. `sockets` are (protocol, address, port) that it listens on."""
+
+    pid: int
+    parent: int
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    sockets: tuple[tuple[str, str, int], ...] = ()
+    ray_port: int | None = None
+    """The one on which Ray's part of the process listens, by its log."""
+
+    @property
+    def line(self) -> str:
+        """Its command line."""
+        return " ".join(self.command).strip()
+
+
+@dataclass(frozen=True)
+class Listener:
+    """One socket. `by` is what whoever connects must bring; `is_open`: other machines reach it, and must bring nothing."""
+
+    process: int
+    role: str
+    protocol: str
+    address: str
+    port: int
+    by: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches it."""
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+    @property
+    def is_open(self) -> bool:
+        return not self.is_loopback and self.by.startswith(NOTHING)
+
+    @property
+    def who(self) -> str:
+        """Who may connect, as a sentence's subject."""
+        reach = "any user of this machine" if self.is_loopback else "whoever reaches this machine"
+        return reach if self.by.startswith(NOTHING) else f"{reach} and has {self.by}"
+
+
+def listening(run: str | Path | None = None) -> list[Listener]:
+    """What is listened on, by the runs and servers of this user or by the run in the folder `run` alone.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if run is not None and not Path(run).is_dir():
+        raise ConfigError(f"there is no folder '{run}'; --ports takes the folder of a run, such as runs/my-run")
+    processes = _processes_of_user()
+    chosen = _trees(processes, processes)
+    if run is not None:
+        folder = Path(run).resolve()
+        chosen = [tree for tree in chosen if any(_has_open(one.pid, folder) for one in tree)]
+    return listeners([one for tree in chosen for one in _with_rays_mode([_with_sockets(one) for one in tree])])
+
+
+def listeners(processes: Sequence[SeenProcess]) -> list[Listener]:
+    """The sockets of `processes`, each once: one that a process inherited is its parent's."""
+    found: dict[tuple[str, str, int], Listener] = {}
+    for process in processes:
+        for protocol, address, port in process.sockets:
+            role, by = _role(process, port)
+            found.setdefault((protocol, address, port), Listener(process.pid, role, protocol, address, port, by))
+    return sorted(found.values(), key=lambda one: (not one.is_open, one.process, one.port))
+
+
+def render(found: Sequence[Listener]) -> Table:
+    """The report as a table, what is open first."""
+    table = Table("", "process", "what", "listens on", "who may connect", box=None, pad_edge=False)
+    for one in found:
+        mark = "[red]open[/]" if one.is_open else "[green]ok[/]"
+        address = f"[{one.address}]" if ":" in one.address else one.address
+        place = f"{address}:{one.port}{'/udp' * (one.protocol == 'udp')}"
+        table.add_row(mark, str(one.process), escape(one.role), escape(place), escape(one.who))
+    return table
+
+
+def as_json(found: Sequence[Listener]) -> list[dict[str, Any]]:
+    """The same as plain values."""
+    return [asdict(one) | {"open": one.is_open, "who": one.who} for one in found]
+
+
+# roles -----------------------------------------------------------------------------------------------------------------
+
+
+def _role(process: SeenProcess, port: int) -> tuple[str, str]:
+    """What a process is that listens on `port`, and what must be brought there."""
+    line = process.line
+    ray = "Ray's token" if process.environment.get(MODE) == "token" else NOTHING
+    for mark, role in _RAY_PARTS:
+        if mark in line or mark in process.name:
+            return role, ray
+    if _FIGURES[0] in line:
+        return f"{_FIGURES[1]}, figures for Prometheus", f"{NOTHING}; it tells figures and takes no orders"
+    who = _worker(process)
+    if port == process.ray_port:
+        return f"{who}: Ray", ray
+    if who in ("rank", "engine's actor"):
+        return f"{who}: {_COLLECTIVES}", NOTHING
+    if "megarl.rollout.engines.sglang.launch" in line or process.name.startswith("sglang::"):
+        if _option(process.command, "--port") == str(port):
+            return "SGLang server", "the server's token"
+        return f"SGLang: {_COLLECTIVES}, ZeroMQ", NOTHING
+    command = _megarl_command(process.command)
+    if command == "serve-reward":
+        has_token = "MEGARL_REWARD_TOKEN" in process.environment or _option(process.command, "--token-file") is not None
+        return "reward server", "the server's token" if has_token else NOTHING
+    if command == "report":
+        return "report --watch", f"{NOTHING}; it answers under the names of this machine alone"
+    if command and "RANK" in process.environment:
+        return f"rank under torchrun: {_COLLECTIVES}", NOTHING
+    if command:
+        return "driver: endpoint of agents", "the key of an open episode"
+    return f"{who}: {process.name}", NOTHING
+
+
+def _worker(process: SeenProcess) -> str:
+    for mark, role in (("ray::RankProcess", "rank"), ("ray::Engine", "engine's actor"), ("ray::", "Ray's worker")):
+        if process.name.startswith(mark) or process.line.startswith(mark):
+            return role
+    return "driver" if _megarl_command(process.command) else "a program of the run"
+
+
+def _megarl_command(command: Sequence[str]) -> str:
+    """`train` of `python -m megarl train …` or `…/bin/megarl train …`; empty for other programs."""
+    for place, word in enumerate(command[:-1]):
+        if (word == "megarl" and command[place - 1] == "-m") or (Path(word).name == "megarl" and place <= 1):
+            return command[place + 1] if command[place + 1] in _COMMANDS else ""
+    return ""
+
+
+def _option(command: Sequence[str], name: str) -> str | None:
+    for place, word in enumerate(command):
+        if word == name and place + 1 < len(command):
+            return command[place + 1]
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+    return None
+
+
+# processes -------------------------------------------------------------------------------------------------------------
+
+
+def _processes_of_user() -> dict[int, SeenProcess]:
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.uids().real == os.getuid():
+                name, command = process.name(), tuple(process.cmdline())
+                found[process.pid] = SeenProcess(process.pid, process.ppid(), name, command)
+    return found
+
+
+def _trees(processes: Mapping[int, SeenProcess], known: Mapping[int, SeenProcess]) -> list[list[SeenProcess]]:
+    """The topmost processes of megarl's commands and of Ray, each with all that it started."""
+    children: dict[int, list[int]] = {}
+    for one in processes.values():
+        children.setdefault(one.parent, []).append(one.pid)
+
+    def is_ours(one: SeenProcess) -> bool:
+        return bool(_megarl_command(one.command)) or any(mark in one.line for mark, _ in _RAY_PARTS)
+
+    def is_below_another(one: SeenProcess) -> bool:
+        above = known.get(one.parent)
+        return above is not None and (is_ours(above) or is_below_another(above))
+
+    def tree(pid: int) -> Iterable[SeenProcess]:
+        yield processes[pid]
+        for child in children.get(pid, ()):
+            yield from tree(child)
+
+    tops = [one for one in processes.values() if is_ours(one) and not is_below_another(one)]
+    return [list(tree(top.pid)) for top in tops]
+
+
+def _with_sockets(seen: SeenProcess) -> SeenProcess:
+    sockets: list[tuple[str, str, int]] = []
+    environment: dict[str, str] = {}
+    ray_port = None
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(seen.pid)
+        for one in process.net_connections("inet"):
+            is_tcp = one.type == socket.SOCK_STREAM
+            if one.status == psutil.CONN_LISTEN if is_tcp else bool(one.laddr and not one.raddr):
+                sockets.append(("tcp" if is_tcp else "udp", one.laddr.ip, one.laddr.port))
+        environment = process.environ()
+        if sockets:
+            ray_port = _ray_port(process)
+    return SeenProcess(seen.pid, seen.parent, seen.name, seen.command, environment, tuple(sockets), ray_port)
+
+
+def _with_rays_mode(tree: Sequence[SeenProcess]) -> list[SeenProcess]:
+    """What Ray asks for, as its own parts were started: the system shows of others the environment before they chose it."""
+    modes = [one.environment[MODE] for one in tree if MODE in one.environment and any(m in one.line for m, _ in _RAY_PARTS)]
+    return [replace(one, environment={**one.environment, MODE: modes[0]}) for one in tree] if modes else list(tree)
+
+
+def _ray_port(process: psutil.Process) -> int | None:
+    """The port of Ray's part of a process, from the log that this has open."""
+    for file in process.open_files():
+        if re.search(rf"/python-core-(worker|driver)-\w+_{process.pid}\.log$", file.path):
+            with contextlib.suppress(OSError), Path(file.path).open(errors="replace") as log:
+                found = re.search(r"server started, listening on port (\d+)", log.read(1 << 16))
+                return int(found[1]) if found else None
+    return None
+
+
+def _has_open(pid: int, folder: Path) -> bool:
+    """Whether the process has a file open in `folder`, works there, or was given it as an argument."""
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        paths = [file.path for file in process.open_files()]
+        paths += [str(Path(process.cwd(), word).resolve()) for word in process.cmdline()[1:] if not word.startswith("-")]
+        return any(Path(path).is_relative_to(folder) for path in paths)
+    return False
