@@ -149,7 +149,8 @@ test-py312-reduced:
 	$(MAKE) $(VENV312)/.trainer VENV=$(VENV312) PYTHON=$(PYTHON312)
 	$(VENV312)/bin/python $(PYTEST) $(PY312_REDUCED) -k "not test_parity or $(PY312_CELLS)"
 
-TE_TESTS := tests/megatron/test_transformer_engine_on_cpu.py tests/megatron/test_options_on_real_layers.py
+TE_TESTS := tests/megatron/test_transformer_engine_on_cpu.py tests/megatron/test_options_on_real_layers.py \
+	tests/megatron/test_launches_of_transformer_engine.py
 test-transformer-engine:
 	$(MAKE) $(VENV_TE)/.transformer-engine VENV=$(VENV_TE) PYTHON=$(PYTHON312) TORCH=torch==2.11.0
 	$(VENV_TE)/bin/python $(PYTEST) $(TE_TESTS)

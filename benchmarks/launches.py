@@ -1,6 +1,7 @@
 """Counts what code asks of a device while it runs on a CPU: kernel launches, bytes, operations, synchronisations, copies.
 
 A call of an aten operator is one launch, unless it makes a view or allocates; torch's own kernels for the device may need more.
+A function that stands for kernels that a CPU cannot run says itself how many (`standing_for`).
 What `HOST` names works in main memory also where there is a GPU: its operators are no launches, its `.to(device)` are copies.
 """
 
@@ -29,11 +30,15 @@ HOST = {
     ("megarl/data/stream.py", "laid_tokens"),
 }
 """Files and functions whose operators, and those of all that they call, work on tensors in main memory."""
+COUNTED = ("megarl/", "megatron/", "transformer_engine/")
+"""Beginnings of the files that places name."""
 FREE = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh", "_unsafe_view",
     "resize_", "set_", "_reshape_alias", "_local_scalar_dense", "is_same_size", "record_stream", "is_pinned",
 }  # fmt: skip
 """Operators without a kernel; a scalar that is read is a synchronisation, and no launch."""
+OWN_NAMESPACES = ("aten", "prims")
+"""torch's. The operators of others are functions around kernels that stand-ins count."""
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero", "equal"}
 """Operators that return when the device has done all that was asked of it: their result, or its size, is in main memory."""
 
@@ -64,6 +69,57 @@ class Counts:
         return {**sums, "flops": self.flops, "bytes": self.bytes}
 
 
+_active: list[Counts] = []
+"""What the contexts of `counting` that are open count into."""
+_nested = 0
+"""How many calls of functions that stand for kernels are running: what they compute with is not counted."""
+
+
+def standing_for(kernels: int | Callable[..., int], function: Callable[..., Any], name: str = "", flops: Any = None) -> Any:
+    """`function`, each call of which counts as so many launches of kernels, whatever it calls itself.
+
+    `kernels` and `flops`, if they are functions, are called with the call's own arguments, `flops` with the result first. Bytes
+    are those of the tensors that go in and come out.
+    """
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        global _nested
+        _nested += 1
+        try:
+            result = function(*args, **kwargs)
+            if _nested == 1:
+                launched = kernels(*args, **kwargs) if callable(kernels) else kernels
+                operations = int(flops(result, *args, **kwargs)) if flops is not None else 0
+                for counts in _active:
+                    counts.launches[f"{name or function.__name__} at {_place()[0]}"] += launched
+                    counts.flops += operations
+                    counts.bytes += _bytes(args, kwargs, result)
+        finally:
+            _nested -= 1
+        return result
+
+    return stand_in
+
+
+def waited(name: str) -> None:
+    """Count a wait that no operator of torch is."""
+    for counts in _active if not _nested else ():
+        counts.waits[f"{name} at {_place()[0]}"] += 1
+
+
+def in_main_memory(tensor: Tensor) -> Tensor:
+    """A copy of `tensor` that is in main memory also where there is a GPU: to read it is no wait."""
+    copy: Tensor = standing_for(0, lambda: tensor.detach().clone(), "copy to main memory")()
+    copy.is_in_main_memory = True  # type: ignore[attr-defined]
+    return copy
+
+
+def _bytes(*of: Any) -> int:
+    """Of the tensors among these, each once."""
+    tensors = {id(tensor): tensor for tensor in tree_iter(of) if isinstance(tensor, Tensor)}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
 @contextmanager
 def counting(is_on: Callable[[], bool] = lambda: True) -> Iterator[Counts]:
     """Counts what this thread asks of the device, in forward and backward passes, whenever `is_on()`."""
@@ -78,8 +134,10 @@ def counting(is_on: Callable[[], bool] = lambda: True) -> Iterator[Counts]:
     with ExitStack() as stack:
         torch.cuda.synchronize = synchronize
         stack.callback(setattr, torch.cuda, "synchronize", before)
-        stack.enter_context(_Calls(counts, is_on))
-        stack.enter_context(_Operators(counts, is_on))
+        stack.enter_context(_Calls(counts, lambda: not _nested and is_on()))
+        stack.enter_context(_Operators(counts, lambda: not _nested and is_on()))
+        _active.append(counts)
+        stack.callback(_active.remove, counts)
         yield counts
 
 
@@ -96,7 +154,8 @@ class _Operators(TorchDispatchMode):
             return result
         if name in READS:
             place, on_host = _place()
-            self.counts.waits[f"{name} at {place}"] += not on_host
+            if not on_host and not _is_in_main_memory(args):
+                self.counts.waits[f"{name} at {place}"] += 1
         if name in FREE or function.is_view or (name == "_to_copy" and result is args[0]):
             return result
         place, on_host = _place()
@@ -105,10 +164,11 @@ class _Operators(TorchDispatchMode):
         if function.namespace in ("c10d", "_c10d_functional"):
             self.counts.collectives[f"{name} at {place}"] += 1
             return result
+        if function.namespace not in OWN_NAMESPACES:  # an operator made of others: what it launches is counted below it
+            return result
         self.counts.launches[f"{name} at {place}"] += 1
         self.counts.flops += _flops(name, function, args, kwargs, result)
-        tensors = {id(tensor): tensor for tensor in tree_iter((args, kwargs, result)) if isinstance(tensor, Tensor)}
-        self.counts.bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self.counts.bytes += _bytes(args, kwargs, result)
         return result
 
 
@@ -135,13 +195,18 @@ class _Calls(TorchFunctionMode):
             if kind is not None:
                 place, _ = _place()
                 kind[f"{name} at {place}"] += 1
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if name == "tensor" and kwargs.get("device") == "cpu":
+            result.is_in_main_memory = True
+        return result
 
     def _kind(self, name: str, args: Any, kwargs: dict[str, Any]) -> Counter[str] | None:
         """Where a call is counted besides its operators, if anywhere."""
+        if _is_in_main_memory(args):
+            return None
         if name == "__getitem__" and any(isinstance(at, Tensor) and at.dtype == torch.bool for at in _places(args[1])):
             return self.counts.waits
-        if name == "tensor" and kwargs.get("device") is not None:
+        if name == "tensor" and kwargs.get("device") not in (None, "cpu"):  # as text: megarl's platform puts in no text
             return self.counts.copies
         if name == "to" and any(isinstance(given, torch.device) for given in (*args[1:], kwargs.get("device"))):
             return self.counts.copies if _place()[1] else None
@@ -150,6 +215,10 @@ class _Calls(TorchFunctionMode):
         if name == "numpy" or (name == "tolist" and args[0].dim()):
             return None if _place()[1] else self.counts.waits
         return None
+
+
+def _is_in_main_memory(args: Any) -> bool:
+    return bool(args) and getattr(args[0], "is_in_main_memory", False)
 
 
 def _places(index: Any) -> tuple[Any, ...]:
@@ -163,7 +232,7 @@ def _place() -> tuple[str, bool]:
     while frame is not None:
         name = frame.f_code.co_filename
         short = name.removeprefix(ROOT + "/") if name.startswith(ROOT + "/megarl") else name.rpartition("site-packages/")[2]
-        if not found and short.startswith(("megarl/", "megatron/", "transformer_engine/")):
+        if not found and short.startswith(COUNTED) and not short.startswith("megarl/platform/"):
             found = f"{short}:{frame.f_code.co_name}"
         if (short, frame.f_code.co_name) in HOST:
             on_host = True

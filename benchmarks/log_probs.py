@@ -25,11 +25,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from workload import machine
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # behind PYTHONPATH, which names an earlier checkout
 
-from megarl import platform as megarl_platform
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from megarl import platform as megarl_platform  # noqa: E402
+from megarl.observe.summary import machine  # noqa: E402
 
 CHECKED_ROWS = 16
 VOCAB_SLICE = 8192
@@ -190,7 +194,7 @@ def main() -> None:
     from megarl.megatron.options import default_chunk_tokens
 
     chunk_tokens = arguments.chunk_tokens or default_chunk_tokens("cpu", arguments.vocab)
-    found = machine()
+    found = machine() | {"load": os.getloadavg()[0]}
     heads = in_turns(arguments, chunk_tokens)
     result = {
         "command": shlex.join(["python", *sys.argv]),

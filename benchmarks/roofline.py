@@ -1,6 +1,11 @@
 """What a training step asks of its device, counted from the real code without a GPU, against what the maths needs.
 
-    python benchmarks/roofline.py --out benchmarks/results/roofline.json [--only llama] [--check]
+    python benchmarks/roofline.py [--only llama] [--check]
+    .venv-te/bin/python benchmarks/roofline.py --layers transformer_engine
+
+Both write to benchmarks/results/roofline.json, the second to a section of its own, where it counts the reference layers again,
+under the versions of its environment (`make test-transformer-engine` makes it). There what stands for Transformer Engine's
+kernels is in `engine_stand_ins.py`.
 
 Each kind of layer is a tiny model that has no other. Differences between passes of one and two micro-batches, and between
 models of two and four layers, give what a layer and what a micro-batch costs; numbers of launches do not depend on the width.
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +44,18 @@ SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
 }  # fmt: skip
+ENGINE = "transformer_engine"
+UNFUSED = {
+    "apply_rope_fusion": False, "gradient_accumulation_fusion": False, "moe_permute_fusion": False, "moe_router_fusion": False,
+    "overlap_grad_reduce": False,
+}  # fmt: skip
+"""megatron-core's options with which Transformer Engine's layers are as before commit aa3fa43, which set these to true."""
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reference": ("reference", {}),
+    ENGINE: (ENGINE, {}),
+    f"{ENGINE}, before": (ENGINE, UNFUSED),
+}
+"""By the name in the table: the layer spec, and megatron-core's options."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
@@ -119,8 +137,8 @@ def objective() -> Any:
     return PolicyObjective("clip", LossSettings(clip_low=0.2, clip_high=0.2), kl_coef=0.1, entropy_coef=0.01)
 
 
-def passes(folder: Path, layer_spec: str) -> list[Counts]:
-    """Counts of a training pass over one micro-batch and over two."""
+def passes(folder: Path, layer_spec: str, megatron: Mapping[str, Any]) -> list[Counts]:
+    """Counts of a training pass over one micro-batch and over two, under megatron-core's options `megatron`."""
     from megarl.config.layout import Layout
     from megarl.megatron.options import ModelOptions, OptimizerOptions
     from megarl.megatron.rank_model import RankModel
@@ -128,8 +146,9 @@ def passes(folder: Path, layer_spec: str) -> list[Counts]:
     from megarl.megatron.step import forward_backward
     from megarl.megatron.update_guard import WatchedLoss
 
-    dtype = "bfloat16" if layer_spec == "transformer_engine" else "float32"
-    role = RankModel(ModelOptions(str(folder), Layout(), layer_spec=layer_spec, dtype=dtype), OptimizerOptions(lr=1e-3))
+    dtype = "bfloat16" if layer_spec == ENGINE else "float32"
+    options = ModelOptions(str(folder), Layout(), layer_spec=layer_spec, dtype=dtype, megatron=dict(megatron))
+    role = RankModel(options, OptimizerOptions(lr=1e-3))
     role.update([micro_batch(0)], objective())  # what is made once is made here
     found = []
     for count in (1, 2):
@@ -141,15 +160,16 @@ def passes(folder: Path, layer_spec: str) -> list[Counts]:
     return found
 
 
-def measure(kind: Kind, layer_spec: str) -> dict[str, Any]:
+def measure(kind: Kind, setting: str) -> dict[str, Any]:
     """What a layer and a micro-batch (without its layers) cost: counts, where they come from, and the least of the maths."""
+    layer_spec, megatron = SETTINGS[setting]
     of_micro_batch, least = {}, {}
     for layers in (2, 4):
         with tempfile.TemporaryDirectory() as folder:
             config, parameters = build_folder(kind, layers, Path(folder))
-            one, two = passes(Path(folder), layer_spec)
+            one, two = passes(Path(folder), layer_spec, megatron)
         of_micro_batch[layers] = two.since(one)
-        least[layers] = minimum(config, parameters)
+        least[layers] = minimum(config, parameters, size=2 if layer_spec == ENGINE else 4)
     per_layer, two_layers = halved(of_micro_batch[4].since(of_micro_batch[2])), of_micro_batch[2]
     rest = two_layers.since(per_layer).since(per_layer)
     of_layer = {name: (least[4][name] - least[2][name]) // 2 for name in least[2]}
@@ -178,17 +198,17 @@ def places(counts: Counts) -> dict[str, dict[str, int]]:
     }
 
 
-def minimum(hf_config: dict[str, Any], parameters: int) -> dict[str, int]:
-    """Operations of a micro-batch's forward and backward pass, and bytes that it must at least read and write in float32.
+def minimum(hf_config: dict[str, Any], parameters: int, *, size: int) -> dict[str, int]:
+    """Operations of a micro-batch's forward and backward pass, and bytes that it must at least read and write.
 
-    Bytes: each weight is read forward and backward, and its gradient's sum read and written; the residual stream between layers
-    is written and read once forward and once backward.
+    Bytes: each weight, of `size` bytes, is read forward and backward, and its gradient's sum in float32 read and written; the
+    residual stream between layers is written and read once forward and once backward. A group's prompt counts once.
     """
     shape = shape_of(hf_config)
     lengths = [length - 1 for length in RESPONSE_TOKENS]  # the last token is not fed
     flops = PASSES * PROMPTS * FlopsModel.of(shape).cost(PROMPT_TOKENS, lengths)
-    stream = 4 * PROMPTS * (PROMPT_TOKENS + sum(lengths)) * shape.hidden * shape.layers
-    return {"flops": flops, "bytes": 4 * 4 * parameters + 4 * stream}
+    stream = size * PROMPTS * (PROMPT_TOKENS + sum(lengths)) * shape.hidden * shape.layers
+    return {"flops": flops, "bytes": 2 * (size + 4) * parameters + 4 * stream}
 
 
 def seconds(kind: Kind, layer_spec: str) -> dict[str, float]:
@@ -259,24 +279,58 @@ def start() -> None:
     initialize_layout(Layout(), seed=1)
 
 
+def counted(names: Sequence[str], settings: Sequence[str]) -> dict[str, Any]:
+    """Of these kinds of layers, if they run under these settings."""
+    return {
+        f"{name}, {setting}": measure(KINDS[name], setting)
+        for name in names
+        for setting in settings
+        if setting == "reference" or KINDS[name].under_transformer_engine
+    }
+
+
+def of_transformer_engine(names: Sequence[str]) -> dict[str, Any]:
+    """Transformer Engine's layers, and the reference layers in a process in which it was not imported."""
+    from benchmarks.engine_stand_ins import kernels_stood_for
+
+    start()
+    with kernels_stood_for():
+        found = counted(names, [setting for setting in SETTINGS if setting != "reference"])
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "reference.json"
+        command = [sys.executable, __file__, "--out", str(out), *(word for name in names for word in ("--only", name))]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return {**json.loads(out.read_text())["parts"], **found}
+
+
+def of_reference(names: Sequence[str]) -> dict[str, Any]:
+    """The reference layers, on a GPU with seconds."""
+    start()
+    found = counted(names, ["reference"])
+    if torch.cuda.is_available():
+        for name in names:
+            found[f"{name}, reference"] |= seconds(KINDS[name], "reference")
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", action="append", choices=list(KINDS), help="kinds of layers (default: all)")
+    parser.add_argument("--layers", choices=["reference", ENGINE], default="reference")
     parser.add_argument("--check", action="store_true", help="compare with the file in place of writing it")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    start()
-    found = {f"{name}, reference": measure(KINDS[name], "reference") for name in given.only or KINDS}
-    if torch.cuda.is_available():
-        for name in given.only or KINDS:
-            found[f"{name}, reference"] |= seconds(KINDS[name], "reference")
+    names = given.only or list(KINDS)
+    found = of_transformer_engine(names) if given.layers == ENGINE else of_reference(names)
     print(table(found))
+    kept = json.loads(given.out.read_text()) if given.out.exists() else {}
     if given.check:
-        problems = regressions(found, json.loads(given.out.read_text())["parts"])
-        sys.exit("\n".join(problems) or None)
+        section = kept[ENGINE] if given.layers == ENGINE else kept
+        sys.exit("\n".join(regressions(found, section["parts"])) or None)
     record = {"command": [Path(sys.argv[0]).name, *sys.argv[1:]], "machine": machine(), "versions": versions(), "parts": found}
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    merged = kept | {ENGINE: record} if given.layers == ENGINE else kept | record
+    given.out.write_text(json.dumps(merged, indent=1) + "\n")
 
 
 if __name__ == "__main__":

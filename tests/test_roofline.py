@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.launches import counting
+from benchmarks.launches import counting, in_main_memory, standing_for
 from benchmarks.roofline import KINDS, RESULTS, measure, regressions
 from tests.world import World
 
@@ -55,6 +55,26 @@ def test_what_waits_for_the_device_is_a_wait(wait: Any, monkeypatch: pytest.Monk
     with counting() as counts:
         wait(torch.ones(3))
     assert counts.totals()["waits"] == 1
+
+
+def test_what_stands_for_kernels_counts_as_it_says_and_not_what_it_computes_with() -> None:
+    kernel = standing_for(2, lambda given: given * given + 1, "kernel", lambda result, given: 7)
+    outer = standing_for(lambda given: len(given), lambda given: kernel(given) * 2, "outer")
+    given = torch.ones(4)
+    with counting() as counts:
+        kernel(given)
+        outer(given)
+    kernel(given)
+    launched = {"launches": 2 + 4, "waits": 0, "copies": 0, "collectives": 0}
+    assert counts.totals() == {**launched, "flops": 7, "bytes": 2 * 2 * 16}
+
+
+def test_a_copy_in_main_memory_is_read_without_a_wait() -> None:
+    with counting() as counts:
+        copy = in_main_memory(torch.ones(3))
+        assert copy.tolist() == [1.0, 1.0, 1.0]
+        assert torch.tensor([2, 3], device="cpu").tolist() == [2, 3]
+    assert counts.totals()["waits"] == counts.totals()["copies"] == 0
 
 
 def measured(rank: int, world_size: int, name: str, spoiled: bool) -> dict[str, Any]:

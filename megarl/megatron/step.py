@@ -366,10 +366,11 @@ def _forward_step(
     core: Any = unwrap_model(model)
     token_ids, position_ids = stream.token_ids[share.positions], stream.position_ids[..., share.positions]
     # All are read in this very forward call, outside the layers that may be recomputed later.
-    if isinstance(core.rotary_pos_emb, PackedRotaryEmbedding):
+    rotary = getattr(core, "rotary_pos_emb", None)  # megatron-core gives models with latent attention none
+    if isinstance(rotary, PackedRotaryEmbedding):
         # Of the whole stream's angles Transformer Engine's layers pick their rank's themselves.
         whole = options.layer_spec == "transformer_engine" and not options.by_segments
-        core.rotary_pos_emb.positions = (stream.position_ids if whole else position_ids, laid.positions)
+        rotary.positions = (stream.position_ids if whole else position_ids, laid.positions)
     if isinstance(core, SeeingModel):
         core.seen = laid.seen
     if core.post_process:

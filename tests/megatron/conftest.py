@@ -21,7 +21,7 @@ def engine_world() -> Iterator[World]:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: tests/themes/gpu")
     command = [sys.executable, "-c", "import tests.megatron.engine_on_cpu"]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     if ran.returncode:
         pytest.skip(f"transformer_engine cannot be imported: {ran.stderr.splitlines()[-1]}")
     with World(2, first="tests.megatron.engine_on_cpu") as world:
