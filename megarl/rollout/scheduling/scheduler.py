@@ -361,7 +361,8 @@ class Scheduler:
         try:
             await engine.handle.health(deadline_s=HEALTH_S)
         except (EngineError, WorkerError, DeadlineError):
-            self._take_down(engine, error)
+            if not engine.rests:  # else that is seen to when it is woken: its GPU is the trainer's
+                self._take_down(engine, error)
             return
         request.failures += 1
         failures = max([request.failures, *(self._count_failure(n) for n in request.numbers if n is not None)])
