@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megarl.errors import WorkerError
 from megarl.rollout.scheduling.engine_state import PendingResult, failures
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class LentEngines:
         state = self.scheduler.engines[number]
         self.scheduler.note_failure(state, error)
         state.fell_behind = True  # it is known to be gone when it is woken
-        await state.handle.end()
+        if not isinstance(error, WorkerError):  # else its process is gone, and its memory with it
+            await state.handle.end()
 
     def wake(self) -> None:
         """Have all of them take memory again; they have no weights then. Those that are gone are being started anew."""

@@ -123,8 +123,14 @@ class Killer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.killed: list[str] = []
         self.back_after: list[int] = []
+        self.started_after: list[int] = []
         self.engines: list[Any] = []
         resume, rest, next_batch = Scheduler.resume, LentEngines.rest, Rollouts.next_batch
+        come_back = EngineState.come_back
+
+        async def come_back_and_note(engine: EngineState, *arguments: Any) -> None:
+            await come_back(engine, *arguments)
+            self.started_after.append(len(self.killed))
 
         def next_batch_and_look(rollouts: Rollouts, *arguments: Any) -> Any:
             self.engines = rollouts.engines
@@ -142,6 +148,7 @@ class Killer:
             if self.back_after[-1:] == [1] and len(self.killed) == 1:
                 self.kill("asleep")
 
+        monkeypatch.setattr(EngineState, "come_back", come_back_and_note)
         monkeypatch.setattr(Scheduler, "resume", resume_and_kill)
         monkeypatch.setattr(LentEngines, "rest", rest_and_kill)
         monkeypatch.setattr(Rollouts, "next_batch", next_batch_and_look)
@@ -156,12 +163,12 @@ class Killer:
 def test_a_lent_engine_that_is_killed_while_it_works_and_while_it_sleeps_loses_nothing(
     tiny_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    killer, steps = Killer(monkeypatch), 8
+    killer, steps = Killer(monkeypatch), 10
     metrics, samples = run(config := tiny_config(**SETTINGS, **{"run.steps": steps}))
     assert killer.killed == ["at work", "asleep"]
-    assert killer.back_after[-1] == 2, "it came back"
+    assert killer.started_after[-1] == 2, "it came back both times"
     assert groups(samples) == drawn(config, steps * PROMPTS)
     assert [row["rollout/aborted_tokens"] for row in metrics] == [0] * steps
-    assert capfd.readouterr().out.count("engine 1 failed") == 2
+    assert capfd.readouterr().out.count("engine 1 failed") >= 2
     for sample in samples:
         assert sample["step"] - 1 - STALENESS <= sample["weight_versions"][0] <= sample["step"] - 1
