@@ -73,6 +73,16 @@ def _check_adapters(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.of("rollout.delta_every", config.rollout.delta_every, reason, allowed="0")
 
 
+def with_lent_engines(config: Config, count: int) -> Config | None:
+    """The config with so many lent engines; None: it cannot have any."""
+    lending = config.model_copy(update={"rollout": config.rollout.model_copy(update={"lent_engines": count})})
+    try:
+        _check_lending(lending, declared_capabilities(config.rollout))
+    except ConfigError:
+        return None
+    return lending if count else None
+
+
 def _check_lending(config: Config, engine: EngineCapabilities) -> None:
     rollout, field = config.rollout, "rollout.lent_engines"
     if not rollout.lent_engines:
