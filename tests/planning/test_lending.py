@@ -11,11 +11,15 @@ from megarl.planning.plan import CapacityPlan, make_plan
 from megarl.planning.turns import ALL_AT_ONCE, ASLEEP_BYTES, GENERATING, TRAINING, UPDATING
 from tests.planning.printed import planned
 
-PLAN = "examples/plans/llama-3.1-8b-grpo-6xh100-lent.yaml"
+PLAN = (
+    "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", "resources.placement=separate", "rollout.schedule.mode=async",
+    "policy.layout={tp: 4, dp: 1, sequence_parallel: true}", "rollout.engines=2", "rollout.lent_engines=4",
+)  # fmt: skip
 
 
 def plan_of(*overrides: str) -> CapacityPlan:
-    return make_plan(load_config(PLAN, [*overrides]), gpu_named("h100"))
+    path, *own = PLAN
+    return make_plan(load_config(path, [*own, *overrides]), gpu_named("h100"))
 
 
 def step_of_sums(generation: float, rest: float, cost: float, more: float) -> float:
@@ -62,17 +66,18 @@ def test_the_trainers_gpus_have_room_for_lent_engines_in_their_turn_and_the_othe
     assert lent.fits
     moved = lent.host_bytes_of_a_node - without.host_bytes_of_a_node
     kept = policy.turns[TRAINING]
-    assert moved == pytest.approx(8 * (kept["policy", "parameters"] + kept["policy", "optimizer"]), rel=1e-6)
+    of_roles = kept["policy", "parameters"] + kept["policy", "optimizer"] + kept["reference", "parameters"]
+    assert moved == pytest.approx(8 * of_roles, rel=1e-6)
 
 
 def test_a_plan_says_what_lending_would_gain_and_what_it_gains(capsys: pytest.CaptureFixture[str]) -> None:
-    gained = planned(capsys, PLAN)["times"]
-    would_gain = planned(capsys, PLAN, "rollout.lent_engines=0")["times"]
+    gained = planned(capsys, *PLAN)["times"]
+    would_gain = planned(capsys, *PLAN, "rollout.lent_engines=0")["times"]
     assert gained["lending"] == would_gain["lending"]
     assert gained["step_s"] == gained["lending"]["step_s"] < would_gain["step_s"] == gained["lending"]["without_s"]
 
     def said(*overrides: str) -> str:
-        assert cli.main(["plan", PLAN, *overrides]) == 0
+        assert cli.main(["plan", *PLAN, *overrides]) == 0
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The trainer")] or [""]
         return line
 
