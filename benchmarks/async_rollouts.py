@@ -1,9 +1,11 @@
 """Schedules against each other on the tiny example: how busy the trainer is, how long a step takes, and what is learned.
 
     make tiny-model && python benchmarks/async_rollouts.py --out benchmarks/results/async_rollouts.json
-    python benchmarks/async_rollouts.py --lending --steps 12 --out benchmarks/results/lent_engines.json
+    python benchmarks/async_rollouts.py --lending --steps 8 --out benchmarks/results/lent_engines.json
 
-With `--lending`: examples/recipes/lent_engines.yaml without and with its lent engine, in turns. Else every run is one of examples/tiny/grpo*.yaml with another seed, and one core for each side. Generation is the faster side there.
+With `--lending`: examples/recipes/lent_engines.yaml without and with its lent engine, in turns, by engines whose steps take a
+fixed time (paced_engine.py). Else every run is one of examples/tiny/grpo*.yaml with another seed, and one core for each side;
+generation is the faster side there.
 Figures of time leave out the first two steps. Prints the table of docs/rollouts.md.
 """
 
@@ -22,7 +24,8 @@ from typing import Any
 from workload import ROOT, machine, versions
 
 EXAMPLES = {"sync": "tiny/grpo", "one_step": "tiny/grpo_one_step", "async": "tiny/grpo_async"}
-LENDING = {"alone": ["rollout.lent_engines=0"], "lent": []}
+PACED = [f"rollout.engine={ROOT}/benchmarks/paced_engine.py:PacedEngine", "rollout.max_new_tokens=32"]
+LENDING = {"alone": [*PACED, "rollout.lent_engines=0"], "lent": PACED}
 """Modes of `--lending`, and their overrides."""
 OF_LENDING = ("lent_tokens", "lent_s", "lending_s", "lent_share")
 FIRST, LAST = 2, 5
@@ -89,7 +92,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 def lending_table(runs: list[dict[str, Any]]) -> str:
     """A line for each pair of runs, which were made one after the other."""
     lines = [
-        "| seed | samples/s with over without lending | waiting without | waiting with | share of waits that was lent | reward |",
+        "| seed | samples/s with lending over without | waiting without | waiting with | share of waits lent | reward |",
         "|---|---|---|---|---|---|",
     ]
     for alone, lent in zip(runs[::2], runs[1::2], strict=False):

@@ -29,7 +29,7 @@ def config_of(lent: int = 2, rollout: dict[str, Any] | None = None, **sections: 
 @pytest.mark.parametrize(
     ("rollout", "sections", "message"),
     [
-        ({}, {"resources": {"placement": "colocated"}}, "set resources.placement to 'separate', or remove rollout.lent_engines"),
+        ({}, {"resources": {"placement": "colocated"}}, "set resources.placement to 'separate', or remove rollout"),
         ({"schedule": {"mode": "sync"}}, {}, "set rollout.schedule.mode to 'async', or remove rollout.lent_engines"),
         ({"schedule": {"mode": "one_step_off_policy"}}, {}, "set rollout.schedule.mode to 'async'"),
         ({"lent_engines": 5}, {}, r"is 5, which of rollout.tp = 1 have no room on the trainer's 4 GPUs; it must be at most 4"),
@@ -38,7 +38,7 @@ def config_of(lent: int = 2, rollout: dict[str, Any] | None = None, **sections: 
         (
             {"weight_transport": "folder", "servers": {"urls": ["http://a"]}},
             {},
-            "asks engines to sleep and to be woken, which rollout.engine = 'sglang' cannot do on servers that run already",
+            "which rollout.engine = 'sglang' cannot do on servers that run already",
         ),
         ({"engine_args": {"enable_memory_saver": False}}, {}, "enable_memory_saver = false forbids; it must be 0"),
         ({"speculative": {"algorithm": "ngram"}}, {}, "cannot tell which tokens of a draft"),
