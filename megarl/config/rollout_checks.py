@@ -95,7 +95,7 @@ def _check_lending(config: Config, engine: EngineCapabilities) -> None:
         raise ConfigError.needs(field, "responses that go on elsewhere when the trainer takes its GPUs back", remedy)
     why, trainers = "", sum(layout.world_size for layout in config.layouts.values())
     if not (engine.lent and engine.continues):
-        why = f"asks engines to sleep, to be woken and to go on with what was cut, which rollout.engine = '{rollout.engine}' cannot do"
+        why = f"asks engines to sleep and to go on with what was cut, which rollout.engine = '{rollout.engine}' cannot do"
         why += " on servers that run already" if engine.weights == "folder" else ""
     elif rollout.weight_transport != "shared_memory":
         why = f"are sent weights on their own GPU, and rollout.weight_transport is '{rollout.weight_transport}'"

@@ -3,6 +3,7 @@ they have sampled by then is trained on all the same."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -273,3 +274,44 @@ def test_what_was_asked_of_a_lent_engine_is_asked_of_another(opened: Any) -> Non
     assert scheduler.wait(10.0, answers)
     assert [answer.result()[0][0].group_id for answer in answers] == ["g0", "g1", "g2"]
     assert lent.work_for(0, answers) == 0
+
+
+class SlowToFail(SleepingEngine):
+    """Takes its time to say that it is not well, and to start."""
+
+    async def health(self, *, deadline_s: float) -> None:
+        await asyncio.sleep(0.3)
+        await super().health(deadline_s=deadline_s)
+
+    async def restart(self, deadline_s: float) -> None:
+        await asyncio.sleep(0.3)
+        await super().restart(deadline_s)
+
+
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["while it is looked at", "while it is started anew"])
+def test_an_engine_that_died_just_before_it_was_put_to_rest_takes_no_memory_of_the_trainer(
+    opened: Any, is_noticed: bool
+) -> None:
+    said: list[str] = []
+    engines = [SlowToFail(number, Book(), lambda: 0.05) for number in range(3)]
+    scheduler, lent = opened(engines, StalenessManager(3, 1), groups_per_engine=1, say=said.append)
+    scheduler.open_step(0, Source())
+    lend(scheduler, engines, lent, 0)
+    while not engines[2].now.total():
+        time.sleep(0.001)
+    engines[2].is_dead = True
+    while scheduler.engines[2].requests or (is_noticed and scheduler.engines[2].restarting is None):
+        time.sleep(0.001)
+    lent.rest()
+    assert not engines[2].has_memory
+    assert engines[2].restarts == (1 if is_noticed else 0), "the trainer waits for a start that is under way"
+    time.sleep(0.8)  # what was under way would be over
+    assert not engines[2].has_memory
+    assert scheduler.engines[2].restarting is None
+    assert len(said) == 1
+    lend(scheduler, engines, lent, 0)
+    while not is_noticed and 2 not in scheduler.without_weights:
+        time.sleep(0.001)
+    give(scheduler, engines, [2], 0)
+    assert scheduler.engines[2].version == 0
+    assert len(said) == 1
