@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megarl.config import AnyConfig, Config
+from megarl.config import AnyConfig
 from megarl.config.rollout_checks import with_lent_engines
 from megarl.errors import ConfigError
 from megarl.models.shape import ModelShape
@@ -60,7 +60,7 @@ class CapacityPlan:
         None: the run cannot lend them, or they would not hold the engines.
         """
         config, run = self.run.config, self.run
-        if not isinstance(config, Config) or run.engines is None:
+        if config.sampling is None or run.engines is None:
             return None
         if not config.rollout.lent_engines:
             trainers = sum(layout.world_size for layout in run.groups.values())
