@@ -27,6 +27,8 @@ class EngineCapabilities:
     """It is sent the slices that its ranks hold, whole tensors, or a Hugging Face folder; or none are of use to it."""
     sleeps: bool = False
     """Gives up its memory while a trainer on the same GPU works (`Engine.sleep`, `Engine.wake`)."""
+    lent: bool = False
+    """Sleeps and is woken, and goes on with what was cut: it may stand on the trainer's GPUs (`rollout.lent_engines`)."""
     in_process: bool = True
     """Computes in the engine's own process, so that `rollout.tp` must be 1."""
     over_nodes: bool = False
@@ -89,6 +91,7 @@ _SGLANG_SET_ELSEWHERE = {
 }
 
 EMBEDDED = EngineCapabilities(
+    lent=True,
     sees=True,
     sees_videos=True,
     routes=True,
@@ -104,6 +107,7 @@ SGLANG = EngineCapabilities(
     concurrent=True,
     weights="slices",
     sleeps=True,
+    lent=True,
     in_process=False,
     over_nodes=True,
     sees=True,
@@ -128,6 +132,7 @@ RUNNING_SGLANG = EngineCapabilities(
 """Of SGLang servers that somebody else started."""
 NOT_YET_KNOWN = EngineCapabilities(
     weights="slices",
+    lent=True,
     in_process=False,
     sees=True,
     sees_videos=True,

@@ -239,6 +239,9 @@ class RolloutConfig(Section):
     """Number of rollout engines."""
     tp: Positive = 1
     """Tensor-parallel ranks of each engine."""
+    lent_engines: Count = 0
+    """Further engines, on the trainer's GPUs: they sleep while it works and generate while it waits for samples. Needs
+    `resources.placement: separate` and `schedule.mode: async` (docs/rollouts.md). 0: none."""
     weight_transport: Literal["shared_memory", "process_group", "rdma", "folder"] = "shared_memory"
     """How weights reach the engines: `shared_memory` (same machine), `process_group` (NCCL or Gloo), `rdma` (NIXL:
     `pip install 'megarl[rdma]'`), or `folder` (Hugging Face files, for `servers.urls`)."""

@@ -140,7 +140,7 @@ def is_small_enough(config: AnyConfig) -> bool:
     """Whether the run's processes can be started on this machine."""
     request = PlacementRequest.of(config)
     ranks = sum(layout.world_size for layout in request.groups.values())
-    return ranks + request.engines * request.engine_tp <= MOST_PROCESSES
+    return ranks + (request.engines + request.lent) * request.engine_tp <= MOST_PROCESSES
 
 
 def rehearse(config: AnyConfig, placement: Placement) -> Rehearsed:

@@ -80,7 +80,8 @@ def _engines(fields: Mapping[str, Any]) -> str | None:
     if not fields.get("rollout.engine"):
         return None
     count, tp = fields.get("rollout.engines") or 1, fields.get("rollout.tp") or 1
-    return f"{count} × {fields['rollout.engine']}" + (f", tp {tp}" if tp != 1 else "")
+    lent = f" and {fields['rollout.lent_engines']} lent" if fields.get("rollout.lent_engines") else ""
+    return f"{count} × {fields['rollout.engine']}{lent}" + (f", tp {tp}" if tp != 1 else "")
 
 
 def _hardware(run: RunRecord) -> str | None:

@@ -11,9 +11,9 @@ from math import log2
 import numpy as np
 
 from megarl.models.flops import FlopsModel
+from megarl.planning.gpu_memory import MemoryPlan
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import MemoryPlan
 from megarl.planning.roles import ADAPTER_PLACES, Engines, RunShape
 
 

@@ -16,7 +16,8 @@ from megarl.models.packings import padded_vocab
 from megarl.planning.activations import STATISTICS, LayerActivations, Precision, layer_activations, norm
 from megarl.planning.adapters import kept_of_layer, rules_of_layer, spread_bytes
 from megarl.planning.engine_memory import engine_working_bytes, staged_bytes
-from megarl.planning.gpus import GPUS_PER_NODE, PROCESS_BYTES, GpuSpec
+from megarl.planning.gpu_memory import GpuMemory, MemoryPlan
+from megarl.planning.gpus import PROCESS_BYTES, GpuSpec
 from megarl.planning.lengths import Lengths
 from megarl.planning.parameters import ParameterCounts
 from megarl.planning.pictures import prompts_at_once
@@ -29,7 +30,7 @@ from megarl.planning.turns import (
     GENERATING,
     TRAINING,
     UPDATING,
-    fullest,
+    lends,
     reserve_bytes,
     static_bytes,
     takes_turns,
@@ -44,6 +45,8 @@ REMAINDER_BYTES = 2
 STATIC = ("parameters", "gradients", "optimizer")
 MOMENTARY = ("activations", "tower activations", "logits", "communication", "optimizer step")
 """Of a forward and backward pass, and of the optimizer's step that follows it."""
+ENGINES = ("engine", "lent")
+"""Engines with GPUs of their own or of all, and those that the trainer's GPUs are lent to."""
 HOST_BYTES_OF_A_PARAMETER = 16
 """In main memory of what is offloaded: both moments, the float32 weight, and its gradient."""
 
@@ -293,67 +296,6 @@ def _communication(role: PlannedRole, stage: int, precision: Precision, work: Wo
     return total
 
 
-@dataclass(frozen=True)
-class GpuMemory:
-    """The GPUs that hold the same, of which `first` is one: bytes in each turn by owner (a role, `engine`, `process`) and part.
-
-    `host` are bytes in main memory for each of these GPUs.
-    """
-
-    first: int
-    count: int
-    turns: dict[str, dict[tuple[str, str], float]]
-    host: float
-
-    @property
-    def fullest(self) -> str:
-        """The turn in which most is there."""
-        return fullest(self.turns)
-
-    @property
-    def parts(self) -> dict[tuple[str, str], float]:
-        """What is there in the fullest turn."""
-        return self.turns[self.fullest]
-
-    @property
-    def most(self) -> dict[tuple[str, str], float]:
-        """The most of every part, in whichever turn it is there."""
-        names = dict.fromkeys(name for parts in self.turns.values() for name in parts)
-        return {name: max(parts.get(name, 0.0) for parts in self.turns.values()) for name in names}
-
-    @property
-    def total(self) -> float:
-        """Bytes on each of these GPUs at the worst moment."""
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """All GPUs of a run, by what they hold. `kv_tokens` is what the engines' cache has room for, of `kv_wanted` at once."""
-
-    gpus: tuple[GpuMemory, ...]
-    usable: float
-    kv_tokens: int
-    kv_wanted: int
-    moved_bytes: float = 0.0
-    """What goes to main memory and back in each step, of the GPU that moves most; 0 where nothing takes turns."""
-
-    @property
-    def worst(self) -> GpuMemory:
-        """The fullest GPU."""
-        return max(self.gpus, key=lambda gpu: gpu.total)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every GPU holds what is on it."""
-        return self.worst.total <= self.usable
-
-    @property
-    def host_bytes_of_a_node(self) -> float:
-        """In main memory of a node whose GPUs are all like the one with most there."""
-        return GPUS_PER_NODE * max(gpu.host for gpu in self.gpus)
-
-
 def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
     """What every GPU of a run holds.
 
@@ -372,23 +314,26 @@ def plan_memory(run: RunShape, gpu: GpuSpec, lengths: Lengths) -> MemoryPlan:
     bounds = sorted(_bounds(run))
     for number in bounds[:-1]:
         held = [(role.name, _stage(role, number, places[role.group])) for role in run.roles if number in places[role.group]]
-        if number in places.get("engine", ()):
-            held.append(("engine", 0))
+        held += [(name, 0) for name in ENGINES if number in places.get(name, ())]
         kinds.setdefault(tuple(held), []).append(range(number, bounds[bounds.index(number) + 1]))
-    counted = [_gpu(run, gpu, by_stage, held, numbers, lengths) for held, numbers in kinds.items()]
+    of_kinds = {held: _gpu(run, gpu, by_stage, held, numbers, lengths) for held, numbers in kinds.items()}
+    counted = tuple(of_kinds.values())
     if run.engines is None:
-        return MemoryPlan(tuple(counted), gpu.usable_bytes, 0, 0)
-    awake = [parts for kind in counted for parts in kind.turns.values() if ("engine", "parameters") in parts]
-    room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
+        return MemoryPlan(counted, gpu.usable_bytes, 0, 0)
     most_moved = 0.0
-    if takes_turns(run.config, _platform(gpu)):
-        most_moved = max(sum(by_stage[name][stage].moved for name, stage in held if name != "engine") for held in kinds)
-    tokens, wanted = _kv_tokens(run, run.engines, gpu, room, lengths.response)
-    length = run.config.longest_parts[0] + lengths.response
-    cache = {("engine", "KV cache"): tokens * run.engines.cached_bytes_per_token(length)}
-    for parts in awake:
-        parts |= cache
-    return MemoryPlan(tuple(counted), gpu.usable_bytes, tokens, wanted, most_moved)
+    if takes_turns(run.config, _platform(gpu)) or lends(run.config, _platform(gpu)):
+        most_moved = max(sum(by_stage[name][stage].moved for name, stage in held if name not in ENGINES) for held in kinds)
+    length, caches = run.config.longest_parts[0] + lengths.response, [(0, 0)]
+    for name in ENGINES:  # those that are lent last
+        of_these = [kind for held, kind in of_kinds.items() if (name, 0) in held]
+        awake = [parts for kind in of_these for parts in kind.turns.values() if ("engine", "parameters") in parts]
+        if not awake:
+            continue
+        room = min(gpu.usable_bytes - sum(parts.values()) for parts in awake)
+        caches.append(_kv_tokens(run, run.engines, gpu, room, lengths.response, is_sized=_is_sized(run, gpu, name)))
+        for parts in awake:
+            parts[("engine", "KV cache")] = caches[-1][0] * run.engines.cached_bytes_per_token(length)
+    return MemoryPlan(counted, gpu.usable_bytes, *caches[1], most_moved)
 
 
 def workload(run: RunShape, role: PlannedRole, precision: Precision, lengths: Lengths) -> Workload:
@@ -432,7 +377,8 @@ def _gpu(
     lengths: Lengths,
 ) -> GpuMemory:
     groups = {role.name: role.group for role in run.roles}
-    memories = [by_stage[name][stage] for name, stage in held if name != "engine"]
+    memories = [by_stage[name][stage] for name, stage in held if name not in ENGINES]
+    is_lent = lends(run.config, _platform(gpu)) and ("lent", 0) in held
     processes = len({groups[memory.role] for memory in memories})
     has_engine, has_policy = len(memories) < len(held), any(groups[memory.role] == "policy" for memory in memories)
     staging = 0.0
@@ -442,13 +388,15 @@ def _gpu(
     trainer, engine, sent = _trainer(groups, memories), dict[tuple[str, str], float](), {("policy", "staging"): staging}
     if has_engine:
         assert run.engines is not None
-        working = max(engine_working_bytes(run.engines, lengths), reserve_bytes(gpu, staging) if _is_sized(run, gpu) else 0.0)
+        reserve = reserve_bytes(gpu, staging) if _is_sized(run, gpu, held[-1][0]) else 0.0
+        working = max(engine_working_bytes(run.engines, lengths), reserve)
         engine = {("engine", "parameters"): float(run.engines.weight_bytes), ("engine", "working"): working}
         engine[("engine", "adapters")] = float(run.engines.adapter_bytes)
     contexts = {("process", "contexts"): (processes + has_engine) * PROCESS_BYTES}
     host = sum(memory.host for memory in memories)
-    if takes_turns(run.config, _platform(gpu)):
+    if takes_turns(run.config, _platform(gpu)) or lends(run.config, _platform(gpu)):
         host += sum(memory.moved for memory in memories)
+    if takes_turns(run.config, _platform(gpu)) or is_lent:
         policy = {("policy", "parameters"): sum(memory.weights for memory in memories if memory.role == "policy")}
         asleep = {("process", "contexts"): processes * PROCESS_BYTES, ("engine", "asleep"): has_engine * ASLEEP_BYTES}
         turns = {TRAINING: trainer | asleep, UPDATING: policy | engine | sent | contexts, GENERATING: engine | contexts}
@@ -471,13 +419,15 @@ def _platform(gpu: GpuSpec) -> str:
     return "cpu" if gpu.name == "cpu" else "cuda"
 
 
-def _is_sized(run: RunShape, gpu: GpuSpec) -> bool:
-    """Whether megarl chooses what engines have of a GPU."""
-    engines = run.engines
-    return engines is not None and engines.memory_fraction is None and takes_turns(run.config, _platform(gpu))
+def _is_sized(run: RunShape, gpu: GpuSpec, name: str) -> bool:
+    """Whether megarl chooses what engines of this name have of a GPU."""
+    in_turns = takes_turns(run.config, _platform(gpu)) or (name == "lent" and lends(run.config, _platform(gpu)))
+    return run.engines is not None and run.engines.memory_fraction is None and in_turns
 
 
-def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, response_tokens: float) -> tuple[int, int]:
+def _kv_tokens(
+    run: RunShape, engines: Engines, gpu: GpuSpec, room: float, response_tokens: float, *, is_sized: bool
+) -> tuple[int, int]:
     """(tokens that the cache of a rank has room for, those that a step would fill at once)."""
     longest_prompt, _ = run.config.longest_parts
     length, longest = longest_prompt + response_tokens, run.config.longest_sequence
@@ -489,6 +439,6 @@ def _kv_tokens(run: RunShape, engines: Engines, gpu: GpuSpec, room: float, respo
     if engines.memory_fraction is not None:
         pool = engines.memory_fraction * gpu.memory_gb * 1e9 - engines.weight_bytes - engines.adapter_bytes
         return max(longest, int(pool / of_token)), wanted
-    if _is_sized(run, gpu):
+    if is_sized:
         room = min(static_bytes(run.config, gpu) - engines.weight_bytes - engines.adapter_bytes, room)
     return min(wanted, max(longest, int(room / of_token))), wanted

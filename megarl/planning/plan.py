@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.config import AnyConfig
+from megarl.config.rollout_checks import with_lent_engines
 from megarl.errors import ConfigError
 from megarl.models.shape import ModelShape
 from megarl.planning.calibration import Calibration
+from megarl.planning.gpu_memory import MemoryPlan
 from megarl.planning.gpus import GpuSpec
+from megarl.planning.lending import LendingPlan, plan_lending
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import MemoryPlan, plan_memory, precision_of, tower_memory, workload
+from megarl.planning.memory import plan_memory, precision_of, tower_memory, workload
 from megarl.planning.pictures import pictures_of
 from megarl.planning.roles import RunShape, run_shape
 from megarl.planning.times import TimePlan, plan_times
@@ -46,7 +49,28 @@ class CapacityPlan:
     @property
     def times(self) -> TimePlan:
         """Seconds by phase."""
-        return plan_times(self.run, self.gpu, self.memory, self.lengths, self.calibration)
+        times = plan_times(self.run, self.gpu, self.memory, self.lengths, self.calibration)
+        lending = plan_lending(self.run, self.gpu, self.memory, times, self.calibration)
+        return times if lending is None else replace(times, lent_step_s=lending.step_s)
+
+    @property
+    def lending(self) -> LendingPlan | None:
+        """What lending the trainer's GPUs gains, or would gain with as many engines as have room there.
+
+        None: the run cannot lend them, or they would not hold the engines.
+        """
+        config, run = self.run.config, self.run
+        if config.sampling is None or run.engines is None:
+            return None
+        if not config.rollout.lent_engines:
+            trainers = sum(layout.world_size for layout in run.groups.values())
+            lending = with_lent_engines(config, trainers // run.engines.target.ranks)
+            if lending is None:
+                return None
+            config = lending
+        plan = make_plan(config, self.gpu, lengths=self.lengths, calibration=self.calibration)
+        times = plan_times(plan.run, self.gpu, plan.memory, self.lengths, self.calibration)
+        return plan_lending(plan.run, self.gpu, plan.memory, times, self.calibration) if plan.memory.fits else None
 
     @property
     def times_without_sync(self) -> float:

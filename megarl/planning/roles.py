@@ -187,6 +187,14 @@ class RunShape:
         return {role.group: role.layout for role in self.roles}
 
     @property
+    def lent(self) -> Engines | None:
+        """The engines that GPUs of the trainer are lent to, which are counted as having the first; None: there are none."""
+        sampling = self.config.sampling
+        if self.engines is None or sampling is None or not sampling.lent_engines:
+            return None
+        return replace(self.engines, target=replace(self.engines.target, engines=sampling.lent_engines))
+
+    @property
     def colocated(self) -> bool:
         """Whether all share the same GPUs."""
         return self.config.resources.placement == "colocated"
@@ -201,6 +209,8 @@ class RunShape:
         for name, size in sizes.items():
             found[name] = range(start, start + size)
             start += 0 if self.colocated else size
+        if self.lent:
+            found["lent"] = range(self.lent.target.engines * self.lent.target.ranks)
         return found
 
     @property
@@ -264,7 +274,7 @@ def _engines(config: AnyConfig) -> Engines:
     arguments = config.sampling.engine_args
     fraction, served = arguments.get("mem_fraction_static"), config.sampling.servers.model_path
     return Engines(
-        target=target_of_run(config.sampling),
+        target=replace(target_of_run(config.sampling), engines=config.sampling.engines),
         trainer=config.policy.layout,
         shape=ModelShape.read(config.model.path, predicts=config.syncs_prediction),
         itemsize=ITEMSIZE[config.model.dtype],

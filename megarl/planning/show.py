@@ -67,6 +67,14 @@ def as_json(plan: CapacityPlan, search: Mapping[str, Any] | None = None, measure
             "phases": {phase.name: {"seconds": phase.seconds, "parts": dict(phase.parts)} for phase in times.phases},
         },
     }
+    if (lending := plan.lending) is not None:
+        tree["times"]["lending"] = {
+            "engines": lending.engines,
+            "idle_s": lending.idle_s,
+            "cost_s": lending.cost_s,
+            "step_s": lending.step_s,
+            "without_s": lending.without_s,
+        }
     if measured is not None:
         tree["against"] = {
             "name": measured.name,
@@ -99,6 +107,8 @@ def _facts(plan: CapacityPlan, model: str) -> Table:
         target = run.engines.target
         cache = f"KV cache of {memory.kv_tokens:,} tokens a rank ({memory.kv_wanted:,} would be filled at once)"
         table.add_row("engines", f"{target.engines:,} of {target.ranks} ranks, {cache}")
+        if run.lent is not None:
+            table.add_row("lent engines", f"{run.lent.target.engines:,} of {target.ranks} ranks, on the trainer's GPUs")
     shared = "on the same GPUs, in turns" if len(memory.worst.turns) > 1 else "on the same GPUs"
     place = shared if run.colocated else "each on GPUs of its own"
     table.add_row("GPUs", f"{run.gpus:,} of {plan.available:,} {plan.gpu.name}, {place}")
@@ -160,7 +170,9 @@ def _times(plan: CapacityPlan) -> list[Table | str]:
     for phase in times.phases:
         if phase.seconds:
             bound = f"{phase.bound} ({phase.parts[phase.bound] / phase.seconds:.0%})"
-            cells = [f"{phase.seconds:,.3g}", f"{phase.seconds / times.step_seconds:.0%}"]
+            # of generation by the other engines alone, which lent ones shorten, there is no share
+            share = f"{phase.seconds / times.step_seconds:.0%}" if phase.seconds <= times.step_seconds else ""
+            cells = [f"{phase.seconds:,.3g}", share]
             tower = phase.parts.get("tower", 0.0)
             cells += [f"{tower:,.3g}" if tower else ""] if of_towers else []
             table.add_row(phase.name, *cells, bound)
@@ -172,4 +184,24 @@ def _times(plan: CapacityPlan) -> list[Table | str]:
         *([""] if of_towers else []),
         f"{times.tokens / step / plan.run.gpus:,.0f} tokens/s of each GPU",
     )
-    return [table, f"Seconds are estimates, by {plan.calibration.source}"]
+    lending = _lending(plan)
+    return [table, *([lending] if lending else []), f"Seconds are estimates, by {plan.calibration.source}"]
+
+
+def _lending(plan: CapacityPlan) -> str | None:
+    """What lending the trainer's GPUs gains, or would gain; None: nothing is to be said."""
+    lending, sampling = plan.lending, plan.run.config.sampling
+    if lending is None or sampling is None:
+        return None
+    if not lending.idle_s:
+        return "The trainer never waits: lent engines would be left asleep" if sampling.lent_engines else None
+    waits = f"The trainer waits {lending.idle_s:,.3g} s of a step of {lending.without_s:,.3g} s"
+    takes = f"lending its GPUs takes {lending.cost_s:,.3g} s"
+    shorter = f"{lending.step_s:,.3g} s, {lending.gain:.0%} less ({takes})"
+    if sampling.lent_engines:
+        return f"{waits} without rollout.lent_engines; a step with them takes " + (
+            shorter if lending.pays else f"as long: they are left asleep, because {takes}"
+        )
+    if lending.pays:
+        return f"{waits}; with rollout.lent_engines={lending.engines} a step would take {shorter}"
+    return f"{waits}; rollout.lent_engines would not shorten it: {takes}"

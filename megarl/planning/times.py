@@ -18,9 +18,10 @@ from megarl.models.shape import ModelShape
 from megarl.planning.activations import Precision
 from megarl.planning.calibration import Calibration
 from megarl.planning.generation import generation_seconds
+from megarl.planning.gpu_memory import MemoryPlan
 from megarl.planning.gpus import GpuSpec
 from megarl.planning.lengths import Lengths
-from megarl.planning.memory import MemoryPlan, precision_of
+from megarl.planning.memory import precision_of
 from megarl.planning.passes import Times, pass_seconds
 from megarl.planning.roles import Engines, PlannedRole, RunShape
 from megarl.planning.turns import takes_turns
@@ -50,18 +51,28 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class TimePlan:
-    """The phases of a step. `takes_turns`: one after the other; else generation runs beside the rest."""
+    """The phases of a step. `takes_turns`: one after the other; else generation runs beside the rest.
+
+    `lent_step_s`: seconds of a step of a run that lends the trainer's GPUs, which is shorter; None: of no such run.
+    """
 
     phases: tuple[PhaseTime, ...]
     takes_turns: bool
     tokens: float
+    lent_step_s: float | None = None
 
     @property
     def step_seconds(self) -> float:
         """Of a whole step."""
-        generation = sum(phase.seconds for phase in self.phases if phase.name == "generate")
-        rest = sum(phase.seconds for phase in self.phases) - generation
+        if self.lent_step_s is not None:
+            return self.lent_step_s
+        generation, rest = self.seconds("generate"), self.trainer_seconds
         return generation + rest if self.takes_turns else max(generation, rest)
+
+    @property
+    def trainer_seconds(self) -> float:
+        """Of everything but generation."""
+        return sum(phase.seconds for phase in self.phases if phase.name != "generate")
 
     def seconds(self, name: str) -> float:
         """Of one phase, 0 where there is none of this name."""
@@ -79,7 +90,9 @@ def plan_times(
     phases = []
     if run.engines is not None:
         if sync:
-            phases.append(PhaseTime("sync", _sync(run, gpu, memory)))
+            in_turns = takes_turns(config, "cpu" if gpu.name == "cpu" else "cuda")
+            sent = update_seconds(run.engines, gpu, memory, colocated=run.colocated, in_turns=in_turns)
+            phases.append(PhaseTime("sync", sent))
         phases.append(PhaseTime("generate", generation_seconds(run, gpu, memory, lengths)))
     if sampling is not None:
         of_functions = {"rewards": sequences * calibration.reward_s_per_sample}
@@ -102,8 +115,8 @@ def plan_times(
     phases.append(PhaseTime("update", _added(*of_roles) if run.colocated else longest))
     if sampling is not None:
         phases.append(PhaseTime("other", {"driver": calibration.other_s}))
-    takes_turns = sampling is None or sampling.schedule.mode == "sync"
-    return TimePlan(_scaled(phases, calibration), takes_turns, sequences * (lengths.prompt + lengths.response))
+    one_by_one = sampling is None or sampling.schedule.mode == "sync"
+    return TimePlan(_scaled(phases, calibration), one_by_one, sequences * (lengths.prompt + lengths.response))
 
 
 def _scaled(phases: list[PhaseTime], calibration: Calibration) -> tuple[PhaseTime, ...]:
@@ -169,16 +182,15 @@ def _computed_anew(shape: ModelShape, precision: Precision) -> float:
     return dense / (dense + experts + 2 * (shape.query + shape.key_value) * shape.layers)
 
 
-def _sync(run: RunShape, gpu: GpuSpec, memory: MemoryPlan) -> dict[str, float]:
+def update_seconds(
+    engines: Engines, gpu: GpuSpec, memory: MemoryPlan, *, colocated: bool, in_turns: bool
+) -> dict[str, float]:
     """What is sent, by the busiest link; what each tensor takes; and where trainer and engines take turns, their turns.
 
     Engines that slept open every handle again, and take weights over at a rate of their own.
     """
-    engines, share = run.engines, gpu.efficiencies
-    assert engines is not None
-    part = _repeated_part(engines)
-    cost = _cost(part, gpu.cluster, colocated=run.colocated)
-    in_turns = takes_turns(run.config, "cpu" if gpu.name == "cpu" else "cuda")
+    share, part = gpu.efficiencies, _repeated_part(engines)
+    cost = _cost(part, gpu.cluster, colocated=colocated)
     parts = {
         cost.bound.name: cost.seconds / share.links,
         "tensors": share.update_s + (1 + in_turns) * len(part.plan.tensors) * share.tensor_s,

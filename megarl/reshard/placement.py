@@ -39,6 +39,8 @@ class Bundle:
 class PlacementRequest:
     """What is to be placed: the layout of each group of ranks, and `engines` engines of `engine_tp` GPUs each.
 
+    Where these have GPUs of their own there may be `lent` further ones, on GPUs of ranks.
+
     With `engine_tp` 0 the engines are elsewhere, and take no room here. `colocated`: groups and engines share the same GPUs;
     else each has its own. `over_nodes`: whether an engine may be on several nodes, if it is larger than one.
     """
@@ -48,6 +50,7 @@ class PlacementRequest:
     engine_tp: int
     colocated: bool
     over_nodes: bool = True
+    lent: int = 0
 
     @classmethod
     def of(cls, config: AnyConfig) -> PlacementRequest:
@@ -55,7 +58,8 @@ class PlacementRequest:
         engines = config.sampling.engines if config.sampling is not None else 0
         engine_tp = config.engine_places // engines if engines else 0
         over_nodes = config.sampling is None or capabilities_of(config.sampling).over_nodes
-        return cls(config.layouts, engines, engine_tp, config.resources.placement == "colocated", over_nodes)
+        lent = config.sampling.lent_engines if config.sampling is not None else 0
+        return cls(config.layouts, engines, engine_tp, config.resources.placement == "colocated", over_nodes, lent)
 
     @property
     def bundles(self) -> int:
@@ -66,7 +70,7 @@ class PlacementRequest:
     @property
     def processes_per_bundle(self) -> int:
         """Processes that share a bundle, at most."""
-        return len(self.groups) + 1 if self.colocated else 1
+        return len(self.groups) + 1 if self.colocated else 1 + bool(self.lent)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class Placement:
     """`ranks[group][rank]` is a rank's bundle, `engines[engine][rank]` the bundle of an engine's rank; numbers of `bundles`.
 
     The bundles of an engine are on one node and their GPUs evenly spaced, mostly neighbours; one that is larger than a node has
-    equally many of each of several nodes, one after the other. Engines elsewhere have none.
+    equally many of each of several nodes, one after the other. Engines elsewhere have none. Those that are lent GPUs come last.
     """
 
     bundles: tuple[Bundle, ...]
@@ -190,7 +194,8 @@ def _place(request: PlacementRequest, nodes: _Nodes, *, experts_together: bool) 
             engines = _place_engines(request, nodes, free, ranks)
         else:
             ranks[name] = _place_ranks(name, request.groups[name], size, free)
-    return Placement(nodes.bundles, {name: ranks[name] for name in request.groups}, engines)
+    lent = _place_lent(request, nodes, ranks) if request.lent else ()
+    return Placement(nodes.bundles, {name: ranks[name] for name in request.groups}, (*engines, *lent))
 
 
 class _Nodes:
@@ -288,12 +293,28 @@ def _place_engines(
         )
     if request.colocated and request.groups:
         first = next(iter(request.groups))
-        return _nearest(slots, request.groups[first], ranks[first], request.engines)
+        return _nearest(slots, request.groups[first], ranks[first], range(request.engines), request.engines)
     taken = slots[: request.engines]
     used = {bundle for slot in taken for bundle in slot}
     for node in free:
         node[:] = [bundle for bundle in node if bundle not in used]
     return tuple(taken)
+
+
+def _place_lent(
+    request: PlacementRequest, nodes: _Nodes, ranks: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """Bundles of the engines that GPUs of ranks are lent to, near the ranks that send to them."""
+    held, size = {bundle for bundles in ranks.values() for bundle in bundles}, request.engine_tp
+    slots = [slot for node in nodes.all() for slot in _slots([one for one in node if one in held], size, nodes)]
+    if len(slots) < request.lent:
+        reason = f"of {size} neighbouring GPUs each have no room on the trainer's, where {len(slots)} fit"
+        raise ClusterError.of(
+            "rollout.lent_engines", request.lent, reason, allowed=f"at most {len(slots)}", rule="have no room on the trainer's"
+        )
+    first = next(iter(request.groups))
+    numbers = range(request.engines, request.engines + request.lent)
+    return _nearest(slots, request.groups[first], ranks[first], numbers, numbers.stop)
 
 
 def _over_nodes(slots: Sequence[list[tuple[int, ...]]], count: int) -> list[tuple[int, ...]]:
@@ -320,9 +341,10 @@ def _slots(node: Sequence[int], size: int, nodes: _Nodes) -> list[tuple[int, ...
 
 
 def _nearest(
-    slots: Sequence[tuple[int, ...]], layout: Layout, ranks: Sequence[int], engines: int
+    slots: Sequence[tuple[int, ...]], layout: Layout, ranks: Sequence[int], numbers: range, engines: int
 ) -> tuple[tuple[int, ...], ...]:
-    """A slot for every engine: the one with most of the ranks that send to it, else the first that is left."""
+    """A slot for each engine of these `numbers` among all `engines`: the one with most of the ranks that send to it, else the
+    first that is left."""
     slot_of = {bundle: number for number, slot in enumerate(slots) for bundle in slot}
     ranks_of_stage = layout.world_size // layout.pp
     replicas = ranks_of_stage // layout.tp
@@ -332,7 +354,7 @@ def _nearest(
             slots_of[rank % ranks_of_stage // layout.tp][slot_of[bundle]] += 1
     chosen: dict[int, int] = {}
     free = dict.fromkeys(range(len(slots)))
-    for engine in range(engines):
+    for engine in numbers:
         sent: Counter[int] = Counter()
         for replica, share in replica_shares(engine, replicas, engines).items():
             sent.update({slot: share * count for slot, count in slots_of[replica].items() if slot in free})
@@ -340,10 +362,10 @@ def _nearest(
             chosen[engine] = min(sent, key=lambda slot: (-sent[slot], slot))
             del free[chosen[engine]]
     left = iter(free)
-    for engine in range(engines):
+    for engine in numbers:
         if engine not in chosen:
             chosen[engine] = next(left)
-    return tuple(slots[chosen[engine]] for engine in range(engines))
+    return tuple(slots[chosen[engine]] for engine in numbers)
 
 
 def machine(node: str) -> str:

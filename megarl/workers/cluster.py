@@ -64,17 +64,19 @@ class Cluster:
         engine_tp: int,
         colocated: bool,
         over_nodes: bool = True,
+        lent: int = 0,
         ray_address: str | None,
         log_folder: str,
         start_deadline_s: float,
         architecture: str | None = None,
         models: Sequence[CachedModel] = (),
     ) -> None:
-        """`over_nodes`: whether an engine may be on several nodes. `architecture`: the import path of the user's own, which
-        every process of the run must know. `models`: those of the hub, which every node of a cluster must have."""
+        """`over_nodes`: whether an engine may be on several nodes. `lent`: further engines, on GPUs of ranks. `architecture`:
+        the import path of the user's own, which every process of the run must know. `models`: those of the hub, which every
+        node of a cluster must have."""
         self.requests = list(requests)
         layouts = {request.name: request.layout for request in requests}
-        self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes)
+        self.wanted = PlacementRequest(layouts, engines, engine_tp, colocated, over_nodes, lent)
         self.address = ray_address or os.environ.get("RAY_ADDRESS")
         self.log_folder = os.path.abspath(log_folder)
         self.start_deadline_s = start_deadline_s

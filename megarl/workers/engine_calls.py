@@ -54,7 +54,7 @@ def submit(
 class EngineCalls:
     """One engine actor as the rollout scheduler calls it (`rollout.scheduling.engine_state.EngineHandle`).
 
-    Every method but `restart` is the engine's own, waited for `deadline_s` seconds.
+    Every method but `restart` and `end` is the engine's own, waited for `deadline_s` seconds.
 
     Raises:
         MegarlError: what the engine raised, as it raised it.
@@ -130,6 +130,10 @@ class EngineCalls:
                 if not isinstance(error.__cause__, ray.exceptions.ActorUnavailableError) or time.monotonic() > ends_at:
                     raise
             await asyncio.sleep(ACTOR_POLL_S)
+
+    async def end(self) -> None:
+        """End the engine's process, whatever it is doing; Ray makes another, which has no engine until `restart`."""
+        ray.kill(self.actor, no_restart=False)
 
     async def endpoint(self, deadline_s: float) -> Any:
         """Where senders reach the engine; None: through its actor."""

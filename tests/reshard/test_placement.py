@@ -269,3 +269,31 @@ def test_rows_and_summary_say_who_is_where() -> None:
     assert placement.as_json()["engines"][1] == [
         {"bundle": 18, "node": "node 2", "gpu": 2}, {"bundle": 19, "node": "node 2", "gpu": 3}
     ]  # fmt: skip
+
+
+def test_lent_engines_are_on_gpus_of_ranks_near_those_that_send_to_them() -> None:
+    layouts = {"policy": Layout(tp=2, dp=4), "critic": Layout(tp=2, dp=1)}
+    request = PlacementRequest(layouts, 2, 2, colocated=False, lent=3)
+    assert (request.bundles, request.processes_per_bundle) == (8 + 2 + 4, 2)
+    bundles = planned_bundles(14, 8)
+    placement = place(request, bundles)
+    without = place(PlacementRequest(layouts, 2, 2, colocated=False), bundles)
+    assert placement.ranks == without.ranks
+    assert placement.engines[:2] == without.engines
+    own = {bundle for engine in placement.engines[:2] for bundle in engine}
+    lent = placement.engines[2:]
+    held = {bundle for ranks in placement.ranks.values() for bundle in ranks}
+    assert len(lent) == 3
+    assert len({bundle for engine in lent for bundle in engine}) == 6, "a GPU is lent to one engine"
+    assert {bundle for engine in lent for bundle in engine} <= held - own
+    for number, engine in enumerate(lent, start=2):
+        replicas = replica_shares(number, 4, 5)
+        senders = {placement.ranks["policy"][2 * replica + at] for replica in replicas for at in range(2)}
+        assert senders & {*engine}
+        assert len(nodes_of(placement, engine)) == 1
+
+
+def test_more_lent_engines_than_have_room_are_one_sentence() -> None:
+    request = PlacementRequest({"policy": Layout(tp=1, dp=3)}, 1, 2, colocated=False, lent=2)
+    with pytest.raises(ClusterError, match=r"rollout.lent_engines is 2, which of 2 neighbouring GPUs each have no room"):
+        place(request, planned_bundles(5, 5))

@@ -18,6 +18,8 @@ from megarl.rollout.scheduling.partial_groups import PartialGroup
 
 CUT_POLL_S = 0.02
 """Between two times that an engine is told to cut."""
+HEALTH_S = 10.0
+"""For an engine to say that it is well."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
 
@@ -63,6 +65,10 @@ class EngineHandle(Protocol):
         """Start the engine anew, without weights."""
         ...
 
+    async def end(self) -> None:
+        """End the engine's process and all that it holds, whatever it is doing; `restart` makes it anew. Raises nothing."""
+        ...
+
 
 GenerateGroups = Callable[["AskedGroups"], Awaitable[list[list[Sample]]]]
 """Answers the prompts of a request: a group of samples for each."""
@@ -87,7 +93,14 @@ class EngineState:
     restarting: asyncio.Task[None] | None = None
     fell_behind: bool = False
     """It failed since the update began that is under way, and so cannot have what that update gave it."""
-
+    is_lent: bool = False
+    """It stands on GPUs of the trainer, which are lent to it while the trainer waits."""
+    rests: bool = False
+    """It sleeps: it is given neither requests nor weights."""
+    is_left_out: bool = False
+    """It failed for good, and the run goes on without it: it rests until the end."""
+    sampled_tokens: int = 0
+    """That it has answered with so far."""
     busy: BusySpans = field(default_factory=lambda: BusySpans("generate"))
     """When it was answering requests."""
 
@@ -95,6 +108,36 @@ class EngineState:
     def load(self) -> int:
         """Groups that the engine works on."""
         return sum(request.load for request in self.requests.values())
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it may be given weights: it neither sleeps nor is being started anew."""
+        return self.restarting is None and not self.rests
+
+    @property
+    def waits_for_weights(self) -> bool:
+        """Whether it is up, and an update is all that it needs."""
+        return self.version is None and self.is_up
+
+    async def come_back(self, deadline_s: float, most_failures: int) -> None:
+        """Start the engine anew, `deadline_s` seconds for each try, unless it is well; it has no weights then.
+
+        Raises:
+            EngineError: it has failed more than `most_failures` times in a row.
+        """
+        while True:
+            with contextlib.suppress(EngineError, WorkerError, DeadlineError):
+                await self.handle.health(deadline_s=HEALTH_S)
+                return
+            try:
+                await self.handle.restart(deadline_s)
+                return
+            except (EngineError, WorkerError, DeadlineError) as error:
+                self.failures += 1
+                if self.failures > most_failures:
+                    raise EngineError(
+                        f"engine {self.number} did not restart in {self.failures} tries: {error}"
+                    ) from error
 
     async def generate(
         self,
@@ -113,7 +156,10 @@ class EngineState:
         more |= {"begun": begun} if begun is not None else {}
         more |= {"conversation": conversation} if conversation is not None and self.keeps_turns else {}
         with self.busy:
-            return await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
+            answers = await self.handle.generate(prompts, params, n=n, keys=keys, deadline_s=deadline_s, **more)
+        had = sum(len(one.response_ids) for own in begun or () for one in own if one is not None)
+        self.sampled_tokens += sum(len(one.response_ids) for own in answers for one in own) - had
+        return answers
 
     async def wait_until_open(self, deadline_s: float) -> None:
         """Wait while an update keeps requests out."""
@@ -217,6 +263,15 @@ async def cut_short(requests: Sequence[AskedGroups], deadline_s: float) -> None:
         calls = [one.engine.handle.cut([*chain(*one.asked_keys)], deadline_s=deadline_s) for one in working]
         await asyncio.gather(*calls, return_exceptions=True)  # an engine that failed has nothing to give
         await asyncio.sleep(CUT_POLL_S)  # again: the engine may have got the request after this
+
+
+def progress_text(engines: Sequence[EngineState]) -> str:
+    """What each engine does, as the end of a sentence."""
+    does = {
+        engine.number: "sleeps" if engine.rests else "is down" if engine.version is None else f"works on {engine.load}"
+        for engine in engines
+    }
+    return ", ".join(f"engine {number} {what}" for number, what in does.items())
 
 
 def in_turn(free: Sequence[EngineState]) -> Iterator[EngineState]:

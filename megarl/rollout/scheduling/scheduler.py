@@ -7,9 +7,8 @@ whatever an `EngineHandle` reaches.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from megarl.data.sample import Prompt, Sample, read_record
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
 from megarl.observe.trace import Span
 from megarl.rollout.scheduling.engine_state import (
+    HEALTH_S,
     AskedGroups,
     EngineHandle,
     EngineState,
@@ -27,7 +27,9 @@ from megarl.rollout.scheduling.engine_state import (
     cut_short,
     failures,
     in_turn,
+    progress_text,
 )
+from megarl.rollout.scheduling.loop_thread import LoopThread
 from megarl.rollout.scheduling.partial_groups import PartialGroups
 from megarl.rollout.scheduling.requests import RolloutBatch
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
@@ -35,8 +37,6 @@ from megarl.rollout.scheduling.staleness_manager import StalenessManager
 T = TypeVar("T")
 CUT_S = 20.0
 """For an engine to say what it has of responses that are cut."""
-HEALTH_S = 10.0
-"""For an engine to say that it is well."""
 FAILURES = 3
 """Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
 
@@ -47,7 +47,8 @@ class Scheduler:
     The least-loaded engine is given work first; a group's samples all come from one engine.
 
     An engine that fails loses nothing: its groups go back to the manager, it is started anew if it is not well, and the
-    driver finds it in `without_weights`.
+    driver finds it in `without_weights`. Without one that stands on the trainer's GPUs (`lent`) the run goes on if it fails
+    for good.
     """
 
     def __init__(
@@ -61,46 +62,42 @@ class Scheduler:
         restart_deadline_s: float = 300.0,
         cuts: bool = False,
         keeps_turns: bool = False,
+        lent: Container[int] = (),
         say: Callable[[str], None] | None = None,
     ) -> None:
         """`groups_per_request`: more than 1 for an engine that computes one request after the other.
 
         `groups_per_engine` bounds what is sent to an engine; the rest waits here for whichever engine is free first. `cuts`:
         engines that are to stop are asked for what they have (`Engine.cut`), which is counted, or kept if the manager
-        `continues`. `keeps_turns`: they are told of conversations. `say` is told in a line, from another thread, when an engine
-        fails.
+        `continues`, or engines are `lent`. `keeps_turns`: they are told of conversations. `say` is told in a line, from another
+        thread, when an engine fails.
         """
         self.manager, self.generate_groups = manager, generate_groups
         self.groups_per_request, self.groups_per_engine = groups_per_request, groups_per_engine
         self.restart_deadline_s, self._say = restart_deadline_s, say
         self.cuts = cuts
-        self.partial = PartialGroups(continues=manager.continues)
+        self.partial = PartialGroups(continues=manager.continues or any(n in lent for n in range(len(handles))))
         self._ending: dict[asyncio.Task[None], asyncio.Task[None]] = {}
         self._prompts: dict[int, Prompt] = {}
         self._groups: dict[int, list[Sample]] = {}
         self._asked: deque[PromptRequest] = deque()
         self._retried: dict[int, int] = {}  # failures by group, on engines that were well
         self._error: BaseException | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-scheduler", daemon=True)
-        self._thread.start()
-        self._changed, self.engines = self._in_loop(self._make(handles), 30)
+        self.thread = LoopThread("rollout-scheduler")
+        self._loop = self.thread.loop
+        self._changed, self.engines = self.thread.run(self._make(handles), 30)
 
         for engine in self.engines:
-            engine.keeps_turns = keeps_turns
+            engine.keeps_turns, engine.is_lent = keeps_turns, engine.number in lent
 
     async def _make(self, handles: Sequence[EngineHandle]) -> tuple[asyncio.Event, list[EngineState]]:
         return asyncio.Event(), [EngineState(number, handle) for number, handle in enumerate(handles)]
 
     def close(self) -> None:
         """Stop all work and the thread."""
-        if not self._loop.is_running():
-            return
-        self._in_loop(self._stop(), 60)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
-        if not self._loop.is_running():
-            self._loop.close()
+        if self.thread.is_open:
+            self.thread.run(self._stop(), 60)
+            self.thread.close()
 
     # the driver's side: batches -----------------------------------------------------------------------------------
 
@@ -111,7 +108,7 @@ class Scheduler:
             self._discard(self.manager.open_step(version, due))
             return self.manager.room
 
-        room = self._in_loop(opened())
+        room = self.thread.run(opened())
         if room:
             self.add(next_prompts(room))
 
@@ -122,7 +119,7 @@ class Scheduler:
             self._prompts |= dict(zip(self.manager.add(len(prompts)), prompts, strict=True))
             self._dispatch()
 
-        self._in_loop(added())
+        self.thread.run(added())
 
     def wait(self, deadline_s: float, answers: Sequence[PendingResult] | None = None) -> bool:
         """Wait until the batch that is due, or `answers`, are there (True), or engines wait for weights meanwhile (False).
@@ -132,7 +129,7 @@ class Scheduler:
             MegarlError: an engine failed for good, or what the user wrote for an episode did.
         """
         done = self.manager.ready if answers is None else lambda: all(answer.done() for answer in answers)
-        return self._in_loop(self._until(done, deadline_s), deadline_s + 30)
+        return self.thread.run(self._until(done, deadline_s), deadline_s + 30)
 
     def pop_batch(self) -> RolloutBatch:
         """The batch that is due, after `wait` returned True."""
@@ -145,16 +142,16 @@ class Scheduler:
                 self.partial.consume(number, group)
             self._discard(batch.dropped)
             if self.manager.continues and not self.manager.staleness:  # nothing is sampled while the trainer works
-                await self._suspend()
+                await self._suspend(self.engines)
             await asyncio.gather(*self._ending.values())
             return RolloutBatch(prompts, samples, batch.staleness)
 
-        return self._in_loop(taken())
+        return self.thread.run(taken())
 
     def stop_all(self) -> None:
         """Put what is under way back into the queue, and have the engines stop working on it."""
 
-        self._in_loop(self._suspend())
+        self.thread.run(self._suspend(self.engines))
 
     def ask(self, prompts: Sequence[Prompt], generate_groups: GenerateGroups, per_request: int) -> list[PendingResult]:
         """Have `prompts` answered by whatever weights the engines have, before any queued group; `wait` for what it returns.
@@ -171,14 +168,14 @@ class Scheduler:
             self._dispatch()
             return answers
 
-        return self._in_loop(asked())
+        return self.thread.run(asked())
 
     # the driver's side: engines and weights ------------------------------------------------------------------------
 
     @property
     def without_weights(self) -> list[int]:
         """Engines that are up and wait for weights."""
-        return [engine.number for engine in self.engines if engine.version is None and engine.restarting is None]
+        return [engine.number for engine in self.engines if engine.waits_for_weights]
 
     def take_spans(self) -> list[list[Span]]:
         """By engine, when it was answering requests since the last call."""
@@ -186,7 +183,7 @@ class Scheduler:
         async def taken() -> list[list[Span]]:
             return [engine.busy.take() for engine in self.engines]
 
-        return self._in_loop(taken())
+        return self.thread.run(taken())
 
     def on_each(
         self, engines: Iterable[int], call: Callable[[int, EngineHandle], Awaitable[T]], deadline_s: float
@@ -203,7 +200,7 @@ class Scheduler:
             numbers = list(engines)
             return dict(zip(numbers, await asyncio.gather(*map(answer, numbers)), strict=True))
 
-        return self._in_loop(called(), deadline_s + 30)
+        return self.thread.run(called(), deadline_s + 30)
 
     def failing(self, engines: Iterable[int]) -> dict[int, Exception]:
         """Those of the engines that are not well, and why."""
@@ -219,7 +216,7 @@ class Scheduler:
                 engine.is_open.clear()
                 engine.fell_behind = False
 
-        self._in_loop(held())
+        self.thread.run(held())
 
     def resume(self, engines: Sequence[int], version: int) -> None:
         """These engines have the weights of `version`, unless they failed since."""
@@ -231,7 +228,7 @@ class Scheduler:
                     engine.is_open.set()
             self._dispatch()
 
-        self._in_loop(resumed())
+        self.thread.run(resumed())
 
     def empty(self) -> None:
         """No engine has weights that are of use: each waits for an update."""
@@ -241,7 +238,7 @@ class Scheduler:
                 engine.version = None
                 engine.is_open.clear()
 
-        self._in_loop(emptied())
+        self.thread.run(emptied())
 
     def fail(self, engine: int, error: Exception) -> None:
         """This engine failed in an update."""
@@ -249,7 +246,7 @@ class Scheduler:
         async def failed() -> None:
             self._take_down(self.engines[engine], error)
 
-        self._in_loop(failed())
+        self.thread.run(failed())
 
     # checkpoints --------------------------------------------------------------------------------------------------
 
@@ -264,7 +261,7 @@ class Scheduler:
             partial = self.partial.state_dict(self._groups)
             return {"ledger": manager, "prompts": prompts, "samples": samples, "partial": partial}  # its name in checkpoints
 
-        return self._in_loop(state())
+        return self.thread.run(state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`'s answer: what was finished is, every other unconsumed prompt is queued."""
@@ -278,23 +275,9 @@ class Scheduler:
                 n: read_record(Prompt, prompt) for n, prompt in zip(self.manager.unconsumed, state["prompts"], strict=True)
             }
 
-        self._in_loop(load())
+        self.thread.run(load())
 
     # in the loop --------------------------------------------------------------------------------------------------
-
-    def _in_loop(self, work: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(deadline_s)
-        except KeyboardInterrupt:
-            future.cancel()  # else it is still pending when the loop is closed, and asyncio says so
-            raise
-        except TimeoutError:
-            future.cancel()
-            raise DeadlineError(
-                f"the rollout event loop did not answer within {deadline_s:.0f} s; an episode of your own that does long "
-                "synchronous work blocks it: await that work, or run it in a thread"
-            ) from None
 
     async def _until(self, done: Callable[[], bool], deadline_s: float) -> bool:
         ends_at = self._loop.time() + deadline_s
@@ -310,14 +293,11 @@ class Scheduler:
                 async with asyncio.timeout_at(ends_at):
                     await self._changed.wait()
             except TimeoutError:
+                finished, waiting = self.manager.count("finished"), self.manager.count("queued")
                 raise DeadlineError(
-                    f"phase 'generate' was not done after {deadline_s:.0f} s: {self._progress_text()}"
+                    f"phase 'generate' was not done after {deadline_s:.0f} s: {finished} groups are finished, {waiting} wait, "
+                    f"{progress_text(self.engines)}"
                 ) from None
-
-    def _progress_text(self) -> str:
-        does = {e.number: "is down" if e.version is None else f"works on {e.load}" for e in self.engines}
-        engines, manager = ", ".join(f"engine {number} {what}" for number, what in does.items()), self.manager
-        return f"{manager.count('finished')} groups are finished, {manager.count('queued')} wait, {engines}"
 
     def _dispatch(self) -> None:
         """Start whatever may start now, the least-loaded engine first."""
@@ -381,7 +361,8 @@ class Scheduler:
         try:
             await engine.handle.health(deadline_s=HEALTH_S)
         except (EngineError, WorkerError, DeadlineError):
-            self._take_down(engine, error)
+            if not engine.rests:  # else that is seen to when it is woken: its GPU is the trainer's
+                self._take_down(engine, error)
             return
         request.failures += 1
         failures = max([request.failures, *(self._count_failure(n) for n in request.numbers if n is not None)])
@@ -404,9 +385,27 @@ class Scheduler:
                 self.partial.throw_away(number)
                 self.manager.requeue([number])
 
-    async def _suspend(self) -> None:
-        """Put what is under way back into the queue, and have the engines stop working on it."""
-        of_groups = [(engine, task, r) for engine in self.engines for task, r in engine.requests.items() if r.answer is None]
+    async def vacate(self, engines: Sequence[EngineState]) -> None:
+        """In the loop: keep requests from these engines; what they work on goes on elsewhere. Waits for those that restart."""
+        for engine in engines:
+            engine.is_open.clear()
+        await self._suspend(engines)
+        for engine in engines:
+            self._interrupt(engine, list(engine.requests))
+        await asyncio.gather(*self._ending.values())
+        while under_way := [engine.restarting for engine in engines if engine.restarting is not None]:
+            await asyncio.wait(under_way)
+        for engine in engines:
+            engine.version, engine.rests = None, True
+        self._dispatch()
+
+    def work_for(self, version: int) -> int:
+        """In the loop: groups and asked requests that a further engine with weights of `version` could start now."""
+        return len(self._asked) + self.manager.startable(version)
+
+    async def _suspend(self, engines: Sequence[EngineState]) -> None:
+        """Put the groups that are under way there back into the queue, and have the engines stop working on them."""
+        of_groups = [(engine, task, r) for engine in engines for task, r in engine.requests.items() if r.answer is None]
         if self.cuts:
             await cut_short([request.asked for *_, request in of_groups if request.asked is not None], CUT_S)
         for engine, task, _ in of_groups:
@@ -421,40 +420,41 @@ class Scheduler:
     def _take_down(self, engine: EngineState, error: Exception) -> None:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
         if not engine.fell_behind:  # one death may be noticed by several requests and an update
-            engine.failures += 1
-            if self._say is not None:
-                self._say(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
+            self.note_failure(engine, error)
         engine.version, engine.error, engine.fell_behind = None, error, True
         engine.is_open.clear()
         self._interrupt(engine, list(engine.requests))
-        if engine.failures > FAILURES:
-            self._give_up(EngineError(f"engine {engine.number} failed {engine.failures} times in a row, at last with: {error}"))
-        elif engine.restarting is None:
+        if engine.restarting is None:
             engine.restarting = self._loop.create_task(self._restart(engine))
         self._dispatch()
 
     async def _restart(self, engine: EngineState) -> None:
+        """What cannot be mended ends the run; but it goes on without an engine that is lent GPUs."""
         try:
-            while True:
-                try:
-                    await engine.handle.health(deadline_s=HEALTH_S)
-                    return
-                except (EngineError, WorkerError, DeadlineError):
-                    pass
-                try:
-                    await engine.handle.restart(self.restart_deadline_s)
-                    return
-                except (EngineError, WorkerError, DeadlineError) as error:
-                    engine.failures += 1
-                    if engine.failures > FAILURES:
-                        raise EngineError(
-                            f"engine {engine.number} did not restart in {engine.failures} tries: {error}"
-                        ) from error
+            if engine.failures > FAILURES:
+                raise EngineError(
+                    f"engine {engine.number} failed {engine.failures} times in a row, at last with: {engine.error}"
+                )
+            await engine.come_back(self.restart_deadline_s, FAILURES)
         except MegarlError as error:
-            self._give_up(error)
+            if not engine.is_lent:
+                self._give_up(error)
+                return
+            engine.is_left_out = engine.rests = True
+            self._tell(f"{error}; the run goes on without it")
+            await engine.handle.end()
         finally:
             engine.restarting = None
             self._changed.set()
+
+    def note_failure(self, engine: EngineState, error: Exception) -> None:
+        """In the loop: count a failure, and say it."""
+        engine.failures += 1
+        self._tell(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
+
+    def _tell(self, line: str) -> None:
+        if self._say is not None:
+            self._say(line)
 
     def _discard(self, numbers: Sequence[int]) -> None:
         """These groups are queued again; what there is of their responses is thrown away."""
@@ -489,11 +489,10 @@ class Scheduler:
         self._changed.set()
 
     async def _stop(self) -> None:
-        tasks = [
-            *(task for engine in self.engines for task in engine.requests),
-            *(s.restarting for s in self.engines if s.restarting),
-            *chain(*self._ending.items()),
-        ]
+        for engine in self.engines:
+            engine.is_open.clear()  # whatever ends now must start nothing else
+        tasks = [task for engine in self.engines for task in engine.requests] + [*chain(*self._ending.items())]
+        tasks += [engine.restarting for engine in self.engines if engine.restarting is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

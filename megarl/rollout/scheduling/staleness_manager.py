@@ -136,6 +136,11 @@ class StalenessManager:
             started.append(number)
         return started
 
+    def startable(self, version: int) -> int:
+        """How many queued groups `start` would put in flight under weights of `version` now."""
+        at = (bisect_left(self._places, number) for number in self._queued)
+        return sum(self._consumed_at(place) - version <= self.staleness for place in at)
+
     def finish(self, number: int) -> None:
         """All responses of a group in flight are there."""
         group = self._groups[number]

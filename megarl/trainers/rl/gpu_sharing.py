@@ -1,4 +1,4 @@
-"""Who has the device of a colocated run, trainer or engines: one state machine for offload, sleep, wake and updates.
+"""Who has a device that trainer and engines share, all or lent ones: one state machine for offload, sleep, wake and updates.
 
                     update                       generate
     TRAINING ───────────────────▶ UPDATING ───────────────────▶ GENERATING
@@ -23,6 +23,7 @@ from megarl.config import Config
 from megarl.errors import EngineError
 from megarl.planning.turns import takes_turns
 from megarl.rollout.scheduling.engine_state import EngineHandle, failures
+from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.scheduler import Scheduler
 from megarl.trainers.run.roles import POLICY, Roles
 
@@ -132,8 +133,31 @@ class ColocatedDevice:
         return {engine: error for engine, error in failed.items() if engine not in unwell}
 
 
-def gpu_sharing_of(config: Config, scheduler: Scheduler, roles: Roles) -> GpuSharing | None:
-    """Who has the GPUs, for a run whose trainer and engines take turns on them; None for any other."""
+class LentDevice:
+    """`Device` of a run that lends the trainer's GPUs: the engines on them, and all of the trainer's ranks."""
+
+    def __init__(self, engines: LentEngines, roles: Roles) -> None:
+        self._engines, self._roles = engines, roles
+
+    def sleep(self) -> None:
+        """What is under way goes on on other engines, or later."""
+        self._engines.rest()
+
+    def wake(self) -> None:
+        """All of them that are well; the others are started anew."""
+        self._engines.wake()
+
+    def keep(self, what: Kept) -> None:
+        """As `ColocatedDevice`."""
+        self._roles.keep_on_device(what)
+
+
+def gpu_sharing_of(
+    config: Config, scheduler: Scheduler, roles: Roles, lent: LentEngines | None = None
+) -> GpuSharing | None:
+    """Who has the GPUs, for a run whose trainer and engines, all or those that are `lent`, take turns; None for any other."""
+    if lent is not None:
+        return GpuSharing(LentDevice(lent, roles))
     if not takes_turns(config, roles.groups[POLICY].platform):
         return None
     return GpuSharing(ColocatedDevice(config, scheduler, roles))

@@ -21,9 +21,11 @@ from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
 from megarl.rollout.engines.registry import check_engine, engine_path
 from megarl.rollout.episodes import Episodes
 from megarl.rollout.scheduling.engine_state import GenerateGroups, PendingResult
+from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.requests import RolloutBatch, episode_groups, single_turns
-from megarl.rollout.scheduling.scheduler import Scheduler
+from megarl.rollout.scheduling.scheduler import FAILURES, Scheduler
 from megarl.rollout.scheduling.staleness_manager import StalenessManager
+from megarl.trainers.rl.lending import Lending
 from megarl.trainers.rl.weight_updates import WeightUpdates
 from megarl.trainers.run.roles import Roles
 from megarl.workers.cluster import Cluster
@@ -65,19 +67,23 @@ class Rollouts:
         at = cluster.placement
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
-        self.takes_turns = takes_turns(config, platform)
-        """Whether the engines sleep while the trainer works."""
-        beside = bytes_beside_engines(config) if self.takes_turns else 0
+        self.lent = range(rollout.engines, rollout.engines + rollout.lent_engines)
+        """Numbers of the engines that the trainer's GPUs are lent to."""
+        self.takes_turns = takes_turns(config, platform) or bool(self.lent)
+        """Whether engines sleep while the trainer works: all, or those that are lent."""
+        beside = bytes_beside_engines(config) if self.takes_turns and platform == "cuda" else 0
         places = []
-        for number in range(rollout.engines):
+        for number in range(self.lent.stop):
             gpus, *others = [at.gpus(bundles) for bundles in at.engine_nodes(number)] or [()]
-            places.append(EnginePlace(number, threads, platform, logs, gpus, beside, tuple(others)))
+            beside_it = beside if number in self.lent or not self.lent else 0
+            places.append(EnginePlace(number, threads, platform, logs, gpus, beside_it, tuple(others)))
         options = [engine.options(config, place) for place in places]
         model_path = str(Path(config.model.path).resolve())
         self.engines = cluster.start_engines(engine_path(rollout), model_path, options, threads)
         self._say = say or (lambda line: None)
         self.scheduler = self._schedule(say)
         self._updates: WeightUpdates | None = None
+        self._lending: Lending | None = None
         self._taken: list[RolloutBatch] = []
         self._counted = (0, 0, 0, 0)
         self._asked: Sequence[PendingResult] = ()
@@ -102,6 +108,7 @@ class Rollouts:
             restart_deadline_s=self.config.resources.deadlines.start_s + GRACE_S,
             cuts=able.continues,
             keeps_turns=able.keeps_turns,
+            lent=self.lent,
             say=say,
         )
 
@@ -138,7 +145,17 @@ class Rollouts:
         else:
             self.scheduler.resume(range(len(self.engines)), self.version)
         if roles is not None:
-            self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines)
+            self._connect(roles)
+
+    def _connect(self, roles: Roles) -> None:
+        deadlines, lent = self.config.rollout.deadlines, None
+        if self.lent:
+            restart_s = (FAILURES + 1) * self.scheduler.restart_deadline_s
+            lent = LentEngines(self.scheduler, self.lent, restart_s=restart_s, call_s=deadlines.update_s)
+        self._updates = WeightUpdates(self.config, self.scheduler, self.engines, roles, self._machines, lent)
+        if lent is not None and self._updates.sharing is not None:
+            self._lending = Lending(lent, self._updates.sharing, self._updates.update_engines)
+            roles.before_use = self._lending.take_back
 
     def close(self) -> None:
         """Stop whatever is under way; the engines themselves belong to the cluster."""
@@ -167,14 +184,16 @@ class Rollouts:
         """Give every engine the policy under a new version; the engines check every tensor they receive."""
         assert self._updates is not None, "weights come from roles"
         self.version, self.stale = self.version + 1, False
-        behind = [
-            engine.number for engine in self.scheduler.engines if engine.restarting is None and engine.version != self.version
-        ]
+        behind = [engine.number for engine in self.scheduler.engines if engine.is_up and engine.version != self.version]
         self._updates.update_engines(behind, self.version)
 
     def take_sent_bytes(self) -> int:
         """As `WeightUpdates`'; none where engines take no weights."""
         return self._updates.take_sent_bytes() if self._updates is not None else 0
+
+    def take_lending_figures(self) -> dict[str, float]:
+        """As `Lending.take_figures`; none where no GPUs are lent."""
+        return self._lending.take_figures() if self._lending is not None else {}
 
     def resume_after(self, version: int, groups: dict[str, Any] | None) -> None:
         """Continue where the engines had `version` and `state()` was `groups` (None: nothing was under way).
@@ -250,6 +269,8 @@ class Rollouts:
     def _wait(self, answers: Sequence[PendingResult] | None = None, version: int | None = None) -> None:
         """Wait for `answers`, or for the batch that is due; engines that come back meanwhile are given the policy."""
         ends_at = time.monotonic() + self.config.rollout.deadlines.generate_s
+        if self._lending is not None:
+            self._lending.wait(self.version if version is None else version, answers)
         while not self.scheduler.wait(ends_at - time.monotonic(), answers):
             engines = self.scheduler.without_weights
             if self._updates is None:

@@ -12,8 +12,9 @@ from megarl.config.engine_kinds import capabilities_of
 from megarl.errors import EngineError, MegarlError
 from megarl.reshard.relays import Machines
 from megarl.rollout.scheduling.engine_state import failures
+from megarl.rollout.scheduling.lent_engines import LentEngines
 from megarl.rollout.scheduling.scheduler import Scheduler
-from megarl.trainers.rl.gpu_sharing import gpu_sharing_of
+from megarl.trainers.rl.gpu_sharing import Owner, gpu_sharing_of
 from megarl.trainers.run.roles import POLICY, Roles
 from megarl.weight_sync.delta import base_for
 from megarl.workers.group import wait_for
@@ -31,14 +32,17 @@ class WeightUpdates:
         engines: Sequence[Any],
         roles: Roles,
         machines: Machines | None = None,
+        lent: LentEngines | None = None,
     ) -> None:
-        """`engines` are Ray's handles, by the scheduler's numbers; `machines`: where they and the ranks are, if not on one."""
+        """`engines` are Ray's handles, by the scheduler's numbers; `machines`: where they and the ranks are, if not on one.
+        `lent`: those that share GPUs with the trainer, where the others do not."""
         self.machines = machines
         self.rollout, self.scheduler, self.engines, self.roles = config.rollout, scheduler, engines, roles
         self.folder = Path(config.run_folder).resolve() / "weights"
-        self._sharing = gpu_sharing_of(config, scheduler, roles)
-        if self._sharing is not None:
-            roles.before_use = self._sharing.train
+        self.sharing = gpu_sharing_of(config, scheduler, roles, lent)
+        self._sharers = range(len(engines)) if lent is None else lent.numbers
+        if self.sharing is not None:
+            roles.before_use = self.sharing.train
         self._by_folder = capabilities_of(config.rollout).weights == "folder"
         self._sends_adapters = config.sends_adapters
         self._connected: set[int] = set()
@@ -54,8 +58,10 @@ class WeightUpdates:
             EngineError: an engine is well, and yet its weights are not those that were sent.
         """
         scheduler, deadline_s = self.scheduler, self.rollout.deadlines.update_s
-        if self._sharing is not None:
-            self._sharing.update()
+        sharing = self.sharing if self._moves(engines) else None
+        if sharing is not None:
+            sharing.update()
+            engines = [engine for engine in engines if scheduler.engines[engine].is_up]
         for engine in engines:
             if scheduler.engines[engine].version is None:  # it may be another process than before
                 self._forget(engine)
@@ -86,14 +92,21 @@ class WeightUpdates:
             scheduler.fail(engine, error)
         complete = [engine for engine in going if engine not in failed]
         self._confirmed |= dict.fromkeys(complete, version)
-        if self._sharing is not None:
-            self._sharing.generate()
+        if sharing is not None:
+            sharing.generate()
         scheduler.resume(complete, version)
 
     def take_sent_bytes(self) -> int:
         """Bytes of weights and adapters that ranks have sent to engines since the last call; not those written as folders."""
         taken, self._sent_bytes = self._sent_bytes, 0
         return taken
+
+    def _moves(self, engines: Sequence[int]) -> bool:
+        """Whether an update of these engines moves what is on GPUs: not if none of them shares any, and the trainer has its."""
+        if self.sharing is None:
+            return False
+        trainer_is_there = self.sharing.now in (Owner.SHARED, Owner.TRAINING)
+        return not trainer_is_there or any(engine in self._sharers for engine in engines)
 
     def _base_for(self, engine: int, version: int) -> int | None:
         """The version on which an engine's update builds; None: it is sent, or must show that it has, all weights."""

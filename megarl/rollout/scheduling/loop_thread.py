@@ -1,0 +1,53 @@
+"""An asyncio loop in a thread of its own, to which all state of a scheduler belongs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from megarl.errors import DeadlineError
+
+T = TypeVar("T")
+JOIN_S = 10.0
+
+
+class LoopThread:
+    """The loop runs from here on until `close`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop runs."""
+        return self.loop.is_running()
+
+    def run(self, work: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:
+        """Do `work` in the loop, called from any other thread, and wait for what it returns.
+
+        Raises:
+            DeadlineError: it was not done after `deadline_s` seconds.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(deadline_s)
+        except KeyboardInterrupt:
+            future.cancel()  # else it is still pending when the loop is closed, and asyncio says so
+            raise
+        except TimeoutError:
+            future.cancel()
+            raise DeadlineError(
+                f"the rollout event loop did not answer within {deadline_s:.0f} s; an episode of your own that does long "
+                "synchronous work blocks it: await that work, or run it in a thread"
+            ) from None
+
+    def close(self) -> None:
+        """Stop the loop, whose work must be done, and the thread."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout=JOIN_S)
+        if not self.loop.is_running():
+            self.loop.close()
