@@ -100,7 +100,7 @@ def follow(phases: Phases) -> None:
 
 
 class Signals:
-    """While entered, notes SIGINT, SIGTERM, SIGUSR1 and SIGHUP in `received` and passes them on to a process, if there is one."""
+    """While entered, notes SIGINT, SIGTERM, SIGUSR1 and SIGHUP in `received` and passes them on to a process, if any."""
 
     def __init__(self) -> None:
         self.received: list[str] = []

@@ -32,7 +32,7 @@ Path(sys.argv[1]).write_text("done")
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
 @pytest.mark.parametrize("endures", [True, False])
-def test_it_does_its_work_to_the_end(tmp_path: Path, kind: str, endures: bool) -> None:  # noqa: FBT001
+def test_it_does_its_work_to_the_end(tmp_path: Path, kind: str, endures: bool) -> None:
     ours, theirs = os.openpty() if kind == "terminal" else os.pipe()
     arguments = [str(tmp_path / "done"), "endures" if endures else "plain"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -1,4 +1,4 @@
-"""A batch system's warning that a job's time is over, Ctrl-C, a closed terminal: the run saves after the step in progress and leaves."""
+"""A batch system's warning, Ctrl-C, a closed terminal: the run saves after the step in progress and leaves."""
 
 from __future__ import annotations
 
