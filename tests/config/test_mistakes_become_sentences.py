@@ -244,8 +244,9 @@ def test_a_config_for_the_other_kind_of_run_is_told_so() -> None:
         "data.rows_per_step is a field of `megarl sft`, `reward-model` or `preference`, with a section objective, but this is "
         "a config for `megarl train` by reinforcement learning"
     )
-    with pytest.raises(ConfigError, match=r"algorithm is a field of `megarl train` by reinforcement learning"):
-        parse_supervised_config(apply_overrides(BASE, ["algorithm.name=grpo"]))
+    overrides = ["algorithm.name=grpo", "rewards=[]", "run.stpes=1"]
+    with pytest.raises(ConfigError, match=r"^rewards and algorithm are fields of `megarl train` by .*; and 1 more problem in"):
+        parse_supervised_config({"objective": {}, **apply_overrides(BASE, overrides)})
 
 
 def test_a_key_given_twice_is_refused(tmp_path) -> None:
