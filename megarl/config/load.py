@@ -42,8 +42,8 @@ def load_any(path: str | Path, overrides: Iterable[str] = (), *, default: Mappin
         *names, last = others
         them = f"{', '.join(names)} and {last}" if names else last
         raise ConfigError(
-            f"{path} has no section {added[0]}, but has {them}, as runs of `megarl train` have; run it by `megarl train {path}`, "
-            f"or add a section {added[0]} and remove {them}"
+            f"{path} has no section {added[0]}, but has {them}, as runs of `megarl train` have; run it by "
+            f"`megarl train {path}`, or add a section {added[0]} and remove {them}"
         )
     return parse_any({**(default or {}), **tree})
 
