@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.config.checks import check_fields_agree, check_supervised
 from megarl.config.reference import allowed_values, config_fields, fields_of, section_of
-from megarl.config.renamed import FOREIGN, check_renamed, new_names
+from megarl.config.renamed import FOREIGN, FOREIGN_VALUES, check_renamed, new_names
 from megarl.config.schema import Config
 from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
 from megarl.config.section import Section
@@ -121,8 +121,12 @@ def _error(problem: ErrorDetails, tree: dict[str, Any], root: type) -> ConfigErr
         cause = problem["ctx"]["error"].args[0]
         return cause.under(name, ConfigError) if isinstance(cause, MegarlError) else ConfigError(f"{name}: {cause}")
     allowed = allowed_values(field) if field else problem["msg"]
-    choices = _choices(field) if field else []
-    return ConfigError.of(name, _at(tree, known), allowed=allowed, choices=choices)
+    choices, value = _choices(field) if field else [], _at(tree, known)
+    if isinstance(value, str) and value in choices:  # one of what must be a list
+        return ConfigError.of(name, value, allowed=f"{allowed}, such as [{value}]")
+    if isinstance(value, Hashable) and (meant := FOREIGN_VALUES.get(name, {}).get(value)):
+        return ConfigError.of(name, value, allowed=f"{allowed} (did you mean '{meant}'?)")
+    return ConfigError.of(name, value, allowed=allowed, choices=choices)
 
 
 def _is_of_the_other_kind(place: Sequence[int | str], problem: ErrorDetails, root: type) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import load_config, parse_config, parse_supervised_config
+from megarl.config.renamed import FOREIGN_VALUES
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
@@ -237,6 +238,28 @@ def test_further_problems_are_counted() -> None:
 )
 def test_a_name_of_another_trainer_leads_to_what_means_the_same(wrong: str, right: str) -> None:
     assert f"(did you mean '{right}'?)" in sentence(f"{wrong}=1")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("algorithm.kl.estimator=low_var_kl", "(did you mean 'k3'?)"),
+        ("algorithm.kl.estimator=mse", "(did you mean 'k2'?)"),
+        ("model.recompute=true", "(did you mean 'full'?)"),
+        ("model.dtype=fp32", "(did you mean 'float32'?)"),
+        ("run.resume=true", "(did you mean 'auto'?)"),
+        ("critic.optimizer.schedule=constant_with_warmup", "(did you mean 'constant'?)"),
+        ("trackers.backends=wandb", "it must be a list of 'tensorboard', 'wandb' or 'mlflow', such as [wandb]"),
+    ],
+)
+def test_a_value_of_another_trainer_leads_to_what_means_the_same(wrong: str, hint: str) -> None:
+    assert sentence(wrong).endswith(hint)
+
+
+def test_a_hint_is_a_value_that_is_taken() -> None:
+    for name, values in FOREIGN_VALUES.items():
+        for meant in values.values():
+            parse_config(apply_overrides(BASE, [f"{name}={meant}", "algorithm.kl.apply_to=reward"]))  # where k1 is one, too
 
 
 def test_a_config_for_the_other_kind_of_run_is_told_so() -> None:
