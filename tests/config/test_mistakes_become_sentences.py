@@ -259,7 +259,7 @@ def test_a_value_of_another_trainer_leads_to_what_means_the_same(wrong: str, hin
 def test_a_hint_is_a_value_that_is_taken() -> None:
     for name, values in FOREIGN_VALUES.items():
         for meant in values.values():
-            parse_config(apply_overrides(BASE, [f"{name}={meant}", "algorithm.kl.apply_to=reward"]))  # where k1 is one, too
+            parse_config(apply_overrides(BASE, [f"{name}={meant}", "algorithm.kl.unbiased=true"]))  # with which all three are
 
 
 def test_a_config_for_the_other_kind_of_run_is_told_so() -> None:
