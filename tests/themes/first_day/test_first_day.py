@@ -242,8 +242,7 @@ def test_a_tool_of_ones_own_is_called_and_its_answers_are_told(
     stock = {"apples": "12", "books": "7", "coins": "340", "stamps": "58"}
     asked = Counter((day / "asked.txt").read_text().split())
     assert set(stock) <= set(asked)
-    calls = sum(row["episode/tool_calls"] * row["rollout/samples"] for row in day.metrics("tools"))
-    assert calls >= sum(asked.values()) > 0
+    assert sum(row["episode/tool_calls"] for row in day.metrics("tools")) >= sum(asked.values())  # a call may lack its argument
     rewards = []
     for sample in day.rows("runs/tools/samples.jsonl"):
         told = [turn["content"] for turn in sample["turns"] if turn["role"] == "tool"]
