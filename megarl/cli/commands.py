@@ -219,7 +219,7 @@ def _serving_and_data_commands(commands: Any) -> None:
     )
     _config_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=5000, help="port to listen on (default: 5000)")
+    serve.add_argument("--port", type=int, default=5000, help="port to listen on; 0: a free one (default: 5000)")
     serve.add_argument(
         "--token-file", metavar="FILE",
         help="file with the token that clients must send (default: MEGARL_REWARD_TOKEN; not needed on loopback)",
@@ -290,9 +290,10 @@ def _watch(loop: str, config: Any, arguments: argparse.Namespace) -> int:
         train(config)
         return 0
     from megarl.supervise.restarts import run_with_restarts  # loads nothing that starts threads: it forks
+    from megarl.system.lost_output import outlive_readers
 
     _close_ray(config, arguments)
-
+    outlive_readers()
     return run_with_restarts(config, train)
 
 

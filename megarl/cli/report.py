@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,8 +102,20 @@ def _watch(arguments: argparse.Namespace, console: Console) -> int:
             raise DataError(f"--watch serves the page and writes no file: leave --{option} out, or run megarl report again")
     if not 0 <= arguments.port <= 65535:
         raise DataError(f"--port is {arguments.port}, but it must be 0 to 65535")
-    serve(arguments.runs, arguments.port, lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True))
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    for run in map(Path, arguments.runs):
+        if run.is_dir() and not _has_metrics(run):
+            say(f"waiting for the first figures of {run}, whose folder is there (Ctrl-C ends it)")
+            while not _has_metrics(run):
+                time.sleep(0.5)
+    serve(arguments.runs, arguments.port, say)
     return 0
+
+
+def _has_metrics(run: Path) -> bool:
+    """Whether a run has written a row."""
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and metrics.stat().st_size > 0
 
 
 def _compare(arguments: argparse.Namespace, console: Console) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.config.checks import check_fields_agree, check_supervised
 from megarl.config.reference import allowed_values, config_fields, fields_of, section_of
-from megarl.config.renamed import FOREIGN, check_renamed, new_names
+from megarl.config.renamed import FOREIGN, FOREIGN_VALUES, check_renamed, new_names
 from megarl.config.schema import Config
 from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
 from megarl.config.section import Section
@@ -35,7 +35,17 @@ def load_any(path: str | Path, overrides: Iterable[str] = (), *, default: Mappin
     Raises:
         ConfigError: one sentence with the field's dotted name, its value and what it must be.
     """
-    return parse_any({**(default or {}), **apply_overrides(read_yaml(path), overrides)})
+    tree = apply_overrides(read_yaml(path), overrides)
+    added = [name for name in default or {} if name not in tree]
+    others = [name for name in tree if name in fields_of(Config) and name not in fields_of(SupervisedConfig)]
+    if added and others:
+        *names, last = others
+        them = f"{', '.join(names)} and {last}" if names else last
+        raise ConfigError(
+            f"{path} has no section {added[0]}, but has {them}, as runs of `megarl train` have; run it by "
+            f"`megarl train {path}`, or add a section {added[0]} and remove {them}"
+        )
+    return parse_any({**(default or {}), **tree})
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
@@ -75,7 +85,10 @@ def _parse(tree: dict[str, Any], root: type[Root]) -> Root:
         problems = error.errors(include_url=False)
     problems.sort(key=lambda problem: problem["type"] not in _UNKNOWN_KEY)
     by_place = {_place(problem, root): problem for problem in reversed(problems)}
-    first, *others = [_error(problem, tree, root) for problem in reversed(by_place.values())]
+    elsewhere = [place for place, problem in reversed(by_place.items()) if _is_of_the_other_kind(place, problem, root)]
+    found = [ConfigError(_of_the_other_kind(elsewhere, root))] if elsewhere else []
+    found += [_error(problem, tree, root) for place, problem in reversed(by_place.items()) if place not in elsewhere]
+    first, *others = found
     if not others:
         raise first
     rest = "; ".join(f"({number}) {other}" for number, other in enumerate(others, start=2))
@@ -108,10 +121,26 @@ def _error(problem: ErrorDetails, tree: dict[str, Any], root: type) -> ConfigErr
         cause = problem["ctx"]["error"].args[0]
         return cause.under(name, ConfigError) if isinstance(cause, MegarlError) else ConfigError(f"{name}: {cause}")
     allowed = allowed_values(field) if field else problem["msg"]
-    choices = _choices(field) if field else []
-    return ConfigError.of(name, _at(tree, known), allowed=allowed, choices=choices)
+    choices, value = _choices(field) if field else [], _at(tree, known)
+    if isinstance(value, str) and value in choices:  # one of what must be a list
+        return ConfigError.of(name, value, allowed=f"{allowed}, such as [{value}]")
+    if isinstance(value, Hashable) and (meant := FOREIGN_VALUES.get(name, {}).get(value)):
+        return ConfigError.of(name, value, allowed=f"{allowed} (did you mean '{meant}'?)")
+    return ConfigError.of(name, value, allowed=allowed, choices=choices)
 
 
+def _is_of_the_other_kind(place: Sequence[int | str], problem: ErrorDetails, root: type) -> bool:
+    """Whether the key is unknown here, but a field of runs of the other kind."""
+    return problem["type"] in _UNKNOWN_KEY and _deepest_field(place, _OTHER[root])[1] == tuple(place)
+
+
+def _of_the_other_kind(places: Sequence[Sequence[int | str]], root: type) -> str:
+    *names, last = map(_dotted, places)
+    are = f"{', '.join(names)} and {last} are fields" if names else f"{last} is a field"
+    return f"{are} of {_KINDS[_OTHER[root]]}, but this is a config for {_KINDS[root]}"
+
+
+_OTHER: dict[type, type] = {Config: SupervisedConfig, SupervisedConfig: Config}
 _KINDS: dict[type, str] = {
     Config: "`megarl train` by reinforcement learning, without a section objective",
     SupervisedConfig: "`megarl sft`, `reward-model` or `preference`, with a section objective",
@@ -125,9 +154,6 @@ def _place(problem: ErrorDetails, root: type) -> tuple[int | str, ...]:
 
 def _unknown_key(place: Sequence[int | str], root: type) -> str:
     name = _dotted(place)
-    other = SupervisedConfig if root is Config else Config
-    if _deepest_field(place, other)[1] == tuple(place):
-        return f"{name} is a field of {_KINDS[other]}, but this is a config for {_KINDS[root]}"
     known = [leaf.name for leaf in config_fields(root) if ".NAME." not in leaf.name]
     _, section_place = _deepest_field(place[:-1], root)
     section: type | None = root

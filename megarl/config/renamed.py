@@ -57,6 +57,15 @@ FOREIGN: dict[str, tuple[str, ...]] = {
 }
 """Names of other trainers -> fields that mean the same, by kind of run; a hint, whatever section they stand in."""
 
+FOREIGN_VALUES: dict[str, dict[object, str]] = {
+    "algorithm.kl.estimator": {"low_var_kl": "k3", "kl": "k1", "mse": "k2"},
+    "model.dtype": {"fp32": "float32", "bf16": "bfloat16"},
+    "model.recompute": {True: "full", False: "none"},
+    "run.resume": {True: "auto", False: "never"},
+    **{f"{role}.optimizer.schedule": {"constant_with_warmup": "constant"} for role in ("policy", "critic")},
+}
+"""Field -> value of other trainers -> the value that means the same; a hint."""
+
 _GUARD = re.compile(r"(?P<action>\S+) if (?P<metric>\S+) (?P<side>above|below) (?P<bound>\S+)(?: for (?P<steps>\d+) steps?)?")
 
 

@@ -26,6 +26,8 @@ START_S = 120
 WEIGHTS: tuple[str, ...] = ("model.safetensors", "model.safetensors.index.json")
 TOKENIZERS: tuple[str, ...] = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 """Files of a model folder, of which one at least must be there."""
+TRAINED_BYTES_PER_PARAMETER = 14
+"""In a checkpoint: weights in BF16, and the optimizer's float32 copy and two moments."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,17 @@ class Job:
         if not self.seeds:
             return (self.run_folder,)
         return tuple(self.run_folder.with_name(f"{self.name}-seed{seed}") for seed in self.seeds)
+
+
+def checkpoint_bytes(job: Job) -> int:
+    """What one checkpoint of the run takes on disk, estimated from the weights of its model folder; 0 if unknown."""
+    stored = sum(file.stat().st_size for file in Path(job.config.model.path).glob("*.safetensors"))
+    return len(job.config.trained_roles) * stored // 2 * TRAINED_BYTES_PER_PARAMETER
+
+
+def seconds_to_save(job: Job, warn_s: int) -> float | None:
+    """What a warning of `warn_s` leaves for the checkpoint behind a step in progress, at most its deadline; None: not known."""
+    return min(warn_s - job.step.seconds, job.config.resources.deadlines.save_s) if job.step else None
 
 
 def plan_job(

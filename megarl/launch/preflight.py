@@ -16,13 +16,11 @@ from megarl.errors import ConfigError, nearest
 from megarl.launch.agree import GIB, agree
 from megarl.launch.cluster_profile import ClusterProfile
 from megarl.launch.doctor import Finding
-from megarl.launch.job import Job
+from megarl.launch.job import Job, checkpoint_bytes
 from megarl.launch.node_facts import NodeFacts, read_facts
 from megarl.launch.submit import run_quietly
 
 NODES_DEADLINE_S = 120
-TRAINED_BYTES_PER_PARAMETER = 14
-"""In a checkpoint: weights in BF16, and the optimizer's float32 copy and two moments."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +116,6 @@ def ask_nodes(job: Job, profile: ClusterProfile) -> list[NodeFacts]:
         nodes = read_facts(folder, count=job.nodes)
     agree(nodes, nodes[0].name, interface=profile.interface, ports_from=0, gpus=profile.gpus_per_node)
     return nodes
-
-
-def checkpoint_bytes(job: Job) -> int:
-    """What one checkpoint of the run takes on disk, estimated from the weights of its model folder; 0 if unknown."""
-    stored = sum(file.stat().st_size for file in Path(job.config.model.path).glob("*.safetensors"))
-    return len(job.config.trained_roles) * stored // 2 * TRAINED_BYTES_PER_PARAMETER
 
 
 def _srun_options(profile: ClusterProfile) -> list[str]:

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from megarl import __version__
 from megarl.errors import ConfigError
 from megarl.launch.cluster_profile import ClusterProfile
-from megarl.launch.job import START_S, Job
+from megarl.launch.job import START_S, Job, checkpoint_bytes, seconds_to_save
 
 SUBMIT_WITH = {"slurm": "sbatch", "pbs": "qsub", "lsf": "bsub <"}
 """The batch systems that there is a template for, and what each takes a script by."""
@@ -43,6 +43,8 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
         submit_with=SUBMIT_WITH[system],
         script=script_path(job, system),
         job=job,
+        checkpoint_gb=checkpoint_bytes(job) / 1e9,
+        save_s=seconds_to_save(job, profile.warn_s),
         profile=profile.model_dump() | {"time_s": total_s},
         cwd=cwd,
         output=output,

@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -80,12 +81,19 @@ def serve(
     token: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve `sources` until interrupted. `deadline_s` is given to the scoring of one request. Raises as `serve_reward`."""
+    """Serve `sources` until interrupted. `deadline_s` is given to the scoring of one request. Raises as `serve_reward`.
+
+    With `port` 0 it is a free one, which `say` is told.
+    """
     app = make_app(sources, answer_key=answer_key, deadline_s=deadline_s, token=token)
+    where: dict[str, Any] = {"host": host, "port": port}
     try:
+        if port == 0:
+            where = {"sock": socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)}
+            port = where["sock"].getsockname()[1]
         labels = ", ".join(label for label, _, _ in sources.sources)
         listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
-        web.run_app(app, host=host, port=port, print=(lambda _: say(listening)) if say is not None else None)
+        web.run_app(app, **where, print=(lambda _: say(listening)) if say is not None else None)
     except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 

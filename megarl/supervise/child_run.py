@@ -27,7 +27,7 @@ import psutil
 from megarl.errors import RunStopped
 from megarl.observe.phases import Phases
 from megarl.supervise.reaper import start_reaper
-from megarl.system.process_exit import adopt_orphans, end_with_parent
+from megarl.system.process_exit import adopt_orphans, end_with_parent, heeded
 from megarl.system.process_tree import descendants, end_tree
 
 BEAT_S = 2.0
@@ -38,7 +38,7 @@ TEARDOWN_S = 90.0
 SLICE_S = 0.2
 INPUTS = "inputs"
 """What an attempt is at before its first phase: it reads what the user gave, and nothing is begun or written."""
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass
@@ -106,7 +106,7 @@ def follow(phases: Phases) -> None:
 
 
 class Signals:
-    """While entered, notes SIGINT, SIGTERM and SIGUSR1 in `received` and passes them on to a process, if there is one."""
+    """While entered, notes SIGINT, SIGTERM, SIGUSR1 and SIGHUP in `received` and passes them on to a process, if any."""
 
     def __init__(self) -> None:
         self.received: list[str] = []
@@ -114,7 +114,7 @@ class Signals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._pass_on) for number in FORWARDED}
+        self._before = {number: signal.signal(number, self._pass_on) for number in heeded(FORWARDED)}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -22,6 +23,11 @@ def end_with_parent() -> None:
 def adopt_orphans() -> None:
     """Descendants whose parent dies become children of this process instead of init's, and so can be found and ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def heeded(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """These signals, without SIGHUP where it is ignored: what `nohup` starts is to outlive the terminal."""
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def log_to_file(log_file: str | Path) -> None:

@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import megarl.platform
 from megarl.config.layout import Layout
-from megarl.errors import ClusterError
+from megarl.errors import ClusterError, WorkerError
 from megarl.platform import Platform
 from megarl.reshard.placement import Placement, PlacementRequest, place
 from megarl.system.hub import CachedModel
@@ -193,7 +193,15 @@ class Cluster:
             # Its GCS never comes back: who has lost it need not try for a minute.
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # every actor has an environment of its own
-            ray.init(address="local", **sizes, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+            try:
+                ray.init(address="local", **sizes, include_dashboard=False, object_store_memory=512 * 2**20, **quiet)
+            except Exception as error:
+                if "timed out" not in str(error).lower():  # Ray has no class of its own for this
+                    raise
+                raise WorkerError(
+                    f"Ray did not come up on this machine in its time ({error}); the machine may be too busy, or have no "
+                    "memory or no room in /tmp left: try again"
+                ) from None
         self._owns_ray = True
 
     def _place(self) -> None:

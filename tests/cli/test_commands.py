@@ -44,7 +44,7 @@ def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["eval", "c.yaml"], "data.eval is null"),
         (["config", "c.yaml", "algorithm.mini_batches=3"], "it must be 2 or 4"),
         (["doctor", "run.steps=3"], "run.steps=3"),
-        (["sft", "c.yaml"], "rewards is a field of `megarl train` by reinforcement learning"),
+        (["sft", "c.yaml"], "c.yaml has no section objective, but has rewards, as runs of `megarl train` have; run it by"),
         (["generate", "c.yaml"], "--out"),
         (["generate", "c.yaml", "--out", "x", "--as", "pears"], "'pears'"),
         (["data", "inspect", "missing.jsonl", "--model", "nowhere"], "missing.jsonl"),

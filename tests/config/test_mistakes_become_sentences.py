@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import load_config, parse_config, parse_supervised_config
+from megarl.config.renamed import FOREIGN_VALUES
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
@@ -239,13 +240,36 @@ def test_a_name_of_another_trainer_leads_to_what_means_the_same(wrong: str, righ
     assert f"(did you mean '{right}'?)" in sentence(f"{wrong}=1")
 
 
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ("algorithm.kl.estimator=low_var_kl", "(did you mean 'k3'?)"),
+        ("algorithm.kl.estimator=mse", "(did you mean 'k2'?)"),
+        ("model.recompute=true", "(did you mean 'full'?)"),
+        ("model.dtype=fp32", "(did you mean 'float32'?)"),
+        ("run.resume=true", "(did you mean 'auto'?)"),
+        ("critic.optimizer.schedule=constant_with_warmup", "(did you mean 'constant'?)"),
+        ("trackers.backends=wandb", "it must be a list of 'tensorboard', 'wandb' or 'mlflow', such as [wandb]"),
+    ],
+)
+def test_a_value_of_another_trainer_leads_to_what_means_the_same(wrong: str, hint: str) -> None:
+    assert sentence(wrong).endswith(hint)
+
+
+def test_a_hint_is_a_value_that_is_taken() -> None:
+    for name, values in FOREIGN_VALUES.items():
+        for meant in values.values():
+            parse_config(apply_overrides(BASE, [f"{name}={meant}", "algorithm.kl.unbiased=true"]))  # with which all three are
+
+
 def test_a_config_for_the_other_kind_of_run_is_told_so() -> None:
     assert sentence("data.rows_per_step=8").startswith(
         "data.rows_per_step is a field of `megarl sft`, `reward-model` or `preference`, with a section objective, but this is "
         "a config for `megarl train` by reinforcement learning"
     )
-    with pytest.raises(ConfigError, match=r"algorithm is a field of `megarl train` by reinforcement learning"):
-        parse_supervised_config(apply_overrides(BASE, ["algorithm.name=grpo"]))
+    overrides = ["algorithm.name=grpo", "rewards=[]", "run.stpes=1"]
+    with pytest.raises(ConfigError, match=r"^rewards and algorithm are fields of `megarl train` by .*; and 1 more problem in"):
+        parse_supervised_config({"objective": {}, **apply_overrides(BASE, overrides)})
 
 
 def test_a_key_given_twice_is_refused(tmp_path) -> None:

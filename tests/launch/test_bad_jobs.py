@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,18 @@ def test_a_step_that_no_start_has_measured_is_as_long_as_the_plan_says(
     assert f"# A step takes about {planned:.3g} s (an estimate of `megarl plan` for h100)" in capsys.readouterr().out
     assert main(["submit", "slurm", *large, "--step-seconds", "12", "--dry-run"]) == 0
     assert "# A step takes about 12 s (--step-seconds)" in capsys.readouterr().out
+
+
+def test_the_script_says_how_fast_a_checkpoint_must_be_written(
+    large: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(tmp_path / "llama" / "model.safetensors", 2 * 70 * 10**9)  # holes: nothing is written
+    slowly = [*large, "--step-seconds", "120", "--warn-s", "512", "--dry-run"]
+    assert main(["submit", "slurm", *slowly]) == 0
+    left = "# A checkpoint takes about 980 GB, for which {} s are left: the folder must take {} GB/s from all nodes."
+    assert left.format(392, 2.5) in capsys.readouterr().out
+    assert main(["submit", "slurm", *slowly, "resources.deadlines.save_s=100"]) == 0  # its deadline ends it before the job does
+    assert left.format(100, 9.8) in capsys.readouterr().out
 
 
 def test_a_measured_step_goes_before_an_estimate(large: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

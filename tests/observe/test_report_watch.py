@@ -99,3 +99,23 @@ def test_the_command_says_its_address_and_ends_with_ctrl_c(tmp_path: Path) -> No
     process.send_signal(signal.SIGINT)
     out, errors = process.communicate(timeout=20)
     assert (process.returncode, out, errors) == (0, "ended\n", "")
+
+
+def test_a_run_that_has_just_started_is_waited_for(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "r", steps=2)
+    (run / "metrics.jsonl").rename(tmp_path / "later.jsonl")
+    command = [sys.executable, "-m", "megarl", "report", str(run), "--watch"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        assert process.stdout.readline().startswith(f"waiting for the first figures of {run}")
+        (tmp_path / "later.jsonl").rename(run / "metrics.jsonl")
+        found = re.match(r"http://127\.0\.0\.1:(\d+)/", process.stdout.readline())
+        assert found
+        assert ask(int(found[1]), "/", f"127.0.0.1:{found[1]}")[0] == 200
+    finally:
+        process.kill()
+        process.communicate()
+    gone = subprocess.run([*command[:-2], str(tmp_path / "gone"), "--watch"], capture_output=True, text=True)
+    assert (gone.returncode, gone.stdout) == (2, "")
+    assert "gone holds no run" in gone.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -93,8 +94,11 @@ def test_it_says_where_it_listens_once_it_does(tmp_path: Path) -> None:
     assert server.stdout is not None
     try:
         line = server.stdout.readline()
+        said = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)/get_reward \(exact_number\); Ctrl-C ends it\n", line)
+        assert said
+        with urllib.request.urlopen(f"{said[1]}/health", timeout=30) as answer:  # port 0: the one that it was given
+            assert json.load(answer)["rewards"] == ["exact_number"]
     finally:
         deadline.cancel()
         server.kill()
         server.communicate()
-    assert line == "listening on http://127.0.0.1:0/get_reward (exact_number); Ctrl-C ends it\n"

@@ -18,7 +18,7 @@ def evaluation(samples: Sequence[Sample], scores: Sequence[float]) -> dict[str, 
 
     A source of weight 0 takes part in the accuracy alone. There is no accuracy where only a reward model judges.
     """
-    figures = {"reward": sum(scores) / len(scores), "prompts": float(len(scores))}
+    figures: dict[str, float] = {"reward": sum(scores) / len(scores), "prompts": len(scores)}
     judged = [is_right(sample) for sample in samples]
     if None not in judged:
         figures["accuracy"] = sum(map(bool, judged)) / len(judged)
@@ -114,7 +114,7 @@ def set_figures(
         "reward": sum(rewards) / len(rewards),
         "tokens_mean": sum(len(sample.response_ids) for sample in samples) / len(samples),
         "truncated": sum(sample.truncated for sample in samples) / len(samples),
-        "prompts": float(len(groups)),
+        "prompts": len(groups),
     }
 
 

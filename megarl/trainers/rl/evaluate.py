@@ -20,7 +20,7 @@ from megarl.data.sample import Prompt, Sample
 from megarl.errors import CheckpointError, ConfigError
 from megarl.observe import evaluation_line, read_metrics
 from megarl.system.atomic_files import write_text_atomically
-from megarl.trainers.rl.eval_figures import evaluation
+from megarl.trainers.rl.eval_figures import evaluation, is_right
 from megarl.trainers.rl.inputs import RlInputs, read_inputs
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.run.roles import POLICY, Roles, group_requests
@@ -86,7 +86,7 @@ def evaluate(
 
     Returns the figures of `evaluation` for `data.eval`, those of `set_figures` as `NAME/figure` for each set, and the seconds
     that generating and scoring took. `say` is told in lines what is measured and how far it is. Every judged response is a
-    line of the file `out`; without it nothing is written. A reward model is not asked.
+    line of the file `out`, with its set and whether it is right; without it nothing is written. A reward model is not asked.
 
     Raises:
         MegarlError: anything the user can mend, as one sentence.
@@ -101,7 +101,7 @@ def evaluate(
         with _telling(answers.rollouts, tell):
             figures = answers.measure(judged)
     if out is not None:
-        lines = (json.dumps({"set": name} | sample.to_dict()) + "\n" for name, sample in judged)
+        lines = (json.dumps({"set": name, "right": is_right(sample)} | sample.to_dict()) + "\n" for name, sample in judged)
         write_text_atomically(out, "".join(lines))
         tell(f"{len(judged)} judged responses written to {out}")
     return figures

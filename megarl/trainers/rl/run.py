@@ -35,7 +35,7 @@ from megarl.trainers.rl.inputs import read_inputs
 from megarl.trainers.rl.model_rewards import ModelRewards
 from megarl.trainers.rl.objectives import PolicyObjective, ValueObjective
 from megarl.trainers.rl.online_pairs import OnlinePairs, choose_pairs
-from megarl.trainers.rl.parity_checks import ParityChecks
+from megarl.trainers.rl.parity_checks import ParityChecks, bounds
 from megarl.trainers.rl.ptx import PtxExamples
 from megarl.trainers.rl.rollouts import Rollouts
 from megarl.trainers.rl.routing_figures import RoutingFigures
@@ -170,6 +170,10 @@ class RlRun(Run):
     def gates(self) -> dict[str, float | None]:
         """Policy against reference at the first step, trainer against engine."""
         return self.parity.figures()
+
+    def gate_bounds(self) -> dict[str, float]:
+        """What the figures are at most, where that is known."""
+        return bounds(self.config)
 
     def sync_weights(self) -> None:
         """Give the engines the policy's weights, unless they have them already; what is under way there continues."""

@@ -115,6 +115,10 @@ class Run(ABC):
     def gates(self) -> dict[str, float | None]:
         """The parity figures so far."""
 
+    def gate_bounds(self) -> Mapping[str, float]:
+        """The greatest sound value of each parity figure that has one."""
+        return {}
+
     def __enter__(self) -> Self:
         with self.telling_of_disk_trouble():
             try:
@@ -441,11 +445,23 @@ class Run(ABC):
             for name in (name for name in before if name == "accuracy" or name.rpartition("/")[2].startswith("avg@")):
                 what = "held-out accuracy" if name == "accuracy" else name
                 self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")
+        bounds = self.gate_bounds()
         for name, value in self.gates().items():
-            self.progress.say(f"gate {name}: {value:.3g}" if value is not None else f"gate {name}: not measured")
+            self.progress.say(f"gate {name}: {_gate(value, bounds.get(name))}")
 
     def _begin_to_save(self) -> None:
         state = {"step": self.step, "evaluations": self.evaluations, **self.state()}
         made = provenance(self.saving.config_text, self.step, state.get("weight_version"))
         evaluation = self.evaluations.get("after" if self.finished else f"step {self.step}")
         self.saving.begin(self.roles, self.step, state, made, evaluation)
+
+
+def _gate(value: float | None, bound: float | None) -> str:
+    """A parity figure, and whether it is sound where that is known."""
+    if value is None:
+        return "not measured"
+    if bound is None:
+        return f"{value:.3g}"
+    if value <= bound:
+        return f"{value:.3g} (ok, at most {bound:g})"
+    return f"{value:.3g} (NOT ok, it must be at most {bound:g}: docs/run_that_does_not_learn.md)"

@@ -1,4 +1,4 @@
-"""A batch system's warning that a job's time is over, or Ctrl-C: the run saves after the step in progress and leaves."""
+"""A batch system's warning, Ctrl-C, a closed terminal: the run saves after the step in progress and leaves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
-WARNINGS = (signal.SIGTERM, signal.SIGUSR1)
+from megarl.system.process_exit import heeded
+
+WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
-    """While entered, notes SIGTERM and SIGUSR1 in `received`; the second one interrupts at once.
+    """While entered, notes SIGTERM, SIGUSR1 and SIGHUP in `received`; the second one interrupts at once.
 
     So it does with Ctrl-C (SIGINT) while `has_steps` says that there is work to lose; before that Ctrl-C interrupts at once.
+    SIGHUP stays ignored where it was, as under nohup.
     Only a process's main thread can be told of signals; entered in another, it notes nothing.
     """
 
@@ -28,7 +31,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in (*WARNINGS, signal.SIGINT)}
+            self._before = {number: signal.signal(number, self._note) for number in heeded((*WARNINGS, signal.SIGINT))}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -21,9 +21,15 @@ def outside_ray() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in joins}
 
 
-def start_megarl(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-    """`megarl` with these arguments and more environment; what it says on stderr is kept."""
+def start_megarl(
+    *arguments: str, environment: Mapping[str, str] | None = None, terminal: int | None = None
+) -> subprocess.Popen[str]:
+    """`megarl` with these arguments and more environment; what it says on stderr is kept, or all goes to its own `terminal`."""
     command, env = [sys.executable, "-m", "megarl", *arguments], outside_ray() | dict(environment or {})
+    if terminal is not None:
+        ends = {"stdin": terminal, "stdout": terminal, "stderr": terminal}
+        command = ["setsid", "--ctty", *command]
+        return subprocess.Popen(command, env=env, text=True, **ends)
     return subprocess.Popen(command, env=env, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 

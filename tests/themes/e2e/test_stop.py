@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -55,6 +57,50 @@ def test_a_warned_run_saves_leaves_and_is_continued(
     _, said = resumed.communicate(timeout=120)
     assert resumed.returncode == 0, said
     assert steps_of(folder) == list(range(1, last + 2))
+
+
+@pytest.mark.exhaustive
+def test_a_run_whose_terminal_is_closed_saves_and_leaves(
+    tiny_config: Callable[..., Config], warm_workers: WarmWorkers, tmp_path: Path
+) -> None:
+    config = tiny_config(**{"run.steps": 1000, "run.name": "closed", "data.eval": None})
+    folder = Path(config.run_folder)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+    ours, terminal = os.openpty()
+    run = start_megarl("train", str(tmp_path / "run.yaml"), environment=warm_workers.environment, terminal=terminal)
+    os.close(terminal)
+    reading = threading.Thread(target=read_to_the_end, args=(ours,), daemon=True)
+    reading.start()
+    try:
+        wait_for_step(run, folder, 2)
+        os.close(ours)  # the kernel sends SIGHUP
+        assert run.wait(timeout=120) == 75
+    finally:
+        if run.poll() is None:
+            run.kill()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{steps_of(folder)[-1]:06d}"]
+    assert not (folder / "faults.jsonl").exists()
+
+
+def read_to_the_end(terminal: int) -> None:
+    """Read what is shown, so that nobody waits for room."""
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass
+
+
+def test_what_nohup_starts_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.received is None
+        signal.signal(signal.SIGHUP, lambda *_: None)
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.received == "SIGHUP"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_second_signal_interrupts_and_the_handlers_are_put_back() -> None:

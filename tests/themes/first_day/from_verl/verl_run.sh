@@ -1,0 +1,29 @@
+# What was run with verl, for comparison; run.yaml says the same, field by field after docs/migrating.md.
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    algorithm.use_kl_in_reward=False \
+    data.train_files=train.parquet \
+    data.val_files=test.parquet \
+    data.train_batch_size=32 \
+    data.max_prompt_length=8 \
+    data.max_response_length=4 \
+    data.filter_overlong_prompts=True \
+    actor_rollout_ref.model.path=model \
+    actor_rollout_ref.actor.optim.lr=3e-4 \
+    actor_rollout_ref.actor.optim.weight_decay=0.01 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.loss_agg_mode=token-mean \
+    actor_rollout_ref.rollout.n=5 \
+    custom_reward_function.path=verl_reward.py \
+    custom_reward_function.name=compute_score \
+    trainer.n_gpus_per_node=2 \
+    trainer.nnodes=1 \
+    trainer.total_epochs=2 \
+    trainer.save_freq=3 \
+    trainer.test_freq=3 \
+    trainer.val_before_train=True \
+    trainer.project_name=sums \
+    trainer.experiment_name=from-verl
