@@ -12,12 +12,15 @@ from typing import Any, Protocol
 from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, WorkerError
+from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
 from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams
 from megarl.rollout.scheduling.partial_groups import PartialGroup
 
 CUT_POLL_S = 0.02
 """Between two times that an engine is told to cut."""
+FAILURES = 3
+"""Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
 
@@ -82,6 +85,8 @@ class EngineState:
     """Set while requests may reach the engine: not during a weight update."""
     requests: dict[asyncio.Task[None], PromptRequest] = field(default_factory=dict)
     failures: int = 0
+    """In a row."""
+    failed_times: int = 0
     error: Exception | None = None
     """Why it failed last."""
     restarting: asyncio.Task[None] | None = None
@@ -95,6 +100,21 @@ class EngineState:
     def load(self) -> int:
         """Groups that the engine works on."""
         return sum(request.load for request in self.requests.values())
+
+    @property
+    def status(self) -> EngineStatus:
+        """What it is doing, as far as the scheduler knows; another thread may ask."""
+        version, condition = self.version, self._condition()
+        return EngineStatus(self.number, condition, version, len(self.requests), self.failed_times)
+
+    def _condition(self) -> EngineCondition:
+        if self.restarting is not None:
+            return "restarting"
+        if self.failures > FAILURES:
+            return "dead"
+        if self.version is None:
+            return "waiting"
+        return "up" if self.is_open.is_set() else "updating"
 
     async def generate(
         self,

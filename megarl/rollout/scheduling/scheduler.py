@@ -18,6 +18,7 @@ from megarl.data.sample import Prompt, Sample, read_record
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
 from megarl.observe.trace import Span
 from megarl.rollout.scheduling.engine_state import (
+    FAILURES,
     AskedGroups,
     EngineHandle,
     EngineState,
@@ -37,8 +38,6 @@ CUT_S = 20.0
 """For an engine to say what it has of responses that are cut."""
 HEALTH_S = 10.0
 """For an engine to say that it is well."""
-FAILURES = 3
-"""Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
 
 
 class Scheduler:
@@ -422,6 +421,7 @@ class Scheduler:
         """The engine failed: whatever it was working on is queued again, and it is started anew if it is not well."""
         if not engine.fell_behind:  # one death may be noticed by several requests and an update
             engine.failures += 1
+            engine.failed_times += 1
             if self._say is not None:
                 self._say(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
         engine.version, engine.error, engine.fell_behind = None, error, True
