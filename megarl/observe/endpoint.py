@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,15 +104,19 @@ class MetricsEndpoint:
         Thread(target=self._serve, name="metrics-endpoint", daemon=True).start()
 
     def announce(self) -> None:
-        """Write where it listens."""
-        self._targets.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(self._targets, json.dumps([{"targets": [self.address], "labels": {}}]) + "\n")
+        """Write where it listens, if that folder, which may be another user's, can be written to."""
+        try:
+            self._targets.parent.mkdir(parents=True, exist_ok=True)
+            write_text_atomically(self._targets, json.dumps([{"targets": [self.address], "labels": {}}]) + "\n")
+        except OSError as error:
+            self._state.say(f"{self._targets} cannot be written ({error.strerror}): by it nobody finds {self.address}")
 
     def close(self) -> None:
         """Stop listening; the run has ended by itself."""
         self._server.shutdown()
         self._server.server_close()
-        self._targets.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._targets.unlink(missing_ok=True)
 
     def _serve(self) -> None:
         try:

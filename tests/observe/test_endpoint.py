@@ -267,6 +267,18 @@ def test_a_port_that_is_taken_stops_a_new_run_and_no_run_that_goes_on(state: Run
     again.close()
 
 
+def test_a_folder_of_targets_that_cannot_be_written_is_a_line(
+    serve: Callable[..., MetricsEndpoint], state: RunState, tmp_path: Path
+) -> None:
+    (tmp_path / ".prometheus").write_text("in the way, for root too")
+    said: list[str] = []
+    state.say = said.append
+    endpoint = serve()
+    endpoint.announce()
+    assert said[0].startswith(f"{tmp_path}/.prometheus/r.json cannot be written (")
+    assert ask(endpoint, "/metrics")[0] == 200
+
+
 def test_what_cannot_be_found_out_is_left_out_and_said_once(serve: Callable[..., MetricsEndpoint], state: RunState) -> None:
     said: list[str] = []
     state.say = said.append
