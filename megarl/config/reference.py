@@ -50,7 +50,7 @@ def config_fields(root: type = Config) -> list[ConfigField]:
 
 def section_of(annotation: Any) -> type | None:
     """The section class inside `annotation` (`X`, `X | None`, `tuple[X, ...]`, `Annotated[...]`), or None for a leaf."""
-    for candidate in _unwrapped(annotation):
+    for candidate in unwrapped(annotation):
         if isinstance(candidate, type) and issubclass(candidate, (Section, Layout)):
             return candidate
     return None
@@ -120,11 +120,12 @@ def _has(preset: dict[str, Any], dotted: str) -> bool:
     return head in preset and (not rest or _has(preset[head], rest))
 
 
-def _unwrapped(annotation: Any) -> Iterator[Any]:
+def unwrapped(annotation: Any) -> Iterator[Any]:
+    """The types that unions, lists and annotations are made of."""
     origin = get_origin(annotation)
     if origin in (typing.Union, UnionType, tuple, typing.Annotated):
         for argument in get_args(annotation):
-            yield from _unwrapped(argument)
+            yield from unwrapped(argument)
     else:
         yield annotation
 
@@ -156,7 +157,7 @@ def in_words(annotation: Any) -> str:
         quoted = [f"'{choice}'" for choice in arguments]
         return " or ".join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else quoted[0]
     if origin is list or (origin is tuple and Ellipsis in arguments):
-        if get_origin(arguments[0]) is Literal:
+        if get_origin(arguments[0]) in (Literal, typing.Union, UnionType):
             return f"a list of {in_words(arguments[0])}"
         return "a list of whole numbers" if in_words(arguments[0]) == "a whole number" else "a list of texts"
     if origin is tuple:

@@ -29,9 +29,9 @@ from megarl.config.sections import (
     RewardModelConfig,
     RunConfig,
     TeacherConfig,
-    TrackersConfig,
     reward_labels,
 )
+from megarl.config.trackers import TrackersConfig
 
 
 class Config(Questions):
@@ -68,7 +68,7 @@ class Config(Questions):
     resources: ResourcesConfig = ResourcesConfig()
     """Where processes run."""
     trackers: TrackersConfig = TrackersConfig()
-    """Experiment trackers that get the metrics in addition to `metrics.jsonl`."""
+    """Who is told of the run in addition to `metrics.jsonl`: experiment trackers, Prometheus, OpenTelemetry."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that torch's profiler records."""
 

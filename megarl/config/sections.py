@@ -476,20 +476,3 @@ class ResourcesConfig(Section):
     """GPU that `megarl plan` plans for: a kind such as h100, or a YAML file of your own. null: h100. Runs do not read it."""
     deadlines: WorkerDeadlines = WorkerDeadlines()
     """How long the driver waits for the training workers."""
-
-
-class TrackersConfig(Section):
-    """Experiment trackers that get the metrics in addition to `metrics.jsonl`."""
-
-    backends: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = ()
-    """Trackers to use. They write into the run folder; WANDB_MODE=online and MLFLOW_TRACKING_URI send to a server."""
-    project: str = "megarl"
-    """Name of the wandb project or mlflow experiment."""
-    entity: str | None = None
-    """Team or user of wandb that the project belongs to. null: yours."""
-    group: str | None = None
-    """Name that groups runs in wandb; a tag `group` in mlflow. null: none."""
-    tags: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Tags of the run in wandb and mlflow."""
-    notes: str | None = None
-    """What the run is for, shown by wandb and mlflow. null: nothing."""

@@ -19,8 +19,8 @@ from megarl.config.sections import (
     ResourcesConfig,
     RunConfig,
     SourceConfig,
-    TrackersConfig,
 )
+from megarl.config.trackers import TrackersConfig
 
 PAIR_PREFERENCES = ("dpo", "cdpo", "robust_dpo", "ipo", "apo_zero", "apo_down", "bco_pair", "simpo", "orpo")
 LABELLED_LOSSES = ("kto", "bco")
@@ -158,7 +158,7 @@ class SupervisedConfig(Questions):
     resources: ResourcesConfig = ResourcesConfig()
     """Where processes run."""
     trackers: TrackersConfig = TrackersConfig()
-    """Experiment trackers that get the metrics in addition to `metrics.jsonl`."""
+    """Who is told of the run in addition to `metrics.jsonl`: experiment trackers, Prometheus, OpenTelemetry."""
     profile: ProfileConfig = ProfileConfig()
     """Steps that torch's profiler records."""
 

@@ -44,6 +44,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [{key: _number(value) for key, value in json.loads(line).items()} for line in whole.splitlines()]
 
 
+def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The scalars of `metrics`, tensors and numpy's among them, as Python numbers."""
+    plain = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    return {name: value for name, value in plain.items() if isinstance(value, (int, float))}
+
+
 def _line(metrics: Mapping[str, Any]) -> str:
     return json.dumps({key: _plain(value) for key, value in metrics.items()}, allow_nan=False) + "\n"
 

@@ -6,13 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import os
 import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -22,10 +19,11 @@ from megarl.config.sections import DataConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import RewardError
 from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
+from megarl.system import bearer_tokens
+from megarl.system.bearer_tokens import is_loopback
 
 MAX_REQUEST_BYTES = 256 << 20
 TOKEN_VARIABLE = "MEGARL_REWARD_TOKEN"
-SHORTEST_TOKEN = 16
 _FIELDS = ("query", "prompts", "labels")
 
 
@@ -45,7 +43,7 @@ def serve_reward(
         RewardError: a reward cannot be built, the address cannot be listened on, or others could reach it without a token.
     """
     token = read_token(token_file)
-    if token is None and not _is_loopback(host):
+    if token is None and not is_loopback(host):
         raise RewardError(
             f"--host is {host}, which others can reach, so the server needs a token: give --token-file, or set {TOKEN_VARIABLE}"
         )
@@ -58,17 +56,7 @@ def read_token(token_file: str | None) -> str | None:
     Raises:
         RewardError: the file cannot be read, or the token is too short to be one.
     """
-    if token_file is None:
-        where, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)
-    else:
-        where = f"--token-file {token_file}"
-        try:
-            token = Path(token_file).read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise RewardError(f"{where} cannot be read: {error}") from None
-    if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-        raise RewardError(f"the token in {where} must be at least {SHORTEST_TOKEN} printable ASCII characters")
-    return token
+    return bearer_tokens.read_token(token_file, "--token-file", TOKEN_VARIABLE, RewardError)
 
 
 def serve(
@@ -140,13 +128,6 @@ def make_app(
     app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[admitted])
     app.add_routes([web.post("/", answer), web.post("/get_reward", answer), web.get("/health", health)])
     return app
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_samples(body: Any, answer_key: str) -> list[Sample]:

@@ -10,8 +10,10 @@ import ray
 
 from megarl.config.layout import Layout
 from megarl.errors import DeadlineError, MegarlError, WorkerError
+from megarl.observe.run_state import RankCondition
 from megarl.workers.failure_report import examine
 from megarl.workers.rank_calls import RankCalls
+from megarl.workers.rank_watch import RankWatch
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -55,6 +57,10 @@ class RankGroup(Protocol):
         """Micro-batches that the first rank has begun in the pass under way, and all of them; (0, 0) if it does not say."""
         ...
 
+    def states(self) -> list[RankCondition]:
+        """Whether each rank answers, in rank order; empty where this process does not know. For one other thread to ask."""
+        ...
+
 
 class WorkerGroup:
     """The Ray actors of one layout, in rank order."""
@@ -63,6 +69,7 @@ class WorkerGroup:
         self.name, self.layout, self.actors, self.log_folder = name, layout, list(actors), log_folder
         self.platform = platform
         self._replicas = [layout.coords(rank).dp for rank in range(layout.world_size)]
+        self.states = RankWatch(self.actors).states
         self.host_and_pid: list[tuple[str, int]] = []
         """(Node IP, process id) by rank, once they have started."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from megarl.config.layout import Layout
 from megarl.errors import ConfigError, MegarlError, WorkerError
+from megarl.observe.run_state import RankCondition
 from megarl.system.torchrun import is_torchrun
 from megarl.workers.rank_actor import start_rank
 from megarl.workers.rank_calls import RankCalls
@@ -118,6 +119,10 @@ class SpmdGroup:
     def progress(self) -> tuple[int, int]:
         """See `RankGroup.progress`; of this rank."""
         return self._worker.progress()
+
+    def states(self) -> list[RankCondition]:
+        """None: torchrun watches the others."""
+        return []
 
     def leave(self) -> None:
         """Leave torch.distributed's world."""

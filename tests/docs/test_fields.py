@@ -22,7 +22,7 @@ NAME = re.compile(rf"`((?:{'|'.join(sorted(SECTIONS))})(?:\.\w+)+)(?![\w(/])")
 FREE = (
     "rewards.args", "data.train.args", "data.eval.args", "rollout.engine_args", "data.train.columns", "policy.megatron",
     "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
-    "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments",
+    "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments", "trackers.args",
 )  # fmt: skip
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
 FOREIGN = {"reward_model.ground_truth", "reward_model.enable", "reward_model.model.path", "data.train_batch_size"}

@@ -87,6 +87,11 @@ class Chromium:
             assert time.monotonic() < ends_at, "the page did not load"
             time.sleep(0.02)
 
+    def prefers(self, scheme: str) -> None:
+        """Let pages believe that the system is `light` or `dark`, also the one that is open."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self._runner.run(self._call("Emulation.setEmulatedMedia", features=features))
+
     def run(self, script: str) -> Any:
         """The value of the JavaScript expression `script` in the page."""
         answer = self._runner.run(self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True))

@@ -190,6 +190,40 @@ def test_an_engine_that_failed_during_an_update_does_not_serve_after_it(open_sch
     assert serving(scheduler) == [0]
 
 
+def test_who_watches_sees_in_which_state_an_engine_is(open_scheduler: Any) -> None:
+    engine = FakeEngine(0)
+    scheduler = open_scheduler([engine], StalenessManager(1, 0))
+
+    def status() -> tuple[str, int | None, int]:
+        seen = scheduler.engines[0].status
+        return seen.condition, seen.weight_version, seen.failures
+
+    def until(condition: str) -> None:
+        ends_at = time.monotonic() + 30
+        while status()[0] != condition:
+            assert time.monotonic() < ends_at, status()
+            time.sleep(0.001)
+
+    assert status() == ("up", 0, 0)
+    scheduler.hold([0])
+    assert status() == ("updating", 0, 0)
+    give(scheduler, [engine], [0], 1)
+    assert status() == ("up", 1, 0)
+    engine.is_dead, engine.starts_that_fail = True, 2
+    scheduler.open_step(1, Source())
+    until("restarting")
+    assert status() == ("restarting", None, 1)
+    until("waiting")
+    give(scheduler, [engine], [0], 1)
+    assert status() == ("up", 1, 1)
+    assert scheduler.wait(30.0)
+    engine.is_dead, engine.starts_that_fail = True, 100
+    scheduler.pop_batch()
+    scheduler.open_step(1, Source())
+    until("dead")
+    assert status() == ("dead", None, 2)
+
+
 def test_no_engine_left_means_waiting_for_the_one_that_is_started_anew(open_scheduler: Any) -> None:
     engine = FakeEngine(0)
     scheduler = open_scheduler([engine], StalenessManager(2, 0))

@@ -76,6 +76,31 @@ def test_each_role_judges_its_own_metrics() -> None:
     assert metrics("policy", "train")[-1] == "loss"
 
 
+def test_who_watches_is_told_how_often_each_rule_applied() -> None:
+    rules = [
+        guard("rollback", "kl/reference", above=1),
+        guard("skip", "reward/mean", above=2),
+        guard("stop", "policy/grad_norm", above=9),
+    ]
+    guards = Guards(rules)
+    back, skip, stop = map(str, guards.rules)
+    assert guards.counts().applied == {back: 0, skip: 0, stop: 0}
+    for reward in (1.0, 3.0, 4.0):
+        guards.should_skip({"reward/mean": reward})
+    guards.record_update({"policy/skipped": 1.0, "critic/skipped": 0.0})
+    assert see(guards, kl_reference=2.0) is not None
+    guards.went_back()
+    see(guards, kl_reference=0.5)
+    with pytest.raises(GuardError):
+        see(guards, policy_grad_norm=10.0)
+    counts = guards.counts()
+    assert (counts.applied, counts.rollbacks) == ({back: 1, skip: 2, stop: 1}, 1)
+    assert counts.skipped == {"policy": 1, "critic": 0}
+    continued = Guards(rules)
+    continued.load_state_dict(json.loads(json.dumps(guards.state_dict())))
+    assert continued.counts() == counts
+
+
 def test_a_rule_is_due_after_its_steps_in_a_row() -> None:
     guards = Guards([guard("rollback", "kl/reference", above=1, for_steps=3)])
     seen = [see(guards, kl_reference=value) for value in (2, 2, 0.5, 2, 2, math.nan)]

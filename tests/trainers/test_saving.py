@@ -24,6 +24,7 @@ from megarl.checkpoint.run_checkpoint import read_state
 from megarl.config import parse_config
 from megarl.errors import CheckpointError, ConfigError, RewardError, RunInterrupted, WorkerError
 from megarl.megatron.shards import ShardBox, Shards
+from megarl.observe.run_state import RankCondition
 from megarl.trainers.run.base import Run
 from megarl.trainers.run.saving import Saving, unwritable
 
@@ -47,6 +48,9 @@ class TwoRanks:
 
     def any_rank(self, flag: bool) -> bool:
         return flag
+
+    def states(self) -> list[RankCondition]:
+        return ["up", "up"]
 
     def save(self, folder: str) -> None:
         for rank, writer in enumerate(self.writers):

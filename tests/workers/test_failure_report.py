@@ -19,6 +19,7 @@ from megarl.system.process_exit import log_to_file
 from megarl.workers import failure_report
 from megarl.workers.group import WorkerGroup
 from megarl.workers.rank_actor import write_stacks
+from megarl.workers.rank_watch import RankWatch
 
 
 class Sleeper:
@@ -34,6 +35,10 @@ class Sleeper:
 
     def host_and_pid(self) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), os.getpid()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> tuple[int, int]:
+        return 0, 0
 
     def sleep_in_a_named_place(self, seconds: float) -> int:
         time.sleep(seconds)
@@ -94,6 +99,28 @@ def test_a_rank_that_is_gone_is_named(group: WorkerGroup, tmp_path: Path) -> Non
         group.wait(started, phase="sleep", deadline_s=30)
     assert caught.value.who == "rank 2 of policy"
     assert "sleep_in_a_named_place" in (tmp_path / "stacks" / "policy-0.txt").read_text()
+
+
+def test_who_watches_sees_ranks_that_are_silent_or_gone(group: WorkerGroup) -> None:
+    now = [0.0]
+    states = RankWatch(group.actors, clock=lambda: now[0]).states
+
+    def until(expected: list[str], step_s: float) -> None:
+        ends_at = time.monotonic() + 60
+        while states() != expected:
+            assert time.monotonic() < ends_at, states()
+            now[0] += step_s
+
+    busy = group.submit(SLEEP, [(0.5,)] * 3)
+    until(["up", "up", "up"], 10)  # however busy they are
+    os.kill(group.host_and_pid[1][1], signal.SIGSTOP)
+    os.kill(group.host_and_pid[2][1], signal.SIGKILL)
+    assert states() == ["up", "up", "up"]  # answers count for a while
+    until(["up", "up", "gone"], 5)
+    until(["up", "silent", "gone"], 5)
+    os.kill(group.host_and_pid[1][1], signal.SIGCONT)
+    until(["up", "up", "gone"], 5)
+    assert ray.get(busy[:2]) == [0, 1]
 
 
 def test_a_rank_that_was_out_of_memory_is_named(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import DeadlineError, EngineError, WorkerError
+from megarl.observe.run_state import EngineCondition, EngineStatus
 from megarl.observe.trace import BusySpans
 from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams
 from megarl.rollout.scheduling.partial_groups import PartialGroup
@@ -20,6 +21,8 @@ CUT_POLL_S = 0.02
 """Between two times that an engine is told to cut."""
 HEALTH_S = 10.0
 """For an engine to say that it is well."""
+FAILURES = 3
+"""Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
 END_S = 10.0
 """For an engine to free what it keeps for conversations."""
 
@@ -88,6 +91,8 @@ class EngineState:
     """Set while requests may reach the engine: not during a weight update."""
     requests: dict[asyncio.Task[None], PromptRequest] = field(default_factory=dict)
     failures: int = 0
+    """In a row."""
+    failed_times: int = 0
     error: Exception | None = None
     """Why it failed last."""
     restarting: asyncio.Task[None] | None = None
@@ -138,6 +143,22 @@ class EngineState:
                     raise EngineError(
                         f"engine {self.number} did not restart in {self.failures} tries: {error}"
                     ) from error
+
+    def status(self) -> EngineStatus:
+        """What it is doing, as far as the scheduler knows; another thread may ask."""
+        version, condition = self.version, self._condition()
+        return EngineStatus(self.number, condition, version, len(self.requests), self.failed_times)
+
+    def _condition(self) -> EngineCondition:
+        if self.restarting is not None:
+            return "restarting"
+        if self.failures > FAILURES or self.is_left_out:
+            return "dead"
+        if self.rests:
+            return "asleep"
+        if self.version is None:
+            return "waiting"
+        return "up" if self.is_open.is_set() else "updating"
 
     async def generate(
         self,

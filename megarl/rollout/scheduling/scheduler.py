@@ -17,6 +17,7 @@ from megarl.data.sample import Prompt, Sample, read_record
 from megarl.errors import DeadlineError, EngineError, MegarlError, WorkerError
 from megarl.observe.trace import Span
 from megarl.rollout.scheduling.engine_state import (
+    FAILURES,
     HEALTH_S,
     AskedGroups,
     EngineHandle,
@@ -37,8 +38,6 @@ from megarl.rollout.scheduling.staleness_manager import StalenessManager
 T = TypeVar("T")
 CUT_S = 20.0
 """For an engine to say what it has of responses that are cut."""
-FAILURES = 3
-"""Of an engine in a row, or of a request on engines that are well, before the run ends with the last one's sentence."""
 
 
 class Scheduler:
@@ -450,6 +449,7 @@ class Scheduler:
     def note_failure(self, engine: EngineState, error: Exception) -> None:
         """In the loop: count a failure, and say it."""
         engine.failures += 1
+        engine.failed_times += 1
         self._tell(f"engine {engine.number} failed: " + f"{error}".partition("\n")[0])
 
     def _tell(self, line: str) -> None:

@@ -15,6 +15,7 @@ from megarl.data.branches import first_branches
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, WorkerError
 from megarl.models.registry import architecture_for, load_hf_config
+from megarl.observe.run_state import EngineStatus
 from megarl.planning.turns import bytes_beside_engines, takes_turns
 from megarl.reshard.relays import Machines
 from megarl.rollout.engines.protocol import EnginePlace, SamplingParams
@@ -209,6 +210,10 @@ class Rollouts:
         """Groups that are finished of those that are due, and these; another thread may ask."""
         manager = self.scheduler.manager
         return min(manager.count("finished"), manager.due), manager.due
+
+    def engine_status(self) -> list[EngineStatus]:
+        """What every engine is doing; another thread may ask."""
+        return [engine.status for engine in self.scheduler.engines]
 
     def state(self) -> dict[str, Any]:
         """The prompts that were drawn and have not been trained on, JSON-able: a resumed run repeats and drops none."""

@@ -136,6 +136,7 @@ class RlRun(Run):
             self.progress.doing("engines")
             self.rollouts.finish_start(starting, self.roles)
         self.timeline.others["engine"] = self.rollouts.scheduler.take_spans
+        self.watching.engines = self.rollouts.engine_status
         self.progress.within("generate", "groups", self.rollouts.progress)
         for phase in ("log_probs", "update"):
             self.progress.within(phase, "micro-batches", self.roles.groups[POLICY].progress)

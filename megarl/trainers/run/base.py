@@ -35,6 +35,9 @@ from megarl.errors import (
     nearest,
 )
 from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, upload_commands, write_summary
+from megarl.observe.endpoint import open_endpoint
+from megarl.observe.otel import SpanExport, open_span_export
+from megarl.observe.run_state import RunState
 from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow, is_restart
 from megarl.system.atomic_files import write_text_atomically
@@ -83,6 +86,8 @@ class Run(ABC):
         self._stack = ExitStack()
         self._after_step: list[str] = []
         self._stop = StopRequest()
+        self.watching = RunState(config)
+        self._export: SpanExport | None = None
         self._saved_at = time.monotonic()
 
     def count_epochs(self, config: OneConfig, rows: int, per_step: int) -> OneConfig:
@@ -93,6 +98,7 @@ class Run(ABC):
         steps = ceil(Fraction(repr(run.epochs)) * rows / per_step)
         self._settings = config = config.model_copy(update={"run": run.model_copy(update={"steps": steps})})
         self.saving.config_text = to_yaml(config)
+        self.watching.steps = steps
         return config
 
     @abstractmethod
@@ -203,7 +209,8 @@ class Run(ABC):
         )
 
     def _open(self) -> None:
-        config = self._settings
+        config, early = self._settings, list[str]()
+        self.watching.say = early.append
         self._stack.enter_context(self._stop)
         follow(self.phases)
         resume_from = self._resume_point()
@@ -213,20 +220,27 @@ class Run(ABC):
         self.was_finished = self.finished and (self.folder / "summary.json").exists()
         if self.leads:
             self._refuse_unwritable()
+            self._watch(is_continued=state is not None or self.watching.restarts > 0)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
             self.trackers = open_trackers(config, resume_after_step=self.step if state is not None else None)
             self._stack.callback(self.trackers.close)
+            self.trackers.add("state", self.watching)
         experts = self.folder / "experts.jsonl" if self.leads else None
         self.experts = ExpertRecord(experts, self.step if state is not None else None)
         self._stack.callback(self.experts.close)
         trace = self.folder / "trace.jsonl" if self.leads else None
-        self.timeline = Timeline(trace, self.phases, self.step if state is not None else None)
+        self.timeline = Timeline(trace, self.phases, self.step if state is not None else None, self._export)
         self._stack.callback(self.timeline.close)
         progress = Progress(
             config.run.steps, self.phases, first_step=self.step, shown=self.shown, console=Console(quiet=not self.leads)
         )
         self.progress = self._stack.enter_context(progress)
+        self.watching.say = self.progress.say
+        if self.leads:
+            self.trackers.say = self.progress.say
+        for line in early:
+            self.progress.say(line)
         self._stop.tell = self._tell_of_stop
         self.phases.listen(self._name_what_is_written)
         for damage in self.checkpoints.damaged:
@@ -236,6 +250,7 @@ class Run(ABC):
         if not self.was_finished:
             with self.phases("start"):
                 self.start()
+                self.watching.ranks = {name: group.states for name, group in self.roles.groups.items()}
                 if resume_from is not None:
                     self.progress.doing("checkpoint")
                     self.roles.restore(str(resume_from.resolve()))
@@ -247,6 +262,18 @@ class Run(ABC):
             self.saving.then = self.mirroring.begin
             if resume_from is not None and resume_from.parent == self.checkpoints.folder:
                 self.mirroring.begin(resume_from)
+
+    def _watch(self, *, is_continued: bool) -> None:
+        """Tell of the run's state from now on, where the config says so."""
+        self.watching.begin_after(self.step)
+        self.watching.guards = self.guards.counts
+        self.watching.checkpoint = lambda: next(reversed(self.checkpoints.all()), None)
+        self.phases.listen(self.watching.phase_changed)
+        self._export = open_span_export(self._settings, lambda line: self.watching.say(line))
+        endpoint = open_endpoint(self._settings, self.watching, is_continued=is_continued)
+        if endpoint is not None:
+            self._stack.callback(endpoint.close)
+            endpoint.announce()
 
     def _tell_of_stop(self) -> None:
         again = "; Ctrl-C again leaves at once" if self._stop.received == "Ctrl-C" else ""

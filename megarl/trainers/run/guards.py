@@ -14,6 +14,7 @@ from typing import Any
 from megarl.checkpoint.manifest import check
 from megarl.config.guard_rules import GuardConfig, GuardRule, judge, parse_guards
 from megarl.errors import CheckpointError, ConfigError, GuardError, nearest
+from megarl.observe.run_state import GuardCounts
 
 NON_FINITE_IN_A_ROW = 3
 """Updates of a role in a row whose loss or gradients are not finite, after which a run stops."""
@@ -28,6 +29,8 @@ class Guards:
         self.rules = parse_guards(guards)
         self.skipped = Counter[str]()
         self.rollbacks = 0
+        self.applied = Counter[GuardRule]()
+        """By rule, how often it applied as the driver saw it: ranks that skip an update do not say by which."""
         self._broken_for = Counter[GuardRule]()
         self._non_finite_for = Counter[str]()
         self._known_before_update: set[str] = set()
@@ -36,7 +39,9 @@ class Guards:
     def should_skip(self, metrics: Mapping[str, float]) -> bool:
         """Whether a `skip` rule forbids the update by what is known before it."""
         self._known_before_update |= metrics.keys()
-        return judge([rule for rule in self.rules if rule.action == "skip"], metrics) is not None
+        rule = judge([rule for rule in self.rules if rule.action == "skip"], metrics)
+        self.applied.update([rule] if rule is not None else ())
+        return rule is not None
 
     def record_update(self, metrics: Mapping[str, float]) -> None:
         """Count what an update's roles say of themselves (`<role>/skipped`, `<role>/non_finite`)."""
@@ -70,6 +75,7 @@ class Guards:
             self._broken_for[rule] = self._broken_for[rule] + 1 if rule.is_broken_by(metrics[rule.metric]) else 0
             if self._broken_for[rule] < rule.steps:
                 continue
+            self.applied[rule] += 1
             if rule.action == "stop":
                 raise GuardError(f"the guard '{rule}' applies: {rule.metric} is {metrics[rule.metric]:.6g}")
             due = due or rule
@@ -89,6 +95,11 @@ class Guards:
         """Metrics: updates skipped so far, and rollbacks."""
         return {"guards/skipped": float(self.skipped.total()), "guards/rollbacks": float(self.rollbacks)}
 
+    def counts(self) -> GuardCounts:
+        """For who watches; another thread may ask."""
+        applied = {str(rule): self.applied[rule] for rule in self.rules}
+        return GuardCounts(dict(self.skipped), self.rollbacks, applied)
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must keep, JSON-able."""
         return {
@@ -96,6 +107,7 @@ class Guards:
             "rollbacks": self.rollbacks,
             "non_finite_for": dict(self._non_finite_for),
             "broken_for": {str(rule): count for rule, count in self._broken_for.items()},
+            "applied": {str(rule): count for rule, count in self.applied.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -105,6 +117,7 @@ class Guards:
         self.skipped, self.rollbacks = Counter(state["skipped"]), state["rollbacks"]
         self._non_finite_for = Counter(state["non_finite_for"])
         self._broken_for = Counter({rule: state["broken_for"].get(str(rule), 0) for rule in self.rules})
+        self.applied = Counter({rule: state.get("applied", {}).get(str(rule), 0) for rule in self.rules})
 
     def _check_names(self, metrics: Mapping[str, float], update_names: set[str]) -> None:
         if self._names_are_checked or not update_names:  # while a critic warms up, the policy has no figures yet
