@@ -25,7 +25,7 @@ from workload import ROOT, machine, versions
 
 EXAMPLES = {"sync": "tiny/grpo", "one_step": "tiny/grpo_one_step", "async": "tiny/grpo_async"}
 PACED = [f"rollout.engine={ROOT}/benchmarks/paced_engine.py:PacedEngine", "rollout.max_new_tokens=32"]
-LENDING = {"alone": [*PACED, "rollout.lent_engines=0"], "lent": PACED}
+LENDING = {"alone": [*PACED, "rollout.schedule.lent_engines=0"], "lent": PACED}
 """Modes of `--lending`, and their overrides."""
 OF_LENDING = ("lent_tokens", "lent_s", "lending_s", "lent_share")
 FIRST, LAST = 2, 5

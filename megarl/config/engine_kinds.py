@@ -28,7 +28,7 @@ class EngineCapabilities:
     sleeps: bool = False
     """Gives up its memory while a trainer on the same GPU works (`Engine.sleep`, `Engine.wake`)."""
     lent: bool = False
-    """Sleeps and is woken, and goes on with what was cut: it may stand on the trainer's GPUs (`rollout.lent_engines`)."""
+    """Sleeps, is woken and goes on with what was cut: it may stand on the trainer's GPUs (`rollout.schedule.lent_engines`)."""
     in_process: bool = True
     """Computes in the engine's own process, so that `rollout.tp` must be 1."""
     over_nodes: bool = False

@@ -25,6 +25,9 @@ class ScheduleConfig(Section):
     they have under new weights."""
     mask_older_tokens: bool = False
     """With `continue` in `sync` mode: leave tokens that older weights sampled out of the loss."""
+    lent_engines: Count = 0
+    """Further engines, on the trainer's GPUs: they sleep while it works and generate while it waits for samples. Needs `async`
+    and `resources.placement: separate` (docs/rollouts.md). 0: none."""
 
     @property
     def continues(self) -> bool:
@@ -239,9 +242,6 @@ class RolloutConfig(Section):
     """Number of rollout engines."""
     tp: Positive = 1
     """Tensor-parallel ranks of each engine."""
-    lent_engines: Count = 0
-    """Further engines, on the trainer's GPUs: they sleep while it works and generate while it waits for samples. Needs
-    `resources.placement: separate` and `schedule.mode: async` (docs/rollouts.md). 0: none."""
     weight_transport: Literal["shared_memory", "process_group", "rdma", "folder"] = "shared_memory"
     """How weights reach the engines: `shared_memory` (same machine), `process_group` (NCCL or Gloo), `rdma` (NIXL:
     `pip install 'megarl[rdma]'`), or `folder` (Hugging Face files, for `servers.urls`)."""

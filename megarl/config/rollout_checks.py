@@ -75,7 +75,8 @@ def _check_adapters(config: Config, engine: EngineCapabilities) -> None:
 
 def with_lent_engines(config: Config, count: int) -> Config | None:
     """The config with so many lent engines; None: it cannot have any."""
-    lending = config.model_copy(update={"rollout": config.rollout.model_copy(update={"lent_engines": count})})
+    schedule = config.rollout.schedule.model_copy(update={"lent_engines": count})
+    lending = config.model_copy(update={"rollout": config.rollout.model_copy(update={"schedule": schedule})})
     try:
         _check_lending(lending, declared_capabilities(config.rollout))
     except ConfigError:
@@ -84,8 +85,8 @@ def with_lent_engines(config: Config, count: int) -> Config | None:
 
 
 def _check_lending(config: Config, engine: EngineCapabilities) -> None:
-    rollout, field = config.rollout, "rollout.lent_engines"
-    if not rollout.lent_engines:
+    rollout, field = config.rollout, "rollout.schedule.lent_engines"
+    if not rollout.schedule.lent_engines:
         return
     if config.resources.placement != "separate":
         remedy = f"set resources.placement to 'separate', or remove {field}: colocated engines have the trainer's GPUs already"
@@ -107,11 +108,11 @@ def _check_lending(config: Config, engine: EngineCapabilities) -> None:
         why = "cannot tell which tokens of a draft they had looked at when they were cut (rollout.speculative.algorithm)"
     elif rollout.episode.kind == "agent":
         why = "would have an agent's episode begin anew whenever the trainer takes its GPUs back"
-    elif rollout.lent_engines * rollout.tp > trainers:
+    elif rollout.schedule.lent_engines * rollout.tp > trainers:
         why = f"of rollout.tp = {rollout.tp} have no room on the trainer's {trainers} GPUs"
     if why:
-        most = trainers // rollout.tp if rollout.lent_engines * rollout.tp > trainers else 0
-        raise ConfigError.of(field, rollout.lent_engines, why, allowed=f"at most {most}" if most else "0")
+        most = trainers // rollout.tp if rollout.schedule.lent_engines * rollout.tp > trainers else 0
+        raise ConfigError.of(field, rollout.schedule.lent_engines, why, allowed=f"at most {most}" if most else "0")
 
 
 def _check_servers(config: Config, engine: EngineCapabilities) -> None:
@@ -120,7 +121,7 @@ def _check_servers(config: Config, engine: EngineCapabilities) -> None:
     if rollout.engine != "sglang" and (given := [name for name in of_sglang if getattr(servers, name)]):
         remedy = f"set rollout.engine, or remove rollout.servers.{given[0]}"
         raise ConfigError.needs(f"rollout.servers.{given[0]}", "rollout.engine = 'sglang'", remedy)
-    last = 65536 - rollout.engines - rollout.lent_engines
+    last = 65536 - rollout.engines - rollout.schedule.lent_engines
     if servers.port is not None and servers.port > last:
         reason = f"leaves too few ports for {65536 - last} engines"
         raise ConfigError.of("rollout.servers.port", servers.port, reason, allowed=f"from 1 to {last}")

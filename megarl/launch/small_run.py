@@ -62,7 +62,6 @@ def _small_rl(config: Config, folder: Path, ray_address: str) -> Config:
         "rollout": {
             "engine": rollout.engine,
             "engines": rollout.engines,
-            "lent_engines": rollout.lent_engines,
             "tp": rollout.tp,
             "weight_transport": rollout.weight_transport,
             "schedule": schedule | {"over_sample": min(rollout.schedule.over_sample, prompts)},

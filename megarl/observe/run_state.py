@@ -19,8 +19,8 @@ from megarl.observe.metrics import numbers
 
 T = TypeVar("T")
 EngineCondition = Literal["up", "updating", "waiting", "asleep", "restarting", "dead"]
-"""`up`: serves. `updating`: is being given weights. `waiting`: is well and has no weights yet. `asleep`: is lent, and the trainer
-has its GPUs. `restarting`: failed, and is started again. `dead`: failed too often, and ends the run unless it is lent."""
+"""`up`: serves. `updating`: is being given weights. `waiting`: is well and has no weights yet. `asleep`: is lent, and the
+trainer has its GPUs. `restarting`: failed, and is started again. `dead`: failed too often; the run ends unless it is lent."""
 ENGINE_CONDITIONS: tuple[EngineCondition, ...] = ("up", "updating", "waiting", "asleep", "restarting", "dead")
 ENGINE_IS_UP: tuple[EngineCondition, ...] = ("up", "updating", "waiting", "asleep")
 RankCondition = Literal["up", "silent", "gone"]

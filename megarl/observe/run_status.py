@@ -80,7 +80,7 @@ def _engines(fields: Mapping[str, Any]) -> str | None:
     if not fields.get("rollout.engine"):
         return None
     count, tp = fields.get("rollout.engines") or 1, fields.get("rollout.tp") or 1
-    lent = f" and {fields['rollout.lent_engines']} lent" if fields.get("rollout.lent_engines") else ""
+    lent = f" and {fields['rollout.schedule.lent_engines']} lent" if fields.get("rollout.schedule.lent_engines") else ""
     return f"{count} × {fields['rollout.engine']}{lent}" + (f", tp {tp}" if tp != 1 else "")
 
 

@@ -62,7 +62,7 @@ class CapacityPlan:
         config, run = self.run.config, self.run
         if config.sampling is None or run.engines is None:
             return None
-        if not config.rollout.lent_engines:
+        if not config.rollout.schedule.lent_engines:
             trainers = sum(layout.world_size for layout in run.groups.values())
             lending = with_lent_engines(config, trainers // run.engines.target.ranks)
             if lending is None:

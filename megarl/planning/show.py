@@ -194,14 +194,14 @@ def _lending(plan: CapacityPlan) -> str | None:
     if lending is None or sampling is None:
         return None
     if not lending.idle_s:
-        return "The trainer never waits: lent engines would be left asleep" if sampling.lent_engines else None
+        return "The trainer never waits: lent engines would be left asleep" if sampling.schedule.lent_engines else None
     waits = f"The trainer waits {lending.idle_s:,.3g} s of a step of {lending.without_s:,.3g} s"
     takes = f"lending its GPUs takes {lending.cost_s:,.3g} s"
     shorter = f"{lending.step_s:,.3g} s, {lending.gain:.0%} less ({takes})"
-    if sampling.lent_engines:
-        return f"{waits} without rollout.lent_engines; a step with them takes " + (
+    if sampling.schedule.lent_engines:
+        return f"{waits} without rollout.schedule.lent_engines; a step with them takes " + (
             shorter if lending.pays else f"as long: they are left asleep, because {takes}"
         )
     if lending.pays:
-        return f"{waits}; with rollout.lent_engines={lending.engines} a step would take {shorter}"
-    return f"{waits}; rollout.lent_engines would not shorten it: {takes}"
+        return f"{waits}; with rollout.schedule.lent_engines={lending.engines} a step would take {shorter}"
+    return f"{waits}; rollout.schedule.lent_engines would not shorten it: {takes}"

@@ -10,6 +10,8 @@ from megarl.config import Config, parse_config
 from megarl.config.rollout_checks import with_lent_engines
 from megarl.errors import ConfigError
 
+ASYNC = {"mode": "async"}
+
 
 def config_of(lent: int = 2, rollout: dict[str, Any] | None = None, **sections: Any) -> Config:
     """A run that may lend the GPUs of its four ranks."""
@@ -21,7 +23,7 @@ def config_of(lent: int = 2, rollout: dict[str, Any] | None = None, **sections: 
         "rewards": [{"name": "exact_number"}],
         "resources": {"placement": "separate"},
         "algorithm": {"kl": {"coef": 0.0}},
-        "rollout": {"lent_engines": lent, "schedule": {"mode": "async"}} | (rollout or {}),
+        "rollout": {"schedule": {"mode": "async", "lent_engines": lent}} | (rollout or {}),
     }
     return parse_config(tree | sections)
 
@@ -30,10 +32,18 @@ def config_of(lent: int = 2, rollout: dict[str, Any] | None = None, **sections: 
     ("rollout", "sections", "message"),
     [
         ({}, {"resources": {"placement": "colocated"}}, "set resources.placement to 'separate', or remove rollout"),
-        ({"schedule": {"mode": "sync"}}, {}, "set rollout.schedule.mode to 'async', or remove rollout.lent_engines"),
-        ({"schedule": {"mode": "one_step_off_policy"}}, {}, "set rollout.schedule.mode to 'async'"),
-        ({"lent_engines": 5}, {}, r"is 5, which of rollout.tp = 1 have no room on the trainer's 4 GPUs; it must be at most 4"),
-        ({"lent_engines": 3, "tp": 2}, {}, "it must be at most 2"),
+        (
+            {"schedule": {"mode": "sync", "lent_engines": 1}},
+            {},
+            "set rollout.schedule.mode to 'async', or remove rollout.schedule.lent_engines",
+        ),
+        ({"schedule": {"mode": "one_step_off_policy", "lent_engines": 1}}, {}, "set rollout.schedule.mode to 'async'"),
+        (
+            {"schedule": ASYNC | {"lent_engines": 5}},
+            {},
+            "is 5, which of rollout.tp = 1 have no room on the trainer's 4 GPUs; it must be at most 4",
+        ),
+        ({"schedule": ASYNC | {"lent_engines": 3}, "tp": 2}, {}, "it must be at most 2"),
         ({"weight_transport": "process_group"}, {}, "rollout.weight_transport is 'process_group'; it must be 0"),
         (
             {"weight_transport": "folder", "servers": {"urls": ["http://a"]}},
@@ -48,15 +58,15 @@ def config_of(lent: int = 2, rollout: dict[str, Any] | None = None, **sections: 
 )
 def test_what_lent_engines_do_not_go_with_is_refused(rollout: dict[str, Any], sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace(")", r"\)")) as caught:
-        config_of(rollout={"schedule": {"mode": "async"}, "lent_engines": 1, **rollout}, **sections)
+        config_of(rollout={"schedule": ASYNC | {"lent_engines": 1}, **rollout}, **sections)
     assert "\n" not in str(caught.value)
 
 
 def test_as_many_as_have_room_are_allowed_whatever_the_engine_that_can_sleep() -> None:
-    assert config_of(4).rollout.lent_engines == 4
-    assert config_of(rollout={"engine": "embedded", "lent_engines": 1, "schedule": {"mode": "async"}}).rollout.lent_engines == 1
-    assert config_of(rollout={"engine": "own.py:Engine", "lent_engines": 1, "schedule": {"mode": "async"}})
-    drafts = {"engine": "embedded", "speculative": {"algorithm": "ngram"}, "lent_engines": 1, "schedule": {"mode": "async"}}
+    assert config_of(4).rollout.schedule.lent_engines == 4
+    assert config_of(rollout={"engine": "embedded", "schedule": ASYNC | {"lent_engines": 1}}).rollout.schedule.lent_engines == 1
+    assert config_of(rollout={"engine": "own.py:Engine", "schedule": ASYNC | {"lent_engines": 1}})
+    drafts = {"engine": "embedded", "speculative": {"algorithm": "ngram"}, "schedule": ASYNC | {"lent_engines": 1}}
     assert config_of(rollout=drafts).rollout.speculative.algorithm == "ngram"
 
 
@@ -64,7 +74,7 @@ def test_whether_a_run_could_lend_is_told_without_changing_it() -> None:
     config = config_of(0)
     lending = with_lent_engines(config, 4)
     assert lending is not None
-    assert (config.rollout.lent_engines, lending.rollout.lent_engines) == (0, 4)
+    assert (config.rollout.schedule.lent_engines, lending.rollout.schedule.lent_engines) == (0, 4)
     assert with_lent_engines(config, 0) is None
     assert with_lent_engines(config, 5) is None
     assert with_lent_engines(config_of(0, {"schedule": {"mode": "sync"}}), 4) is None

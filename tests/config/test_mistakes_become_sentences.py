@@ -249,7 +249,11 @@ def test_a_name_of_another_trainer_leads_to_what_means_the_same(wrong: str, righ
         ("model.dtype=fp32", "(did you mean 'float32'?)"),
         ("run.resume=true", "(did you mean 'auto'?)"),
         ("critic.optimizer.schedule=constant_with_warmup", "(did you mean 'constant'?)"),
-        ("trackers.backends=wandb", "it must be a list of 'tensorboard', 'wandb' or 'mlflow', such as [wandb]"),
+        (
+            "trackers.backends=wandb",
+            "it must be a list of 'tensorboard', 'wandb', 'mlflow' or 'swanlab' or 'package.module:Class' or "
+            "'path/to/file.py:Class', such as [wandb]",
+        ),
     ],
 )
 def test_a_value_of_another_trainer_leads_to_what_means_the_same(wrong: str, hint: str) -> None:

@@ -34,7 +34,7 @@ def test_classes_of_ones_own_stand_beside_names(kind: str) -> None:
             r"'package\.module:Class' or 'path/to/file\.py:Class'",
         ),
         ({"backends": ["mine.py"]}, r"trackers\.backends is \['mine\.py'\]; it must be a list of"),
-        ({"backends": "wandb"}, r"trackers\.backends is 'wandb'; it must be a list of .* \(did you mean 'wandb'\?\)"),
+        ({"backends": "wandb"}, r"trackers\.backends is 'wandb'; it must be a list of .*, such as \[wandb\]"),
         (
             {"args": {"mine.py:Mine": {}}},
             r"trackers\.args is 'mine\.py:Mine', which is no tracker of your own in trackers\.backends; it must be left out",

@@ -13,7 +13,7 @@ from tests.planning.printed import planned
 
 PLAN = (
     "examples/plans/llama-3.1-8b-grpo-8xh100.yaml", "resources.placement=separate", "rollout.schedule.mode=async",
-    "policy.layout={tp: 4, dp: 1, sequence_parallel: true}", "rollout.engines=2", "rollout.lent_engines=4",
+    "policy.layout={tp: 4, dp: 1, sequence_parallel: true}", "rollout.engines=2", "rollout.schedule.lent_engines=4",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def test_where_the_trainer_does_not_wait_for_longer_than_lending_takes_nothing_c
 
 
 def test_the_trainers_gpus_have_room_for_lent_engines_in_their_turn_and_the_others_keep_theirs() -> None:
-    lent, without = plan_of().memory, plan_of("rollout.lent_engines=0").memory
+    lent, without = plan_of().memory, plan_of("rollout.schedule.lent_engines=0").memory
     [policy, engine], [_, engine_before] = lent.gpus, without.gpus
     assert engine == engine_before
     assert lent.kv_tokens == without.kv_tokens
@@ -72,7 +72,7 @@ def test_the_trainers_gpus_have_room_for_lent_engines_in_their_turn_and_the_othe
 
 def test_a_plan_says_what_lending_would_gain_and_what_it_gains(capsys: pytest.CaptureFixture[str]) -> None:
     gained = planned(capsys, *PLAN)["times"]
-    would_gain = planned(capsys, *PLAN, "rollout.lent_engines=0")["times"]
+    would_gain = planned(capsys, *PLAN, "rollout.schedule.lent_engines=0")["times"]
     assert gained["lending"] == would_gain["lending"]
     assert gained["step_s"] == gained["lending"]["step_s"] < would_gain["step_s"] == gained["lending"]["without_s"]
 
@@ -81,9 +81,10 @@ def test_a_plan_says_what_lending_would_gain_and_what_it_gains(capsys: pytest.Ca
         [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The trainer")] or [""]
         return line
 
-    assert "; with rollout.lent_engines=4 a step would take " in said("rollout.lent_engines=0")
-    assert "without rollout.lent_engines; a step with them takes " in said()
+    assert "; with rollout.schedule.lent_engines=4 a step would take " in said("rollout.schedule.lent_engines=0")
+    assert "without rollout.schedule.lent_engines; a step with them takes " in said()
     assert said("rollout.engines=6") == "The trainer never waits: lent engines would be left asleep"
-    assert said("rollout.engines=6", "rollout.lent_engines=0") == ""
-    sync = ("rollout.lent_engines=0", "rollout.schedule.mode=sync", "resources.placement=colocated", "rollout.engines=4")
+    assert said("rollout.engines=6", "rollout.schedule.lent_engines=0") == ""
+    none = "rollout.schedule.lent_engines=0"
+    sync = (none, "rollout.schedule.mode=sync", "resources.placement=colocated", "rollout.engines=4")
     assert said(*sync) == ""

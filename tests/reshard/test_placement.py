@@ -295,5 +295,5 @@ def test_lent_engines_are_on_gpus_of_ranks_near_those_that_send_to_them() -> Non
 
 def test_more_lent_engines_than_have_room_are_one_sentence() -> None:
     request = PlacementRequest({"policy": Layout(tp=1, dp=3)}, 1, 2, colocated=False, lent=2)
-    with pytest.raises(ClusterError, match=r"rollout.lent_engines is 2, which of 2 neighbouring GPUs each have no room"):
+    with pytest.raises(ClusterError, match=r"schedule.lent_engines is 2, which of 2 neighbouring GPUs each have no room"):
         place(request, planned_bundles(5, 5))

@@ -144,6 +144,7 @@ class EngineState:
                         f"engine {self.number} did not restart in {self.failures} tries: {error}"
                     ) from error
 
+    @property
     def status(self) -> EngineStatus:
         """What it is doing, as far as the scheduler knows; another thread may ask."""
         version, condition = self.version, self._condition()

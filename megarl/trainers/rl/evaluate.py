@@ -203,7 +203,8 @@ def answering(config: Config, checkpoint: str | None, *, train: bool) -> Iterato
         raise ConfigError.needs(
             field, "a checkpoint whose weights the engines get first", f"name one with --checkpoint, or remove {field}"
         )
-    folder, rollout = None, config.rollout.model_copy(update={"lent_engines": 0})  # nothing trains that could lend GPUs
+    schedule = config.rollout.schedule.model_copy(update={"lent_engines": 0})  # nothing trains that could lend GPUs
+    folder, rollout = None, config.rollout.model_copy(update={"schedule": schedule})
     config = config.model_copy(update={"rollout": rollout})
     if checkpoint is not None:
         folder = CheckpointFolder(config.run_folder).resolve(str(checkpoint_in(checkpoint) or checkpoint), "--checkpoint")

@@ -1,4 +1,4 @@
-"""When the trainer's GPUs are lent to engines (`rollout.lent_engines`), and when they are given back.
+"""When the trainer's GPUs are lent to engines (`rollout.schedule.lent_engines`), and when they are given back.
 
 They are lent while the driver waits for samples, and given back before anything that the trainer computes, saves or exports.
 What has a state is in `gpu_sharing.py`; here are the decision and the clocks.

@@ -68,7 +68,7 @@ class Rollouts:
         at = cluster.placement
         self._machines = Machines.of(at) if len(at.machines) > 1 else None
         platform = cluster.platform.name
-        self.lent = range(rollout.engines, rollout.engines + rollout.lent_engines)
+        self.lent = range(rollout.engines, rollout.engines + rollout.schedule.lent_engines)
         """Numbers of the engines that the trainer's GPUs are lent to."""
         self.takes_turns = takes_turns(config, platform) or bool(self.lent)
         """Whether engines sleep while the trainer works: all, or those that are lent."""
