@@ -68,6 +68,8 @@ FOUND = {
     "half_a_character_in_a_message": ("rows", b'l{"p": [{"role": "user", "content": "\\ud800"}]}'),
     "half_a_character_in_a_step": ("rows", b'l{"p": "q", "steps": [{"text": "\\ud800", "label": 1}]}'),
     "a_pickle_that_says_it_is_large": ("checkpoints", base64.b64decode("ZIAEjgAAAAAAAABALg==")),
+    "a_message_whose_parts_are_texts": ("rows", b'l{"m": [{"from": "gpt", "value": ["x"]}]}'),
+    "tools_nested_deeply": ("rows", b'l{"m": [{"from": "human", "value": "x"}], "tools": "' + b"[" * 50_000 + b'"}'),
     "a_state_that_is_nested_deeply": ("checkpoints", b"s" + b"[" * 100_000),
     "a_state_that_is_no_object": ("checkpoints", b"s[]"),
     "a_header_that_is_nested_deeply": ("safetensors", b"h" + b'{"a":' * 50_000),
