@@ -208,7 +208,7 @@ class SupervisedBuilder:
         # what follows the last answer is no part of the sample, nor are its pictures
         last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=len(messages))
         behind = sum(
-            part.get("type") in ("image", "video")
+            isinstance(part, dict) and part.get("type") in ("image", "video")
             for one in messages[last:]
             if isinstance(one["content"], list)
             for part in one["content"]
@@ -230,7 +230,7 @@ class SupervisedBuilder:
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools) if tools.strip() else None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(f"{place} has text under '{key}' (data.tools_key) that is no JSON: {error}") from None
         if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
             raise DataError(f"{place} has {tools!r:.80} under '{key}' (data.tools_key); it must be a list of JSON schemas")

@@ -134,7 +134,7 @@ def architecture_for(hf_config: dict[str, Any]) -> Architecture:
     if name not in known and (why := REFUSED.get(str(hf_config.get("model_type")))):
         raise ModelError(f"config.json: {field} is '{name}', which is not supported: {why}")
     if name not in known:
-        new = hf_config.get("model_type") not in by_type
+        new = str(hf_config.get("model_type")) not in by_type
         hint = "; a family of your own goes into a file that model.architecture names (docs/add_a_model.md)" if new else ""
         raise ModelError(f"config.json: {field} is '{name}'; it must be one of {', '.join(known)}{nearest(name, known)}{hint}")
     found, model_type = known[name], hf_config.get("model_type")
