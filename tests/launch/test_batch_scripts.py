@@ -216,7 +216,8 @@ def test_no_name_or_path_of_a_config_becomes_a_command_or_a_directive(
     assert "whose name a comment cannot hold" in capsys.readouterr().err
     named = broken.rename(tmp_path / "x$(touch made)`touch made`' \".yaml")
     odd = f"data.system_prompt={ODD}"
-    script = rendered(capsys, system, str(named), odd, "run.name=äb@[c]", "--seeds", "1,2")
+    given = [odd, "run.name=äb@[c]"]
+    script = rendered(capsys, system, str(named), *given, "--seeds", "1,2")
     assert shellcheck(tmp_path / "job.sh", script, "--severity=warning") == ""
     assert re.search(r"^#(SBATCH --job-name=|PBS -N |BSUB -J )_b__c_(\[1-2\])?$", script, re.M)
     lines = [line for line in script.splitlines() if line.startswith(("options=(\"run.seed", "on_head bash"))]
@@ -224,5 +225,5 @@ def test_no_name_or_path_of_a_config_becomes_a_command_or_a_directive(
     done = subprocess.run(
         ["bash", "-c", stubs + "\n".join(lines).removesuffix("&")], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines() == ["bash", "J/driver.sh", "J", str(named), odd, "run.seed=1", "run.name=äb@[c]-seed1"]
+    assert done.stdout.splitlines() == ["bash", "J/driver.sh", "J", str(named), *given, "run.seed=1", "run.name=äb@[c]-seed1"]
     assert not made.exists()
