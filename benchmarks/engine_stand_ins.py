@@ -166,8 +166,8 @@ STAND_INS = {
     "fused_topk_with_score_function_fwd": Kernels(top_experts, 1),
     "fused_topk_with_score_function_bwd": Kernels(top_experts_backward, 1),
 }
-"""Functions of `transformer_engine_torch`. Kernels that it launches itself were counted in its C++ source, but for those that lay
-lengths and offsets of attention; these, and how many cuBLAS and cuDNN start for a product or an attention, are assumed."""
+"""Functions of `transformer_engine_torch`. Kernels that it launches itself were counted in its C++ source, but for those that
+lay lengths and offsets of attention; these, and how many cuBLAS and cuDNN start for a product or an attention, are assumed."""
 
 
 class _Compiled(torch.autograd.Function):
