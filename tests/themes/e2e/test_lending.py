@@ -39,8 +39,7 @@ SETTINGS: dict[str, Any] = {
     "rollout.max_new_tokens": TOKENS,
     "rollout.ignore_eos": True,
     "rollout.threads": 1,
-    "rollout.schedule.lent_engines": 1,
-    "rollout.schedule": {"mode": "async", "max_staleness": STALENESS},
+    "rollout.schedule": {"mode": "async", "max_staleness": STALENESS, "lent_engines": 1},
     "algorithm.rollout_correction": {"mode": "tis_token"},
     "algorithm.kl": {"coef": 0.0},
 }
