@@ -124,11 +124,11 @@ class EngineState:
         """Whether it is up, and an update is all that it needs."""
         return self.version is None and self.is_up
 
-    async def come_back(self, deadline_s: float, most_failures: int) -> None:
+    async def come_back(self, deadline_s: float) -> None:
         """Start the engine anew, `deadline_s` seconds for each try, unless it is well; it has no weights then.
 
         Raises:
-            EngineError: it has failed more than `most_failures` times in a row.
+            EngineError: it has failed more than `FAILURES` times in a row.
         """
         while True:
             with contextlib.suppress(EngineError, WorkerError, DeadlineError):
@@ -139,7 +139,7 @@ class EngineState:
                 return
             except (EngineError, WorkerError, DeadlineError) as error:
                 self.failures += 1
-                if self.failures > most_failures:
+                if self.failures > FAILURES:
                     raise EngineError(
                         f"engine {self.number} did not restart in {self.failures} tries: {error}"
                     ) from error

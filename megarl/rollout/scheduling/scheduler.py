@@ -434,7 +434,7 @@ class Scheduler:
                 raise EngineError(
                     f"engine {engine.number} failed {engine.failures} times in a row, at last with: {engine.error}"
                 )
-            await engine.come_back(self.restart_deadline_s, FAILURES)
+            await engine.come_back(self.restart_deadline_s)
         except MegarlError as error:
             if not engine.is_lent:
                 self._give_up(error)
