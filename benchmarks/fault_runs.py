@@ -1,7 +1,8 @@
 """The runs of `faults.py`: their configs, their server of rewards, and a run that is watched from outside.
 
 Ranks and engines are forked from a process that has imported what they need (`tests/warm_workers.py`): a start takes seconds
-instead of tens of them, and nothing else of a run is changed.
+instead of tens of them, and nothing else of a run is changed. Runs over two nodes, which are network namespaces of this
+machine, start theirs as Ray does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tests.themes.multinode import ray_nodes  # noqa: E402
+from tests.themes.multinode.namespaces import Network  # noqa: E402
+from tests.themes.multinode.ray_nodes import RayNodes  # noqa: E402
 from tests.warm_workers import WarmWorkers  # noqa: E402
 
 LEFT_S = 20.0
@@ -58,6 +62,17 @@ def config(folder: Path, reward_port: int, steps: int, family: str) -> dict[str,
         tree["data"] = {"train": task | {"args": {"rows": 400, "seed": 0}}, "max_prompt_tokens": 48}
         tree["rollout"] |= {"max_new_tokens": 48, "episode": {"kind": "agent", "max_turns": 3, "agent": agent}}
         tree["rollout"]["deadlines"]["generate_s"] = tree["resources"]["deadlines"]["step_s"] = 45
+    if family == "pictures":
+        tree["model"]["path"] = str(ROOT / "models/tiny-vision")
+        source = {"source": "python", "name": str(ROOT / "examples/vision/shapes.py:count_shapes"), "args": {"rows": 400}}
+        tree["data"] |= {"train": source, "prompt_key": "problem", "max_prompt_tokens": 32}
+        tree["policy"]["max_tokens_per_micro_batch"] = 2048
+    if family == "asynchronous":
+        tree["rollout"]["schedule"] = {"mode": "async"}
+    if family == "nodes":
+        tree["rollout"]["engines"] = 2
+        tree["rewards"] = [{"name": "exact_number"}]
+        tree["resources"]["deadlines"]["start_s"] = 240
     return tree
 
 
@@ -65,6 +80,9 @@ FAMILIES = {
     "plain": "answers in one turn",
     "agents": "episodes in which the agent of `examples/agents` acts: turns over its endpoint, calls of a tool",
     "adapters": "adapters are trained (LoRA), and they alone are sent to the engine",
+    "pictures": "every prompt has a picture, which the engine and the ranks see",
+    "asynchronous": "`rollout.schedule.mode: async`: the engine goes on while ranks train, and gets weights in mid-response",
+    "nodes": "a rank and an engine on each of two nodes: network namespaces that see each other by TCP alone, under one Ray",
 }
 """What runs are made of."""
 
@@ -174,6 +192,8 @@ class Run:
 
     def __init__(self, name: str, place: Place, family: str, steps: int, *, is_forked: bool = True) -> None:
         """`is_forked`: its ranks and engines are; else each is a Python of its own."""
+        self._stack = contextlib.ExitStack()
+        self.nodes: RayNodes | None = None
         self.folder, self.steps, self.family, self.reward = place.folder / name, steps, family, place.reward
         self._workers = place.workers if is_forked else None
         shutil.rmtree(self.folder, ignore_errors=True)  # of a trial that was interrupted
@@ -184,6 +204,11 @@ class Run:
         (self.clock / "sitecustomize.py").write_text(CLOCK.format(jump=str(self.clock / "jump")))
         tree = config(place.folder, self.reward.port, steps, family)
         tree["run"]["name"] = name
+        if family == "nodes":
+            network = self._stack.enter_context(Network(2))
+            self.nodes = self._stack.enter_context(RayNodes(network, self.folder, cpus=1, gpus=0))
+            tree["resources"]["ray_address"] = self.nodes.address
+            self._workers = None
         self._config.write_text(yaml.safe_dump(tree))
         self.output = (self.folder / "output.log").open("ab")
         self.seen: dict[int, psutil.Process] = {}
@@ -194,6 +219,9 @@ class Run:
         """Start the command; a second time after it was killed."""
         command = [*MEGARL, "train", str(self._config)]
         environ = environment(self.clock, ROOT) | (self._workers.environment if self._workers is not None else {})
+        if self.nodes is not None:
+            command = self.nodes.network.nodes[0].command(*command)
+            environ = ray_nodes.environment()
         self.process = subprocess.Popen(command, env=environ, stdout=self.output, stderr=self.output)
 
     @property
@@ -209,6 +237,8 @@ class Run:
             return psutil.Process(self.reward.process.pid) if self.reward.process.poll() is None else None
         if target in ("supervisor", "clock"):
             return psutil.Process(self.process.pid) if self.process.poll() is None else None
+        if self.nodes is not None and target in ("node", "link"):
+            return self.nodes.process(1)
         found = []
         for process in self.below():
             with contextlib.suppress(psutil.Error):
@@ -228,7 +258,7 @@ class Run:
         """All processes of the run now; remembered, to see afterwards whether any is left."""
         with contextlib.suppress(psutil.Error):
             found = psutil.Process(self.process.pid).children(recursive=True)
-            found += self._workers.forked if self._workers is not None else []
+            found += self._elsewhere()
             self.seen |= {process.pid: process for process in found}
             for process in found:
                 with contextlib.suppress(psutil.Error):
@@ -236,6 +266,17 @@ class Run:
                     self._cpu_s[process.pid] = times.user + times.system
             return found
         return []
+
+    def _elsewhere(self) -> list[psutil.Process]:
+        """Its processes that are not below the command."""
+        forked = self._workers.forked if self._workers is not None else []
+        return forked + (list(self.nodes.workers()) if self.nodes is not None else [])
+
+    def see_to(self) -> None:
+        """Start what has ended and a machine's own service manager would start again: the server of rewards, Ray on a node."""
+        self.reward.see_to()
+        for number in self.nodes.gone if self.nodes is not None else []:
+            self.nodes.start(number)
 
     @property
     def cpu_s(self) -> float:
@@ -247,8 +288,8 @@ class Run:
         ends_at = time.monotonic() + LEFT_S
         while True:
             alive = []
-            forked = {one.pid: one for one in (self._workers.forked if self._workers is not None else [])}
-            for process in (self.seen | forked).values():
+            elsewhere = {one.pid: one for one in self._elsewhere()}
+            for process in (self.seen | elsewhere).values():
                 with contextlib.suppress(psutil.Error):
                     if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                         alive.append(f"{process.pid} {process.name()}")
@@ -262,6 +303,7 @@ class Run:
             with contextlib.suppress(psutil.Error):
                 if process.is_running():
                     process.kill()
+        self._stack.close()
         self.output.close()
 
     def outcome(self) -> Outcome:

@@ -16,6 +16,7 @@ import signal
 import socket
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,13 +37,15 @@ TARGETS = {
     "engine": "a rollout engine's process",
     "agent": "the process of the agents that act in the episodes (family `agents`)",
     "reward_server": "the server of rewards; started again by its own service manager, here the benchmark",
+    "node": "the second node: all of Ray there, a rank and an engine; started again by its service manager, here the benchmark",
+    "link": "the second node's link to the network",
     "ray": "one of Ray's own processes: raylet, GCS, agents, monitors",
     "clock": "the time of day, for all Python code of the run (a real one would change it for the machine)",
 }
 DEEDS = {
     "kill": (signal.SIGKILL, "SIGKILL"),
     "stop": (signal.SIGSTOP, "SIGSTOP, for good"),
-    "pause": (signal.SIGSTOP, "SIGSTOP, and SIGCONT some seconds later"),
+    "pause": (signal.SIGSTOP, "SIGSTOP, and SIGCONT some seconds later; of a link: it is down for so long"),
     "cut": (None, "one of its TCP connections is shut down, both ways"),
     "starve": (None, "it gets no more memory from now on (RLIMIT_AS at what it has)"),
     "oom": (None, "the kernel ends it for want of memory, in a memory cgroup of its own that gets no more"),
@@ -62,8 +65,16 @@ KINDS = {
         "kill driver", "kill supervisor", "kill rank", "stop rank", "cut rank",
         "kill engine", "stop engine", "pause engine", "cut engine",
     ),
+    "pictures": ("kill driver", "kill supervisor", "kill rank", "stop rank", "kill engine", "stop engine", "cut engine"),
+    "asynchronous": (
+        "kill driver", "kill supervisor", "kill rank", "stop rank", "pause rank", "cut rank",
+        "kill engine", "stop engine", "pause engine", "cut engine",
+    ),
+    "nodes": ("kill rank", "kill engine", "pause link", "kill node"),
 }  # fmt: skip
 """Of each family of runs (`fault_runs.py`)."""
+TIMED = ("asynchronous",)
+"""Families in which the clock says under which weights a response is sampled: no run repeats another's samples."""
 CHANGES = ("stop agent",)
 """Kinds after which samples are not those of the undisturbed run: what an agent said until its time was over is kept."""
 UNFORKED = ("jump clock",)
@@ -97,7 +108,7 @@ class Trial:
     @property
     def is_good(self) -> bool:
         """Whether it was hit, and nothing was lost, repeated, changed or left behind."""
-        exact = (self.same_parameters and self.same_samples) or self.kind in CHANGES
+        exact = (self.same_parameters and self.same_samples) or self.kind in CHANGES or self.family in TIMED
         return (
             bool(self.hit)
             and self.completed
@@ -106,9 +117,24 @@ class Trial:
         )
 
 
-def do(deed: str, process: psutil.Process, run: Run, draw: random.Random) -> tuple[str, float | None]:
-    """Do it; returns what was hit, in words, and after how many seconds to send SIGCONT, if at all."""
+Undo = tuple[float, Callable[[], None]]
+"""After how many seconds a deed is over, and what ends it."""
+
+
+def do(kind: str, process: psutil.Process, run: Run, draw: random.Random) -> tuple[str, Undo | None]:
+    """Do it; returns what was hit, in words, and how it ends, if it does."""
+    deed, target = kind.split()
     what = f"{process.pid} {process.name()}"
+    if target == "link":
+        assert run.nodes is not None, "only runs over nodes have links"
+        network = run.nodes.network
+        network.connect(2, is_up=False)
+        return network.nodes[1].address, (draw.uniform(*PAUSE_S), lambda: network.connect(2, is_up=True))
+    if target == "node":
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        return what, None
     if deed == "cut":
         return f"{what}: {cut(process, draw)}", None
     if deed == "starve":
@@ -125,7 +151,7 @@ def do(deed: str, process: psutil.Process, run: Run, draw: random.Random) -> tup
     number = DEEDS[deed][0]
     assert number is not None, "the other deeds are signals"
     process.send_signal(number)
-    return what, draw.uniform(*PAUSE_S) if deed == "pause" else None
+    return what, (draw.uniform(*PAUSE_S), process.resume) if deed == "pause" else None
 
 
 class NotHit(Exception):
@@ -206,19 +232,20 @@ def undisturbed(place: Place, family: str, steps: int) -> Reference:
         time.sleep(0.1)
     if run.process.returncode != 0 or run.left():
         raise SystemExit(f"the undisturbed run failed or left something behind; see {run.folder / 'output.log'}")
-    run.output.close()
+    outcome = run.outcome()
+    run.end()
     first = times[min(set(times) - {0})]
-    return Reference(run.outcome(), steps, first - began, (times[max(times)] - first) / max(1, steps - 1))
+    return Reference(outcome, steps, first - began, (times[max(times)] - first) / max(1, steps - 1))
 
 
 def attempt(trial: Trial, place: Place, reference: Reference, draw: random.Random) -> Trial:
     """Make the run, do the deed at its moment, and compare what comes out with the undisturbed run."""
-    deed, target = trial.kind.split()
+    _, target = trial.kind.split()
     began, name = time.monotonic(), f"trial-{trial.number:03d}"
     run = Run(name, place, trial.family, reference.steps, is_forked=trial.kind not in UNFORKED)
     hit_at: float | None = None
     due_at: float | None = began + trial.delay_s if not trial.after_step else None
-    go_on: tuple[float, psutil.Process] | None = None
+    undo: Undo | None = None
     step_then, look_at = 0, began
     try:
         while time.monotonic() - began < TRIAL_S:
@@ -235,16 +262,15 @@ def attempt(trial: Trial, place: Place, reference: Reference, draw: random.Rando
                 process = run.find(target, draw)
                 if process is not None:
                     with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, NotHit):
-                        trial.hit, wait_s = do(deed, process, run, draw)
+                        trial.hit, undo = do(trial.kind, process, run, draw)
                         hit_at, step_then = time.monotonic(), run.last_step
-                        go_on = (hit_at + wait_s, process) if wait_s is not None else None
-            if go_on is not None and now >= go_on[0]:
+            if undo is not None and hit_at is not None and now >= hit_at + undo[0]:
                 with contextlib.suppress(psutil.Error):
-                    go_on[1].resume()
-                go_on = None
+                    undo[1]()
+                undo = None
             if hit_at is not None and trial.recovered_s is None and step > step_then:
                 trial.recovered_s = round(now - hit_at, 2)
-            place.reward.see_to()
+            run.see_to()
             if now >= look_at:
                 run.below()
                 look_at = now + 1.5

@@ -1,10 +1,11 @@
 """Does a run survive whatever happens to its processes? A tiny real run per trial, hit once at a random moment.
 
-    make tiny-model tiny-calculator
+    make tiny-model tiny-calculator tiny-vision
     python benchmarks/faults.py --trials 100 --seed 0 --at-once 2 --out benchmarks/results/faults.json
 
 A trial is good if the run completes, no prompt was lost or trained on twice, the samples and the final parameters are those of
-the undisturbed run to the last bit, and no process of it is left. `--at-once 2` has two under way at a time, since much of a
+the undisturbed run to the last bit (in runs whose samples do not depend on the clock), and no process of it is left. Runs over
+nodes need root, for network namespaces. `--at-once 2` has two under way at a time, since much of a
 trial is waiting: for processes to start, or for a deadline. The file is written after every trial, and the same command with
 `--resume` does those that it lacks.
 """

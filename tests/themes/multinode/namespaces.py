@@ -70,7 +70,7 @@ class Network:
             ip("addr", "add", f"{self.host_address}/24", "dev", self.bridge)
             ip("link", "set", self.bridge, "up")
             for number, node in enumerate(self.nodes, 1):
-                outside = f"mrlv{self.tag}{number}"
+                outside = self._link(number)
                 ip("netns", "add", node.namespace)
                 ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", node.namespace)
                 ip("link", "set", outside, "master", self.bridge, "up")
@@ -82,6 +82,14 @@ class Network:
             self.__exit__(None, None, None)
             raise
         return self
+
+    def _link(self, number: int) -> str:
+        """This machine's end of the cable of node n1, n2, …"""
+        return f"mrlv{self.tag}{number}"
+
+    def connect(self, number: int, *, is_up: bool) -> None:
+        """Plug the cable of node n1, n2, … in, or pull it."""
+        ip("link", "set", self._link(number), "up" if is_up else "down")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for node in self.nodes:

@@ -7,13 +7,9 @@ relays, engines listen on their node's address, and ranks of one engine meet ove
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,53 +25,10 @@ from megarl.platform import REHEARSAL
 from megarl.rollout.engines.sglang.server_process import started_with
 from tests.themes.engine_killer import write_killer
 from tests.themes.multinode.namespaces import Network
+from tests.themes.multinode.ray_nodes import RayNodes, environment
 
 ROOT = Path(__file__).parents[3]
-PORT = 6390
 RUN_S = 240
-TOKEN = secrets.token_hex(32)
-"""What this Ray wants to see, and what others on this machine do not have."""
-
-
-OWN_SHARED_MEMORY = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
-"""Machines share none: SGLang takes processes that do for processes of one machine."""
-
-
-def environment() -> dict[str, str]:
-    """Of every process on the nodes."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
-    return own | {
-        REHEARSAL: "1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN,
-    }  # fmt: skip
-
-
-@contextmanager
-def ray_over(network: Network, gpus: int, folder: Path) -> Iterator[str]:
-    """The address of a Ray over all nodes, each with so many GPUs that are not there."""
-    head = f"{network.nodes[0].address}:{PORT}"
-    common = ["--num-cpus", str(gpus), "--num-gpus", str(gpus), "--object-store-memory", str(10**8), "--block"]
-    started = []
-    try:
-        for number, node in enumerate(network.nodes):
-            role = ["--head", "--port", str(PORT), "--include-dashboard=false", "--temp-dir", f"/tmp/r{network.tag}"]
-            words = ["ray", "start", f"--node-ip-address={node.address}", *common]
-            words += role if number == 0 else [f"--address={head}"]
-            log = folder / f"ray-{node.name}.txt"
-            with log.open("w") as out:
-                process = node.start(*OWN_SHARED_MEMORY, *words, env=environment(), stdout=out, stderr=subprocess.STDOUT)
-            started.append(process)
-            deadline = time.monotonic() + 60  # one after the other: nodes that start together can miss the head's answer
-            while "Ray runtime started" not in log.read_text():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.2)
-        yield head
-    finally:
-        for process in reversed(started):
-            process.terminate()
-        for process in started:
-            process.wait(timeout=30)
 
 
 class Ran(NamedTuple):
@@ -91,9 +44,12 @@ def run(network: Network, gpus: int, folder: Path, tree: dict[str, Any], *, step
     """Some steps of a run over the nodes, of which Hugging Face's model confirms the first step's log-probs."""
     (folder / "c.yaml").write_text(yaml.safe_dump(tree))
     script = str(Path(__file__).with_name("rehearsal.py"))
-    with ray_over(network, gpus, folder) as address:
-        words = [sys.executable, script, str(folder / "c.yaml"), str(folder / "small"), address, str(steps), reward]
-        job = network.nodes[0].start(*words, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
+    said_gpus = {REHEARSAL: "1"}
+    with RayNodes(network, folder, cpus=gpus, gpus=gpus, more=said_gpus) as nodes:
+        words = [sys.executable, script, str(folder / "c.yaml"), str(folder / "small"), nodes.address, str(steps), reward]
+        job = network.nodes[0].start(
+            *words, env=environment(said_gpus), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
+        )
         try:
             said, _ = job.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
