@@ -130,7 +130,7 @@ class TrainedRole(Section):
     """Pad each micro-batch to `max_tokens_per_micro_batch`: all have one shape, and pipeline stages send none. Results are the
     same; the padding is computed."""
     logit_chunk_tokens: Positive | None = None
-    """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 1 GiB
+    """Number of tokens whose logits are held in memory at once when log-probs are computed. null: as many as fit into 768 MiB
     (without a GPU: 64 MiB)."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """What is not trained: patterns of Hugging Face names (`*.layers.0.*`), `router`, or parts of a model that sees:
