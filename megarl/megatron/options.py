@@ -15,9 +15,9 @@ from megarl.models.lora import Lora
 
 LOGIT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 3 * 2**28}
 """By type of device, bytes of float32 logits that exist at once where a role does not say how many tokens' (one buffer of
-this is in use). On a CPU they stay near the caches. On a GPU every chunk reads and writes the weight's whole float32 gradient, 8
-bytes for 2 operations of each row: from 4 times operations over bytes a second on (H100: 1,181 rows, B200: 1,125), the product
-takes longer than that. A vocabulary of 131,072 gives 1,536 rows."""
+this is in use). On a CPU they stay near the caches. On a GPU every chunk reads and writes the weight's whole float32 gradient,
+8 bytes for 2 operations of each row: from 4 times operations over bytes a second on (H100: 1,181 rows, B200: 1,125), the
+product takes longer than that. A vocabulary of 131,072 gives 1,536 rows."""
 
 
 def default_chunk_tokens(device_type: str, vocabulary: int) -> int:
