@@ -218,10 +218,10 @@ class Run:
     def start(self) -> None:
         """Start the command; a second time after it was killed."""
         command = [*MEGARL, "train", str(self._config)]
-        environ = environment(self.clock, ROOT) | (self._workers.environment if self._workers is not None else {})
         if self.nodes is not None:
-            command = self.nodes.network.nodes[0].command(*command)
-            environ = ray_nodes.environment()
+            command, environ = self.nodes.network.nodes[0].command(*command), ray_nodes.environment()
+        else:
+            environ = environment(self.clock, ROOT) | (self._workers.environment if self._workers is not None else {})
         self.process = subprocess.Popen(command, env=environ, stdout=self.output, stderr=self.output)
 
     @property
