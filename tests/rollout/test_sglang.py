@@ -60,6 +60,20 @@ def stages(weights: Weights) -> list[Weights]:
     return [first, [pair for pair in weights if pair[0] not in dict(first)]]
 
 
+def test_an_idle_engine_costs_no_core(sglang_engine: SglangEngine) -> None:
+    """Seconds of processors, not of the clock: its processes wait, in which they are not to look for work all the time."""
+
+    def cpu_s() -> float:
+        assert sglang_engine.server.pid is not None
+        times = [process.cpu_times() for process in tree_of(sglang_engine.server.pid)]
+        return sum(one.user + one.system for one in times)
+
+    time.sleep(1)  # what follows a start or a request
+    began, before = time.monotonic(), cpu_s()
+    time.sleep(4)
+    assert cpu_s() - before < 0.1 * (time.monotonic() - began)
+
+
 def test_several_processes_send_the_weights_of_one_update(sglang_engine: SglangEngine, tiny_path: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         new = load(tiny_path, seed=3)
