@@ -41,8 +41,9 @@ def random_numbers(generators: Sequence[torch.Generator], count: int) -> Tensor:
 
 
 def draw(weights: Tensor, numbers: Tensor) -> Tensor:
-    """One token for each row of `weights` [N, V] by the inverse of the cumulative distribution; `numbers` [N]. Returns [N]."""
-    cumulative = weights.cumsum(-1)
+    """One token for each row of `weights` [N, V] by the inverse of the cumulative distribution, which is computed in float64;
+    `numbers` float64 [N], from 0 up to 1. Returns [N]."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     drawn = numbers[:, None].to(weights.device) * cumulative[:, -1:]
     return torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
 

@@ -51,6 +51,7 @@ def _prepare_for_cpu(arguments: list[str]) -> None:
     quick_start.import_models_of(model_path)
     quick_start.fork_children()
     attention = importlib.import_module("megarl.rollout.engines.sglang.on_cpu.attention")
+    importlib.import_module("megarl.rollout.engines.sglang.on_cpu.drawing").install()
     if any(name.startswith("GptOss") for name in repairs.architectures_of(model_path)):
         attention.allow_sinks()
     cuda_only.install()
