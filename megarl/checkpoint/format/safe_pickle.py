@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megarl.errors import CheckpointError
 
@@ -52,12 +53,14 @@ def check_pickles(folder: str | Path) -> None:
         if (common := path.parent / COMMON).is_file():
             _load_plain(common, common.read_bytes())
         for index, info in metadata.storage_data.items():
-            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):  # an object, not a tensor
+            if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata:
                 _check_object(path.parent, index.fqn, info)
 
 
 def read_metadata(path: Path) -> Any:
     """The content of a `.metadata`, as torch's FileSystemReader reads it, but for what it may be made of.
+
+    Every key is described as a tensor or as an object, by torch's own class and no other.
 
     Raises:
         CheckpointError: it is no such file, names other things, or leads out of its folder.
@@ -68,8 +71,9 @@ def read_metadata(path: Path) -> Any:
             metadata = reader.load()
         if max(reader.memo, default=0) > path.stat().st_size:  # by which torch's own reader would take memory
             raise ValueError("it numbers more values than it has")
-        if not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError("it describes nothing")
+        for key, described in metadata.state_dict_metadata.items():
+            if type(described) not in (TensorStorageMetadata, BytesStorageMetadata):
+                raise TypeError(f"it describes '{key}' as a {type(described).__name__}")
         for index, info in metadata.storage_data.items():
             if Path(info.relative_path).name != info.relative_path:
                 raise CheckpointError(f"'{path}' leads out of its folder, to '{info.relative_path}'")
@@ -77,6 +81,8 @@ def read_metadata(path: Path) -> Any:
                 raise ValueError(f"{info.relative_path!r} is no name of a file")
             if not isinstance(index.fqn, str) or min(info.offset, info.length) < 0:
                 raise ValueError(f"{index} is at {info}")
+            if info.transform_descriptors:  # torch would unpack it first, into something else than what is looked at here
+                raise ValueError(f"'{index.fqn}' is stored transformed, by {info.transform_descriptors}")
     except _Refused as error:
         raise CheckpointError(_would_run(path, str(error))) from None
     except CheckpointError:
@@ -97,7 +103,6 @@ class _Descriptions(pickle._Unpickler):
     """
 
     memo: dict[int, Any]
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]

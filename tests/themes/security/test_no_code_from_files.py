@@ -19,6 +19,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megarl.checkpoint.format.dist_format import DistFolder
 from megarl.checkpoint.format.safe_pickle import check_pickles
@@ -107,18 +108,46 @@ def test_common_state_that_would_run_code_is_refused(role: Path, touched: Path) 
     assert not touched.exists()
 
 
-def test_a_saved_object_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+def hide_an_object(role: Path, content: bytes, of: str = "rng.numpy", **described: Any) -> None:
+    """`content` in the place of all objects whose keys begin with `of`; their descriptions get the attributes `described`."""
     metadata = pickle.loads((role / ".metadata").read_bytes())
-    place, *_ = [info for index, info in metadata.storage_data.items() if index.fqn.startswith("rng.numpy")]
-    content = io.BytesIO()
-    torch.save(Malice(touched), content)
-    shard = role / place.relative_path
-    place.offset, place.length = shard.stat().st_size, len(content.getvalue())
-    shard.write_bytes(shard.read_bytes() + content.getvalue())
+    shard = role / next(iter(metadata.storage_data.values())).relative_path
+    start = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + content)
+    for index, place in metadata.storage_data.items():
+        if index.fqn.startswith(of) and isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            place.relative_path, place.offset, place.length = shard.name, start, len(content)
+            for name, value in described.items():
+                setattr(metadata.state_dict_metadata[index.fqn] if name == "chunks" else place, name, value)
     (role / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def saved(value: object) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def test_a_saved_object_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+    hide_an_object(role, saved(Malice(touched)))
     with pytest.raises(CheckpointError, match=r"could run code .* it names posix.mkdir"):
         check_pickles(role.parent)
     assert not touched.exists()
+
+
+def test_an_object_that_passes_itself_off_as_a_tensor_is_looked_at(role: Path, touched: Path) -> None:
+    """An attribute `chunks` of its description once had it taken for a tensor, whose loading cannot run code."""
+    hide_an_object(role, saved(Malice(touched)), chunks=[])
+    with pytest.raises(CheckpointError, match="could run code"):
+        check_pickles(role.parent)
+    assert not touched.exists()
+
+
+def test_an_object_that_is_unpacked_before_it_is_read_is_refused(role: Path) -> None:
+    """torch would unpack it first, into something else than what is looked at."""
+    hide_an_object(role, saved([1]), transform_descriptors=["stream.zstd/1"])
+    with pytest.raises(CheckpointError, match=r"is damaged: .* stored transformed"):
+        check_pickles(role.parent)
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
