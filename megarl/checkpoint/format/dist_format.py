@@ -146,7 +146,5 @@ def _stored_key(key: str, value: Any, stored: Mapping[tuple[str, Any], Any]) -> 
     chunks = []
     for chunk in value.chunks:
         info = stored[key, chunk.offsets]
-        if info.transform_descriptors:
-            raise ValueError(f"'{key}' is stored transformed, by {info.transform_descriptors}")
         chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length))
     return StoredKey(value.properties.dtype, tuple(value.size), tuple(chunks))

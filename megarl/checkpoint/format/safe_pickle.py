@@ -14,10 +14,11 @@ import re
 from collections import OrderedDict
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from megarl.errors import CheckpointError
 
@@ -52,12 +53,14 @@ def check_pickles(folder: str | Path) -> None:
         if (common := path.parent / COMMON).is_file():
             _load_plain(common, common.read_bytes())
         for index, info in metadata.storage_data.items():
-            if not hasattr(metadata.state_dict_metadata.get(index.fqn), "chunks"):  # an object, not a tensor
+            if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata:
                 _check_object(path.parent, index.fqn, info)
 
 
 def read_metadata(path: Path) -> Any:
     """The content of a `.metadata`, as torch's FileSystemReader reads it, but for what it may be made of.
+
+    Every key is described as a tensor or as an object, by torch's own class and no other.
 
     Raises:
         CheckpointError: it is no such file, names other things, or leads out of its folder.
@@ -68,8 +71,9 @@ def read_metadata(path: Path) -> Any:
             metadata = reader.load()
         if max(reader.memo, default=0) > path.stat().st_size:  # by which torch's own reader would take memory
             raise ValueError("it numbers more values than it has")
-        if not isinstance(metadata.state_dict_metadata, dict):
-            raise TypeError("it describes nothing")
+        for key, described in metadata.state_dict_metadata.items():
+            if type(described) not in (TensorStorageMetadata, BytesStorageMetadata):
+                raise TypeError(f"it describes '{key}' as a {type(described).__name__}")
         for index, info in metadata.storage_data.items():
             if Path(info.relative_path).name != info.relative_path:
                 raise CheckpointError(f"'{path}' leads out of its folder, to '{info.relative_path}'")
@@ -77,6 +81,8 @@ def read_metadata(path: Path) -> Any:
                 raise ValueError(f"{info.relative_path!r} is no name of a file")
             if not isinstance(index.fqn, str) or min(info.offset, info.length) < 0:
                 raise ValueError(f"{index} is at {info}")
+            if info.transform_descriptors:  # torch would unpack it first, into something else than what is looked at here
+                raise ValueError(f"'{index.fqn}' is stored transformed, by {info.transform_descriptors}")
     except _Refused as error:
         raise CheckpointError(_would_run(path, str(error))) from None
     except CheckpointError:
@@ -97,6 +103,21 @@ class _Descriptions(pickle._Unpickler):
     """
 
     memo: dict[int, Any]
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        """Set the fields of a description, and no other attribute: those of a class belong to the whole process."""
+        described, state = self.stack[-2:]
+        kind = type(described)
+        if not dataclasses.is_dataclass(kind):
+            raise _Refused(f"sets attributes of {described!r:.100}")
+        if not hasattr(kind, "__setstate__"):
+            fields = {field.name for field in dataclasses.fields(kind)} | {"mcore_data"}  # that megatron-core adds to Metadata
+            if not isinstance(state, dict) or not state.keys() <= fields:
+                raise _Refused(f"sets more than the fields of {kind.__name__}")
+        super().load_build()  # type: ignore[misc]  # typeshed lists no operations
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
@@ -109,7 +130,7 @@ class _Descriptions(pickle._Unpickler):
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
                 return found
-        raise _Refused(f"{module}.{name}")
+        raise _Refused(f"names {module}.{name}")
 
 
 def _check_object(folder: Path, key: str, info: Any) -> None:
@@ -129,11 +150,11 @@ def _load_plain(path: Path, content: bytes) -> None:
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
-        raise CheckpointError(_would_run(path, named[1] if named else "something else than plain values")) from None
+        raise CheckpointError(_would_run(path, f"names {named[1] if named else 'something else than plain values'}")) from None
     except Exception as error:  # noqa: BLE001 - as above
         what = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"'{path}' is damaged: it cannot be read ({type(error).__name__}: {what[:200]})") from None
 
 
 def _would_run(path: Path, what: str) -> str:
-    return f"'{path}' is not read, as that could run code of whoever made it: it names {what}"
+    return f"'{path}' is not read, as that could run code of whoever made it: it {what}"

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -19,10 +21,15 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+import megarl
 from megarl.checkpoint.format.dist_format import DistFolder
-from megarl.checkpoint.format.safe_pickle import check_pickles
+from megarl.checkpoint.format.safe_pickle import check_pickles, read_metadata
+from megarl.checkpoint.provenance import differences
 from megarl.cli import main
+from megarl.convert.sources import open_dist
+from megarl.data.hub_dataset import read_configurations
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import CheckpointError, EngineError, ModelError
 from megarl.models.hf_folder import HFFolder
@@ -100,6 +107,48 @@ def test_metadata_may_not_lead_out_of_its_folder(role: Path) -> None:
         check_pickles(role)
 
 
+def build(target: bytes, name: bytes, value: bytes, *, slots: bool) -> bytes:
+    """A pickle's operations that set attribute `name` of what `target` makes, as its state or as that of its slots."""
+    state = b"}V" + name + b"\n" + value + b"s"
+    return target + (b"(N" + state + b"t" if slots else state) + b"b"
+
+
+DESCRIPTION = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n)R"
+
+
+@pytest.mark.parametrize(
+    ("operations", "what"),
+    [
+        (build(b"cpathlib\nPosixPath\n", b"is_file", b"cbuiltins\nset\n", slots=True), "Path"),
+        (build(b"cpathlib\nPosixPath\n", b"name", b"V../../../etc/passwd\n", slots=True), "Path"),
+        (build(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"version", b"N", slots=True), "Metadata"),
+        (build(DESCRIPTION, b"chunks", b"]", slots=True), "BytesStorageMetadata"),
+        (build(DESCRIPTION, b"chunks", b"]", slots=False), "BytesStorageMetadata"),
+        (build(b"cbuiltins\nset\n)R", b"add", b"N", slots=False), "set"),
+    ],
+    ids=["method_of_a_class", "property_of_a_class", "field_of_a_class", "slot", "no_field", "no_description"],
+)
+def test_metadata_sets_no_more_than_the_fields_of_descriptions(
+    role: Path, touched: Path, monkeypatch: pytest.MonkeyPatch, operations: bytes, what: str
+) -> None:
+    """`Path.is_file` became `set` for the whole process, so `common.pt` was not looked at; so did the check of `..`."""
+    monkeypatch.setattr(Path, "is_file", Path.is_file)  # restored, should the test fail
+    monkeypatch.setattr(Path, "name", Path.name)
+    before = Path.is_file, Path.name
+    torch.save({"seed": Malice(touched)}, role / "common.pt")
+    (role / ".metadata").write_bytes(operations + b"0" + (role / ".metadata").read_bytes())
+    with pytest.raises(CheckpointError, match=rf"could run code .* it sets (attributes|more than the fields) of .*{what}"):
+        check_pickles(role.parent)
+    assert (Path.is_file, Path.name) == before
+
+
+def test_what_megatron_core_adds_to_metadata_is_read(role: Path) -> None:
+    metadata = pickle.loads((role / ".metadata").read_bytes())
+    metadata.mcore_data = {"weight": {"nd_reformulated_orig_global_shape": (3,)}}
+    (role / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert read_metadata(role / ".metadata").mcore_data == metadata.mcore_data
+
+
 def test_common_state_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
     torch.save({"seed": Malice(touched)}, role / "common.pt")
     with pytest.raises(CheckpointError, match=r"common.pt' is not read, as that could run code .* it names posix.mkdir"):
@@ -107,18 +156,60 @@ def test_common_state_that_would_run_code_is_refused(role: Path, touched: Path) 
     assert not touched.exists()
 
 
-def test_a_saved_object_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+def hide_an_object(role: Path, content: bytes, of: str = "rng.numpy", **described: Any) -> None:
+    """`content` in the place of all objects whose keys begin with `of`; their descriptions get the attributes `described`."""
     metadata = pickle.loads((role / ".metadata").read_bytes())
-    place, *_ = [info for index, info in metadata.storage_data.items() if index.fqn.startswith("rng.numpy")]
-    content = io.BytesIO()
-    torch.save(Malice(touched), content)
-    shard = role / place.relative_path
-    place.offset, place.length = shard.stat().st_size, len(content.getvalue())
-    shard.write_bytes(shard.read_bytes() + content.getvalue())
+    shard = role / next(iter(metadata.storage_data.values())).relative_path
+    start = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + content)
+    for index, place in metadata.storage_data.items():
+        if index.fqn.startswith(of) and isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+            place.relative_path, place.offset, place.length = shard.name, start, len(content)
+            for name, value in described.items():
+                setattr(metadata.state_dict_metadata[index.fqn] if name == "chunks" else place, name, value)
     (role / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def saved(value: object) -> bytes:
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def test_a_saved_object_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
+    hide_an_object(role, saved(Malice(touched)))
     with pytest.raises(CheckpointError, match=r"could run code .* it names posix.mkdir"):
         check_pickles(role.parent)
     assert not touched.exists()
+
+
+def test_an_object_that_passes_itself_off_as_a_tensor_is_looked_at(role: Path, touched: Path) -> None:
+    """An attribute `chunks` of its description once had it taken for a tensor, whose loading cannot run code."""
+    hide_an_object(role, saved(Malice(touched)), chunks=[])
+    with pytest.raises(CheckpointError, match="could run code"):
+        check_pickles(role.parent)
+    assert not touched.exists()
+
+
+def test_an_object_that_is_unpacked_before_it_is_read_is_refused(role: Path) -> None:
+    """torch would unpack it first, into something else than what is looked at."""
+    hide_an_object(role, saved([1]), transform_descriptors=["stream.zstd/1"])
+    with pytest.raises(CheckpointError, match=r"is damaged: .* stored transformed"):
+        check_pickles(role.parent)
+
+
+def test_comparing_logits_runs_no_object_of_a_checkpoint(
+    tmp_path: Path, touched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """megatron-core reads a layer's extra state without a check."""
+    model, role = save_tiny(tmp_path / "model", TINY), tmp_path / "dist"
+    (tmp_path / "prompts").write_text("[5, 3, 0]\n")
+    assert main(["convert", "import", str(model), str(role)]) == 0
+    hide_an_object(role, saved(Malice(touched)), of="decoder.")
+    code = main(["convert", "verify", str(model), str(role), "--prompts", str(tmp_path / "prompts")])
+    assert not touched.exists()
+    assert code == 2
+    assert "could run code of whoever made it: it names posix.mkdir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
@@ -254,3 +345,46 @@ def test_aliases_that_explode_are_refused_at_once(count: int, tmp_path: Path, ca
     for file in ("c.yaml", "merged.yaml"):
         assert main(["config", str(tmp_path / file)]) == 2
         assert len(capsys.readouterr().err) < 3000
+
+
+ALIASES = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]) + "\n"
+MERGES = "\n".join(["x0: &x0 {a: 1}", *(f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}" for n in range(1, 8))]) + "\n"
+HOSTILE = {
+    "aliases": ALIASES, "merges": MERGES, "deep": "a: " + "[" * 10_000, "mapping": "[3]: 4\n", "tag": "!!python/name:os.mkdir\n"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.timeout(60)
+def test_yaml_of_others_is_read_by_the_loader_that_has_limits(kind: str, role: Path, touched: Path) -> None:
+    """A checkpoint's config, which a resume compares and a conversion looks into, and the card of a data set."""
+    text = HOSTILE[kind]
+    [said] = differences({"config_sha256": "a"}, {"config_sha256": "b"}, text, "run: {name: a}\n")
+    assert said.startswith("the config has changed since the checkpoint, whose own cannot be read: ")
+    assert len(said) < 1000
+    assert read_configurations(f"---\nconfigs: [{{config_name: a}}]\n{text}\n---\n") == []
+    run = touched.parent / "run"
+    inside = run / "checkpoints" / "step_000001" / "policy"
+    shutil.copytree(role, inside)
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"nothing says which model .*config\.yaml' is not valid YAML"):
+        open_dist(inside)
+
+
+def test_no_other_loader_reads_yaml() -> None:
+    package = Path(megarl.__file__).parent
+    bare = re.compile(r"\byaml\.(\w*_load|load|load_all|\w*Loader)\b")
+    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if bare.search(file.read_text())}
+    assert found == {"config/yaml_tree.py"}
+
+
+def test_what_unpickles_is_known_and_looked_at_first() -> None:
+    """`roles.py` looks at a run's checkpoint before its ranks load it, `logits.py` before its process does."""
+    package = Path(megarl.__file__).parent
+    unchecked = r"dist_checkpointing\.load\w*\(|FileSystemReader\(|torch\.load\((?!.*weights_only=True)|pickle\.loads?\("
+    reads = re.compile(unchecked)
+    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if reads.search(file.read_text())}
+    own = "rewards/sandbox/judge_child.py"  # what the scoring process itself sends
+    assert found - {own} == {"convert/logits.py", "megatron/box_reader.py", "megatron/rank_model.py"}
+    for looks in ("trainers/run/roles.py", "convert/logits.py"):
+        assert "check_pickles(" in (package / looks).read_text()
