@@ -24,6 +24,8 @@ FREE = (
     "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
     "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments", "trackers.args",
 )  # fmt: skip
+MODULE, FILE = "package.module:", ".py:"
+"""The two forms in which a function or class of the user's own is named; every field takes both."""
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
 FOREIGN = {"reward_model.ground_truth", "reward_model.enable", "reward_model.model.path", "data.train_batch_size"}
 """Names of other trainers, which docs/migrating.md and docs/data.md mention."""
@@ -62,6 +64,24 @@ def test_a_page_names_fields_that_there_are(page: Path) -> None:
             line.partition("|")[2].partition("|")[2] if line.startswith("| ") else line for line in text.splitlines()
         )
     assert sorted(set(wrong_names(text))) == []
+
+
+def passages(text: str) -> Iterator[str]:
+    """The paragraphs of `text`; a row of a table is one."""
+    for paragraph in text.split("\n\n"):
+        yield from paragraph.splitlines() if paragraph.startswith("|") else [paragraph]
+
+
+def test_a_field_that_takes_a_function_of_ones_own_says_that_it_may_be_in_a_file() -> None:
+    fields = [field for root in (Config, SupervisedConfig) for field in config_fields(root)]
+    told = {field.name: field.description for field in fields if MODULE in field.description}
+    assert {"data.train.name", "rollout.episode.kind", "rollout.episode.tools", "evaluations[].rewards.name"} <= set(told)
+    assert [name for name, meaning in told.items() if FILE not in meaning] == []
+
+
+@pytest.mark.parametrize("page", [*pages(), ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_that_names_a_function_by_its_module_names_it_by_its_file_too(page: Path) -> None:
+    assert [text for text in passages(page.read_text()) if MODULE in text and FILE not in text] == []
 
 
 def overrides(tree: object, prefix: str = "") -> Iterator[str]:
