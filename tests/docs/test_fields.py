@@ -84,6 +84,25 @@ def test_a_page_that_names_a_function_by_its_module_names_it_by_its_file_too(pag
     assert [text for text in passages(page.read_text()) if MODULE in text and FILE not in text] == []
 
 
+def test_the_first_pages_say_alike_what_has_run_on_a_gpu() -> None:
+    texts = {page.name: page.read_text() for page in (ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/limits.md")}
+    assert [name for name, text in texts.items() if "one H100" not in text or "Nothing has been run on a GPU" in text] == []
+
+
+def test_the_report_s_page_names_every_box_of_the_charts() -> None:
+    script = (ROOT / "megarl/observe/page/overview.js").read_text().partition("function chartOptions()")[2].partition("\n}")[0]
+    boxes = re.findall(r'"([a-z ]+)"(?:, [a-z]+)?\)', script.rpartition("return ")[2])
+    assert [box.strip() for box in boxes] == ["axis", "smoothing", "log scale"]
+    told = (ROOT / "docs/report.md").read_text()
+    assert [box for box in boxes if box.strip() not in told] == []
+
+
+def test_environment_variables_of_trackers_have_the_same_value_wherever_they_are_named() -> None:
+    fields = " ".join(field.description for field in config_fields(Config))
+    said = re.findall(r"((?:WANDB|SWANLAB)_MODE)=(\w+)", " ".join([fields, *(page.read_text() for page in pages())]))
+    assert set(said) == {("WANDB_MODE", "online"), ("SWANLAB_MODE", "online")}
+
+
 def overrides(tree: object, prefix: str = "") -> Iterator[str]:
     """The dotted names of what `tree` sets; lists are not looked into."""
     if not isinstance(tree, dict):
