@@ -37,7 +37,7 @@ def serve_reward(
 ) -> None:
     """Serve the rewards of a config until interrupted, to who brings the token (see `read_token`).
 
-    `say` is told where it listens, once it does.
+    `say` is told where it listens, once it does, and that it has ended.
 
     Raises:
         RewardError: a reward cannot be built, the address cannot be listened on, or others could reach it without a token.
@@ -82,6 +82,8 @@ def serve(
         labels = ", ".join(label for label, _, _ in sources.sources)
         listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
         web.run_app(app, **where, print=(lambda _: say(listening)) if say is not None else None)
+        if say is not None:
+            say("ended")
     except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 
