@@ -263,7 +263,6 @@ def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import load_any
     from megarl.models.check_layouts import check_models
     from megarl.models.from_hub import models_here
-    from megarl.system.torchrun import is_leader
 
     allowed = OBJECTIVES.get(arguments.command)
     config = load_any(arguments.config, arguments.overrides, default={} if allowed is None else {"objective": {}})
@@ -274,8 +273,6 @@ def _train(arguments: argparse.Namespace) -> int:
         )
     config = models_here(config)
     check_models(config)
-    if is_leader():
-        print(_aligned(config.batch_rows()), flush=True)
     return _watch(f"megarl.trainers.{config.trainer}.loop", config, arguments)
 
 
@@ -410,6 +407,7 @@ def _inspect_config(arguments: argparse.Namespace) -> int:
 
 def _config(arguments: argparse.Namespace) -> int:
     from megarl.config import SupervisedConfig, config_fields, load_any, to_yaml
+    from megarl.observe.progress import aligned
 
     section = _section_named(arguments)
     if arguments.config is None or section:
@@ -431,7 +429,7 @@ def _config(arguments: argparse.Namespace) -> int:
     config = load_any(arguments.config, arguments.overrides)
     print(to_yaml(config))
     # as comments, so that the output as a whole is a config file again
-    print("\n".join(f"# {line}" for line in _aligned(config.batch_rows()).splitlines()))
+    print("\n".join(f"# {line}" for line in aligned(config.batch_rows())))
     return 0
 
 
@@ -453,11 +451,6 @@ def _section_named(arguments: argparse.Namespace) -> str | None:
     if given not in sections | names:
         raise ConfigError(f"'{given}' is no file, and no section or field of a config{nearest(given, sorted(sections))}")
     return str(given)
-
-
-def _aligned(rows: Sequence[tuple[str, str]]) -> str:
-    width = max(len(what) for what, _ in rows)
-    return "\n".join(f"{what:<{width}}  {how_many}" for what, how_many in rows)
 
 
 def _console() -> Console:

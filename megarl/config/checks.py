@@ -34,6 +34,7 @@ from megarl.config.sections import (
 from megarl.config.supervised import OBJECTIVE_FIELDS, PAIR_LOSSES, ObjectiveConfig, SupervisedConfig
 from megarl.config.trackers import check_trackers
 from megarl.errors import ConfigError
+from megarl.system.user_code import FORMS
 
 PROCEDURAL_ROWS = 1000
 """Rows of a procedural source whose `limit` is null."""
@@ -341,14 +342,14 @@ def _check_single_source(field: str, source: SourceConfig) -> None:
     if getattr(source, needs) is None:
         example = {
             "reasoning_gym": "a task such as 'basic_arithmetic'",
-            "python": "'package.module:function'",
+            "python": FORMS,
             "dataset": "the folder of rows, or ORG/NAME of the Hugging Face hub",
         }.get(source.source, "the file of rows")
         raise ConfigError.needs(f"{field}.source = '{source.source}'", example, f"set {field}.{needs}")
     if source.split is not None and source.source != "dataset":
         raise ConfigError.of(f"{field}.split", source.split, "only a source = 'dataset' has", allowed="null")
     if source.source == "python" and ":" not in (source.name or ""):
-        raise ConfigError.of(f"{field}.name", source.name, allowed="'package.module:function' with source = 'python'")
+        raise ConfigError.of(f"{field}.name", source.name, allowed=f"{FORMS} with source = 'python'")
 
 
 def _check_held_out(train: SourceConfig, field: str, held_out: SourceConfig) -> None:

@@ -150,12 +150,12 @@ class EpisodeConfig(Section):
 
     kind: str = "single"
     """`single`: one turn. `tools`: a chat with tool calls. `environment`: turns with an environment. `agent`: a program of its
-    own acts. Or your own as `package.module:function`."""
+    own acts. Or your own as `package.module:function` or `path/to/file.py:function`."""
     agent: AgentConfig = AgentConfig()
     """The program of `kind: agent`."""
     tools: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Tools as a list of `package.module:function`, or `sandbox:bash`, `sandbox:python`, `sandbox:write_file`,
-    `sandbox:read_file`, or `mcp:NAME`; for an environment, its class."""
+    """Tools as a list of `package.module:function`, `path/to/file.py:function`, `sandbox:bash`, `sandbox:python`,
+    `sandbox:write_file`, `sandbox:read_file`, or `mcp:NAME`; for an environment, its class."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where `sandbox:` tools and agents run commands."""
     openenv: OpenEnvConfig = OpenEnvConfig()

@@ -6,6 +6,7 @@ from megarl.config.engine_kinds import EngineCapabilities, declared_capabilities
 from megarl.config.rollout import RolloutConfig, ServersConfig, SpeculativeConfig
 from megarl.config.schema import Config
 from megarl.errors import ConfigError
+from megarl.system.user_code import CLASS_FORMS, FORMS
 
 
 def check_rollout(config: Config, engine: EngineCapabilities | None = None) -> None:
@@ -299,10 +300,10 @@ def _check_episode(config: Config, engine: EngineCapabilities) -> None:
         )
     _check_openenv(config)
     if episode.kind in ("tools", "environment") and not episode.tools and not episode.openenv.url:
-        what = "at least one function" if episode.kind == "tools" else "the class of an environment"
-        raise ConfigError.needs(
-            f"rollout.episode.kind = '{episode.kind}'", what, "set rollout.episode.tools to a list of 'package.module:name'"
-        )
+        of_functions = ("at least one function", f"set rollout.episode.tools to a list of {FORMS}")
+        of_class = ("the class of an environment", f"set rollout.episode.tools to a list of one {CLASS_FORMS}")
+        needed = of_functions if episode.kind == "tools" else of_class
+        raise ConfigError.needs(f"rollout.episode.kind = '{episode.kind}'", *needed)
     if episode.turn_cache_bytes != type(episode).model_fields["turn_cache_bytes"].default and not engine.keeps_turns:
         reason = f"is the room of rollout.engine = 'embedded', and rollout.engine = '{config.rollout.engine}' has its own"
         allowed = "left out (SGLang: rollout.engine_args.max_total_tokens or mem_fraction_static)"

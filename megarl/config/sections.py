@@ -282,7 +282,8 @@ class SourceConfig(Section):
     source: Literal["reasoning_gym", "jsonl", "parquet", "dataset", "python", "mixture"] = "reasoning_gym"
     """Kind of source. `dataset`: a Hugging Face datasets folder or data set. `mixture`: several sources with weights."""
     name: str | None = None
-    """Task name (reasoning_gym), `package.module:function` (python), or a data set's configuration (dataset of the hub)."""
+    """Task name (reasoning_gym), `package.module:function` or `path/to/file.py:function` (python), or a data set's
+    configuration (dataset of the hub)."""
     path: str | None = None
     """File of rows (jsonl, parquet); folder of them, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hugging Face hub (dataset)."""
     split: str | None = None

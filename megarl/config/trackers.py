@@ -28,7 +28,7 @@ class TrackersConfig(Section):
 
     backends: Annotated[tuple[BackendName | ClassPath, ...], Field(strict=False)] = ()
     """Trackers to use: ones that megarl has, or classes of your own. They write into the run folder; WANDB_MODE=online,
-    SWANLAB_MODE=cloud and MLFLOW_TRACKING_URI send to a server."""
+    SWANLAB_MODE=online and MLFLOW_TRACKING_URI send to a server."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of trackers of your own, by their name in `backends`."""
     project: str = "megarl"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -52,6 +52,23 @@ def evaluation_line(figures: Mapping[str, float]) -> str:
         how_many = f" ({prompts:.0f} prompts)" if prompts is not None else ""
         words.append((f"{of}: " if of else "") + ", ".join(shown) + how_many)
     return "; ".join(words)
+
+
+def gate_line(value: float | None, bound: float | None) -> str:
+    """A parity figure, and whether it is sound where that is known."""
+    if value is None:
+        return "not measured"
+    if bound is None:
+        return f"{value:.3g}"
+    if value <= bound:
+        return f"{value:.3g} (ok, at most {bound:g})"
+    return f"{value:.3g} (NOT ok, it must be at most {bound:g}: docs/run_that_does_not_learn.md)"
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each row, such as the batch arithmetic's, with the second column below itself."""
+    width = max(len(what) for what, _ in rows)
+    return [f"{what:<{width}}  {how_many}" for what, how_many in rows]
 
 
 class Progress:

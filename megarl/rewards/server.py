@@ -39,7 +39,7 @@ def serve_reward(
 ) -> None:
     """Serve the rewards of a config until interrupted, to who brings the token (see `read_token`).
 
-    `say` is told where it listens, once it does.
+    `say` is told where it listens, once it does, and that it has ended.
 
     Raises:
         RewardError: a reward cannot be built, the address cannot be listened on, or others could reach it without a token.
@@ -85,6 +85,8 @@ def serve(
         listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
         with closing(SocketName(port, "reward server", "the server's token" if token is not None else NOTHING)):
             web.run_app(app, **where, print=(lambda _: say(listening)) if say is not None else None)
+        if say is not None:
+            say("ended")
     except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 

@@ -12,6 +12,7 @@ from megarl.config.renamed import FOREIGN_VALUES
 from megarl.config.yaml_tree import apply_overrides
 from megarl.errors import ConfigError, MegarlError
 from megarl.models.check_layouts import check_models
+from megarl.system.user_code import CLASS_FORMS, FORMS
 
 BASE: dict[str, Any] = {
     "model": {"path": "nowhere"},
@@ -82,7 +83,9 @@ def test_a_wrong_field_is_named_with_what_it_may_be(override: str, parts: list[s
         (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt is 1", "'grpo'", "at least 2"]),
         (["data.eval.seed=5"], ["data.eval.seed is 5", "seeds 0 to 999", "at least 1000"]),
         (["data.train.source=jsonl"], ["data.train.source = 'jsonl' needs the file of rows", "set data.train.path"]),
-        (["data.train.source=python", "data.train.name=nocolon"], ["'nocolon'", "package.module:function"]),
+        (["data.train.source=python", "data.train.name=nocolon"], ["'nocolon'", FORMS]),
+        (["rollout.episode.kind=tools"], ["needs at least one function", f"to a list of {FORMS}"]),
+        (["rollout.episode.kind=environment"], ["needs the class of an environment", f"one {CLASS_FORMS}"]),
         (["rollout.engine=replay"], ["rollout.engine = 'replay' needs recorded responses", "set rollout.replay_from"]),
         (["rollout.replay_from=x.jsonl"], ["rollout.replay_from needs rollout.engine = 'replay'"]),
         (["rollout.servers={port: 99999}"], ["rollout.servers.port is 99999", "a whole number from 1 to 65535"]),

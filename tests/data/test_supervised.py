@@ -188,6 +188,7 @@ PARTS_AT_USER = [[_turn("user", u), _turn("assistant", "b")] for u in ("q", "r")
         ("sft", {"prompt": "q", "response": 7}, {}, "has 7 under 'response'"),
         ("sft", {"m": "text"}, {"messages_key": "m"}, "has text under 'm', but data.messages_key names a list"),
         ("sft", {"m": [{"role": "user"}]}, {"messages_key": "m"}, "each with 'role' and 'content'"),
+        ("sft", {"m": [*CONVERSATION, {"role": "user"}]}, {"messages_key": "m"}, r"whose message 4 \(counted from 0\)"),
         ("sft", {"m": [_turn("user", "q")]}, {"messages_key": "m"}, "has no assistant turn to train on"),
         ("sft", {"m": [_turn("assistant", "q")]}, {"messages_key": "m"}, "begins with an assistant turn"),
         ("sft", {"m": CONVERSATION}, {"messages_key": "m", "chat_template": "never"}, "data.chat_template is 'never'"),

@@ -24,6 +24,8 @@ FREE = (
     "reference.megatron", "algorithm.advantage_args", "algorithm.policy_loss_args",
     "rollout.episode.mcp", "rollout.episode.agent.verifiers.arguments", "trackers.args",
 )  # fmt: skip
+MODULE, FILE = "package.module:", ".py:"
+"""The two forms in which a function or class of the user's own is named; every field takes both."""
 FILES = (".yaml", ".md", ".py", ".sh", ".jsonl", ".json")
 FOREIGN = {"reward_model.ground_truth", "reward_model.enable", "reward_model.model.path", "data.train_batch_size"}
 """Names of other trainers, which docs/migrating.md and docs/data.md mention."""
@@ -62,6 +64,43 @@ def test_a_page_names_fields_that_there_are(page: Path) -> None:
             line.partition("|")[2].partition("|")[2] if line.startswith("| ") else line for line in text.splitlines()
         )
     assert sorted(set(wrong_names(text))) == []
+
+
+def passages(text: str) -> Iterator[str]:
+    """The paragraphs of `text`; a row of a table is one."""
+    for paragraph in text.split("\n\n"):
+        yield from paragraph.splitlines() if paragraph.startswith("|") else [paragraph]
+
+
+def test_a_field_that_takes_a_function_of_ones_own_says_that_it_may_be_in_a_file() -> None:
+    fields = [field for root in (Config, SupervisedConfig) for field in config_fields(root)]
+    told = {field.name: field.description for field in fields if MODULE in field.description}
+    assert {"data.train.name", "rollout.episode.kind", "rollout.episode.tools", "evaluations[].rewards.name"} <= set(told)
+    assert [name for name, meaning in told.items() if FILE not in meaning] == []
+
+
+@pytest.mark.parametrize("page", [*pages(), ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_that_names_a_function_by_its_module_names_it_by_its_file_too(page: Path) -> None:
+    assert [text for text in passages(page.read_text()) if MODULE in text and FILE not in text] == []
+
+
+def test_the_first_pages_say_alike_what_has_run_on_a_gpu() -> None:
+    texts = {page.name: page.read_text() for page in (ROOT / "README.md", ROOT / "docs/index.md", ROOT / "docs/limits.md")}
+    assert [name for name, text in texts.items() if "one H100" not in text or "Nothing has been run on a GPU" in text] == []
+
+
+def test_the_report_s_page_names_every_box_of_the_charts() -> None:
+    script = (ROOT / "megarl/observe/page/overview.js").read_text().partition("function chartOptions()")[2].partition("\n}")[0]
+    boxes = re.findall(r'"([a-z ]+)"(?:, [a-z]+)?\)', script.rpartition("return ")[2])
+    assert [box.strip() for box in boxes] == ["axis", "smoothing", "log scale"]
+    told = (ROOT / "docs/report.md").read_text()
+    assert [box for box in boxes if box.strip() not in told] == []
+
+
+def test_environment_variables_of_trackers_have_the_same_value_wherever_they_are_named() -> None:
+    fields = " ".join(field.description for field in config_fields(Config))
+    said = re.findall(r"((?:WANDB|SWANLAB)_MODE)=(\w+)", " ".join([fields, *(page.read_text() for page in pages())]))
+    assert set(said) == {("WANDB_MODE", "online"), ("SWANLAB_MODE", "online")}
 
 
 def overrides(tree: object, prefix: str = "") -> Iterator[str]:

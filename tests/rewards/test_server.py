@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -80,7 +81,7 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
         read_token(str(tmp_path / "nothing"))
 
 
-def test_it_says_where_it_listens_once_it_does(tmp_path: Path) -> None:
+def test_it_says_where_it_listens_once_it_does_and_that_it_ended(tmp_path: Path) -> None:
     (tmp_path / "serve.py").write_text(
         "from megarl.config.sections import *\nfrom megarl.rewards.server import serve_reward\n"
         "data = DataConfig(train=SourceConfig(source='jsonl', path='rows.jsonl'))\n"
@@ -98,6 +99,9 @@ def test_it_says_where_it_listens_once_it_does(tmp_path: Path) -> None:
         assert said
         with urllib.request.urlopen(f"{said[1]}/health", timeout=30) as answer:  # port 0: the one that it was given
             assert json.load(answer)["rewards"] == ["exact_number"]
+        server.send_signal(signal.SIGINT)
+        assert server.stdout.read() == "ended\n"
+        assert server.wait() == 0
     finally:
         deadline.cancel()
         server.kill()

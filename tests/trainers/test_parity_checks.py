@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.config import parse_config
+from megarl.observe.progress import gate_line
 from megarl.trainers.rl.parity_checks import bounds
-from megarl.trainers.run.base import _gate
 
 LOG_PROBS = {"log_prob_max_difference_as_loaded", "log_prob_max_difference_after_sync"}
 KL = {"kl_to_reference_at_first_step"}
@@ -40,8 +40,8 @@ def test_only_what_must_hold_has_a_bound(section: str, fields: dict[str, Any], b
 
 
 def test_a_gate_says_that_it_is_passed_or_not() -> None:
-    assert _gate(3.456e-6, 1e-3) == "3.46e-06 (ok, at most 0.001)"
-    assert _gate(0.5, 1e-3) == "0.5 (NOT ok, it must be at most 0.001: docs/run_that_does_not_learn.md)"
-    assert _gate(float("nan"), 1e-3).startswith("nan (NOT ok")
-    assert _gate(0.03, None) == "0.03"
-    assert _gate(None, 1e-3) == "not measured"
+    assert gate_line(3.456e-6, 1e-3) == "3.46e-06 (ok, at most 0.001)"
+    assert gate_line(0.5, 1e-3) == "0.5 (NOT ok, it must be at most 0.001: docs/run_that_does_not_learn.md)"
+    assert gate_line(float("nan"), 1e-3).startswith("nan (NOT ok")
+    assert gate_line(0.03, None) == "0.03"
+    assert gate_line(None, 1e-3) == "not measured"

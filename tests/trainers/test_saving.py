@@ -314,6 +314,26 @@ def test_epochs_are_passes_over_the_rows(tmp_path: Path, epochs: float, rows: in
     assert run.count_epochs(config.model_copy(deep=True), rows, per_step) == config  # as a resumed run counts
 
 
+def test_a_run_says_its_batch_arithmetic_only_once_its_folder_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with interrupted(tmp_path):
+        pass
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    batch = [" ".join(row) for row in parse_config(SETTINGS).batch_rows()]
+    assert lines[: len(batch)] == batch
+    assert batch[0] == "prompts per step 8"
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds a run"), interrupted(tmp_path):
+        pass
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr("megarl.trainers.run.base.is_restart", lambda: True)  # said when the run was started first
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    with interrupted(tmp_path):
+        pass
+    assert batch[0] not in " ".join(capsys.readouterr().out.split())
+
+
 def test_an_evaluation_is_told_behind_its_step_with_its_reward_and_the_end_says_where_everything_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,7 +351,9 @@ def test_an_evaluation_is_told_behind_its_step_with_its_reward_and_the_end_says_
         run.save_if_due()
         run.finish()
     said = [line for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()]
-    assert [line.split(":")[0].split("  ")[0] for line in said[:3]] == ["evaluation before", "step 1/1", "evaluation after"]
+    beginnings = [line.split(":")[0].split("  ")[0] for line in said]
+    first = beginnings.index("evaluation before")
+    assert beginnings[first : first + 3] == ["evaluation before", "step 1/1", "evaluation after"]
     folder = tmp_path / "run"
     for line in (
         "held-out reward: 0.385 before, 0.4625 after 1 steps",

@@ -17,7 +17,7 @@ from megarl.data.media import Media
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EpisodeError, nearest
 from megarl.rollout.engines.protocol import Generation
-from megarl.system.user_code import load_user_function
+from megarl.system.user_code import FORMS, load_user_function
 
 if TYPE_CHECKING:
     from megarl.data.told_pictures import PictureKeeper
@@ -134,7 +134,6 @@ def load_episode(kind: str) -> Episode:
         return load_user_function(BUILT_IN[kind], EpisodeError)  # type: ignore[return-value]
     if ":" not in kind:
         raise EpisodeError(
-            f"rollout.episode.kind is '{kind}'{nearest(kind, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, "
-            "'package.module:function' or 'path/to/file.py:function'"
+            f"rollout.episode.kind is '{kind}'{nearest(kind, BUILT_IN)}; it must be {', '.join(BUILT_IN)}, {FORMS}"
         )
     return load_user_function(kind, EpisodeError)  # type: ignore[return-value]

@@ -31,7 +31,7 @@ from megarl.rollout.sessions import verifiers_agent
 from megarl.rollout.sessions.agents import Agent, Agents, FunctionAgent, OtherPython, open_agent
 from megarl.rollout.sessions.sandboxed_agent import SandboxedAgent
 from megarl.rollout.sessions.server import SessionServer
-from megarl.system.user_code import absolute_name, load_user_function
+from megarl.system.user_code import CLASS_FORMS, absolute_name, load_user_function
 
 
 class EpisodeSettings(Protocol):
@@ -125,7 +125,7 @@ def open_episodes(
         elif len(settings.tools) != 1:
             raise EpisodeError(
                 f"rollout.episode.tools has {len(settings.tools)} names, but rollout.episode.kind = 'environment' needs one: "
-                "the environment as 'package.module:Class'"
+                f"the environment as {CLASS_FORMS}"
             )
         else:
             context.environment_name = settings.tools[0]

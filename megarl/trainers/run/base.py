@@ -37,6 +37,7 @@ from megarl.errors import (
 from megarl.observe import Phases, Progress, build_summary, evaluation_line, open_trackers, upload_commands, write_summary
 from megarl.observe.endpoint import open_endpoint
 from megarl.observe.otel import SpanExport, open_span_export
+from megarl.observe.progress import aligned, gate_line
 from megarl.observe.run_state import RunState
 from megarl.reshard.placement import Placement
 from megarl.supervise.child_run import follow, is_restart
@@ -220,6 +221,8 @@ class Run(ABC):
         self.was_finished = self.finished and (self.folder / "summary.json").exists()
         if self.leads:
             self._refuse_unwritable()
+            if not is_restart():
+                early += aligned(config.batch_rows())
             self._watch(is_continued=state is not None or self.watching.restarts > 0)
             self.checkpoints.remove_unfinished()
             save_resolved(config, self.folder / "config.yaml")
@@ -474,21 +477,10 @@ class Run(ABC):
                 self.progress.say(f"{what}: {before[name]:.1%} before, {after[name]:.1%} after {self.step} steps")
         bounds = self.gate_bounds()
         for name, value in self.gates().items():
-            self.progress.say(f"gate {name}: {_gate(value, bounds.get(name))}")
+            self.progress.say(f"gate {name}: {gate_line(value, bounds.get(name))}")
 
     def _begin_to_save(self) -> None:
         state = {"step": self.step, "evaluations": self.evaluations, **self.state()}
         made = provenance(self.saving.config_text, self.step, state.get("weight_version"))
         evaluation = self.evaluations.get("after" if self.finished else f"step {self.step}")
         self.saving.begin(self.roles, self.step, state, made, evaluation)
-
-
-def _gate(value: float | None, bound: float | None) -> str:
-    """A parity figure, and whether it is sound where that is known."""
-    if value is None:
-        return "not measured"
-    if bound is None:
-        return f"{value:.3g}"
-    if value <= bound:
-        return f"{value:.3g} (ok, at most {bound:g})"
-    return f"{value:.3g} (NOT ok, it must be at most {bound:g}: docs/run_that_does_not_learn.md)"
