@@ -14,16 +14,18 @@ import re
 from collections import OrderedDict
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from megarl.errors import CheckpointError
 
 METADATA, COMMON = ".metadata", "common.pt"
 _DESCRIPTIONS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+_OF_MEGATRON_CORE = frozenset({"mcore_data", "all_local_plans"})
+"""Attributes that megatron-core adds to a Metadata."""
 _PLAIN = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
@@ -103,6 +105,23 @@ class _Descriptions(pickle._Unpickler):
     """
 
     memo: dict[int, Any]
+    stack: list[Any]
+
+    def load_build(self) -> None:
+        """Set the fields of a description, and no other attribute: those of a class belong to the whole process."""
+        described, state = self.stack[-2:]
+        kind = type(described)
+        if not dataclasses.is_dataclass(kind):
+            raise _Refused(f"sets attributes of {described!r:.100}")
+        if not hasattr(kind, "__setstate__"):
+            fields = {field.name for field in dataclasses.fields(kind)}
+            added = _OF_MEGATRON_CORE if kind is Metadata else frozenset()
+            if not isinstance(state, dict) or not state.keys() <= fields | added:
+                raise _Refused(f"sets more than the fields of {kind.__name__}")
+        super().load_build()  # type: ignore[misc]  # typeshed lists no operations
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _PLAIN:
             return _PLAIN[module, name]
@@ -114,7 +133,7 @@ class _Descriptions(pickle._Unpickler):
             found = getattr(importlib.import_module(module), name, None)
             if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
                 return found
-        raise _Refused(f"{module}.{name}")
+        raise _Refused(f"names {module}.{name}")
 
 
 def _check_object(folder: Path, key: str, info: Any) -> None:
@@ -134,11 +153,11 @@ def _load_plain(path: Path, content: bytes) -> None:
             torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         named = re.search(r"(?:GLOBAL|class|function) ([\w.]+)", str(error))
-        raise CheckpointError(_would_run(path, named[1] if named else "something else than plain values")) from None
+        raise CheckpointError(_would_run(path, f"names {named[1] if named else 'something else than plain values'}")) from None
     except Exception as error:  # noqa: BLE001 - as above
         what = (str(error).splitlines() or [""])[0]
         raise CheckpointError(f"'{path}' is damaged: it cannot be read ({type(error).__name__}: {what[:200]})") from None
 
 
 def _would_run(path: Path, what: str) -> str:
-    return f"'{path}' is not read, as that could run code of whoever made it: it names {what}"
+    return f"'{path}' is not read, as that could run code of whoever made it: it {what}"

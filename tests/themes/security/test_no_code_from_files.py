@@ -20,9 +20,10 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from megarl.checkpoint.format.dist_format import DistFolder
-from megarl.checkpoint.format.safe_pickle import check_pickles
+from megarl.checkpoint.format.safe_pickle import check_pickles, read_metadata
 from megarl.cli import main
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import CheckpointError, EngineError, ModelError
@@ -99,6 +100,50 @@ def test_metadata_may_not_lead_out_of_its_folder(role: Path) -> None:
     (role / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match="leads out of its folder"):
         check_pickles(role)
+
+
+def build(target: bytes, name: bytes, value: bytes, *, slots: bool) -> bytes:
+    """A pickle's operations that set attribute `name` of what `target` makes, as its state or as that of its slots."""
+    state = b"}V" + name + b"\n" + value + b"s"
+    return target + (b"(N" + state + b"t" if slots else state) + b"b"
+
+
+DESCRIPTION = b"ctorch.distributed.checkpoint.metadata\nBytesStorageMetadata\n)R"
+
+
+@pytest.mark.parametrize(
+    ("operations", "what"),
+    [
+        (build(b"cpathlib\nPosixPath\n", b"is_file", b"cbuiltins\nset\n", slots=True), "Path"),
+        (build(b"cpathlib\nPosixPath\n", b"name", b"V../../../etc/passwd\n", slots=True), "Path"),
+        (build(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"version", b"N", slots=True), "Metadata"),
+        (build(DESCRIPTION, b"chunks", b"]", slots=True), "BytesStorageMetadata"),
+        (build(DESCRIPTION, b"chunks", b"]", slots=False), "BytesStorageMetadata"),
+        (build(b"cbuiltins\nset\n)R", b"add", b"N", slots=False), "set"),
+    ],
+    ids=["method_of_a_class", "property_of_a_class", "field_of_a_class", "slot", "no_field", "no_description"],
+)
+def test_metadata_sets_no_more_than_the_fields_of_descriptions(
+    role: Path, touched: Path, monkeypatch: pytest.MonkeyPatch, operations: bytes, what: str
+) -> None:
+    """`Path.is_file` became `set` for the whole process, so `common.pt` was not looked at; so did the check of `..`."""
+    monkeypatch.setattr(Path, "is_file", Path.is_file)  # restored, should the test fail
+    monkeypatch.setattr(Path, "name", Path.name)
+    before = Path.is_file, Path.name
+    torch.save({"seed": Malice(touched)}, role / "common.pt")
+    (role / ".metadata").write_bytes(operations + b"0" + (role / ".metadata").read_bytes())
+    with pytest.raises(CheckpointError, match=rf"could run code .* it sets (attributes|more than the fields) of .*{what}"):
+        check_pickles(role.parent)
+    assert (Path.is_file, Path.name) == before
+
+
+def test_what_megatron_core_adds_to_metadata_is_read(role: Path) -> None:
+    metadata = pickle.loads((role / ".metadata").read_bytes())
+    metadata.mcore_data = {"weight": {"nd_reformulated_orig_global_shape": (3,)}}
+    metadata.all_local_plans = [SavePlan([])]
+    (role / ".metadata").write_bytes(pickle.dumps(metadata))
+    read = read_metadata(role / ".metadata")
+    assert (read.mcore_data, read.all_local_plans) == (metadata.mcore_data, metadata.all_local_plans)
 
 
 def test_common_state_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
