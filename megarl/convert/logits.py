@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.format.safe_pickle import check_pickles
 from megarl.convert.sources import ConversionSource, DistSource, HFSource
 from megarl.errors import CheckpointError, DataError
 from megarl.models.transformers_names import config_in_transformers
@@ -45,7 +46,7 @@ def compare_logits(left: ConversionSource, right: ConversionSource, prompts: Pat
     `prompts` holds one prompt a line: text, or a JSON list of token ids. Both models are in memory at once at no time.
 
     Raises:
-        CheckpointError: neither folder is one that transformers can load.
+        CheckpointError: neither folder is one that transformers can load, or reading the other one could run code.
         DataError: the prompts cannot be read.
     """
     through_megatron, through_transformers = (right, left) if isinstance(right, DistSource) else (left, right)
@@ -54,6 +55,8 @@ def compare_logits(left: ConversionSource, right: ConversionSource, prompts: Pat
             f"'{left.path}' and '{right.path}' are both distributed checkpoints, but --prompts compares one with a Hugging "
             "Face folder, which transformers can load"
         )
+    if isinstance(through_megatron, DistSource):
+        check_pickles(through_megatron.path)
     token_ids = read_prompts(prompts, through_transformers.path)
     expected = _transformers_logits(str(through_transformers.path), token_ids)
     is_dist = isinstance(through_megatron, DistSource)
@@ -140,6 +143,7 @@ def _megatron_logits(config_folder: str, checkpoint: str | None, token_ids: Sequ
         if checkpoint is None:
             load_weights([model], options, folder, architecture.weight_map(folder.config))
         else:
+            # `compare_logits` has looked at its pickles
             state = dist_checkpointing.load({"model": model.sharded_state_dict()}, checkpoint)
             model.load_state_dict(state["model"], strict=True)
         divisor = architecture.traits(folder.config).logits_divisor

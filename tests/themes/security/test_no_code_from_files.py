@@ -195,6 +195,20 @@ def test_an_object_that_is_unpacked_before_it_is_read_is_refused(role: Path) -> 
         check_pickles(role.parent)
 
 
+def test_comparing_logits_runs_no_object_of_a_checkpoint(
+    tmp_path: Path, touched: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """megatron-core reads a layer's extra state without a check."""
+    model, role = save_tiny(tmp_path / "model", TINY), tmp_path / "dist"
+    (tmp_path / "prompts").write_text("[5, 3, 0]\n")
+    assert main(["convert", "import", str(model), str(role)]) == 0
+    hide_an_object(role, saved(Malice(touched)), of="decoder.")
+    code = main(["convert", "verify", str(model), str(role), "--prompts", str(tmp_path / "prompts")])
+    assert not touched.exists()
+    assert code == 2
+    assert "could run code of whoever made it: it names posix.mkdir" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("damage", ["cut", "text", "empty"])
 def test_pickles_that_are_none_are_damage(role: Path, damage: str) -> None:
     for file in (".metadata", "common.pt"):
