@@ -88,7 +88,7 @@ def read_run(folder: str | Path) -> RunRecord:
             profiles=tuple(str(file.relative_to(path)) for file in sorted((path / "profile").glob("step_*/*.*"))),
             nodes=len(json.loads(placement.read_text())["nodes"]) if placement.is_file() else 1,
         )
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, ConfigError) as error:
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError, ConfigError) as error:
         raise DataError(f"{path} cannot be read as a run: {error}") from error
 
 

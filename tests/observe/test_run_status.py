@@ -74,6 +74,14 @@ def test_a_placement_that_no_run_wrote_is_named(folder: Path) -> None:
         read_run(folder)
 
 
+@pytest.mark.parametrize("file", ["metrics.jsonl", "samples.jsonl", "summary.json"])
+def test_a_file_of_brackets_alone_is_named(folder: Path, file: str) -> None:
+    """JSON nested 100,000 deep ended `megarl report` with a traceback."""
+    (folder / file).write_text('{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match="cannot be read as a run"):
+        read_run(folder)
+
+
 def test_tokens_and_hours_add_up_over_the_steps() -> None:
     rows = [{"step": 0}, {"step": 1, "speed/tokens_per_s": 10.0, "time/step_s": 3600.0}]
     rows += [{"step": 2, "speed/tokens_per_s": 20.0, "time/step_s": 1800.0}, {"step": 3, "time/step_s": float("nan")}]
