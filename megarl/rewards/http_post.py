@@ -7,7 +7,6 @@ read, and unpacked, up to a limit.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -17,9 +16,8 @@ import aiohttp
 
 from megarl.config.secrets import bearer, redacted
 from megarl.errors import RewardError, RewardServerError
+from megarl.system.http_requests import AnswerError, parsed, read_unpacked, shortened
 
-MAX_ANSWER_BYTES = 16 << 20
-"""The longest answer, unpacked, that is read."""
 _LONGEST_WAIT_S = 30.0
 
 
@@ -71,31 +69,23 @@ async def post(session: aiohttp.ClientSession, endpoint: Endpoint, body: dict[st
             asked = session.post(endpoint.url, json=body, headers=endpoint.headers, timeout=timeout, allow_redirects=False)
             async with asked as response:
                 status, place = response.status, response.headers.get("Location")
-                text = (await _read(endpoint, response)).decode(errors="replace")
+                answer = await read_unpacked(response)
+            if status == 200:
+                return parsed(answer)
+        except AnswerError as error:
+            raise endpoint.error(str(error)) from None
         except TimeoutError:
             failure = f"did not answer within {timeout_s:.3g} s"
             continue
         except aiohttp.ClientError as error:
             failure = f"cannot be asked: {type(error).__name__}: {' '.join(str(error).split())}"
             continue
-        if status == 200:
-            return _parsed(endpoint, text)
         if 300 <= status < 400:
-            raise endpoint.error(f"answered status {status} and names {_short(place or '')} instead, which is not followed")
-        failure = f"answered status {status}: {_short(text)}"
+            raise endpoint.error(f"answered status {status} and names {shortened(place or '')} instead, which is not followed")
+        failure = f"answered status {status}: {shortened(answer.decode(errors='replace'))}"
         if status != 429 and status < 500:
             raise endpoint.error(failure)
     raise RewardServerError(str(endpoint.error(f"{failure} (asked up to {endpoint.retries + 1} times)")))
-
-
-async def _read(endpoint: Endpoint, response: aiohttp.ClientResponse) -> bytes:
-    """The body, as long as it is no longer than it may be: what unpacks to more, or has no end, is not held."""
-    body = bytearray()
-    async for part in response.content.iter_chunked(1 << 16):
-        body += part
-        if len(body) > MAX_ANSWER_BYTES:
-            raise endpoint.error(f"answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
-    return bytes(body)
 
 
 def token_headers(reward: str, argument: str, variable: str | None) -> dict[str, str]:
@@ -107,15 +97,3 @@ def token_headers(reward: str, argument: str, variable: str | None) -> dict[str,
     if variable and not os.environ.get(variable):
         raise RewardError(f"reward '{reward}': {argument} is '{variable}', but this variable is not set")
     return bearer(os.environ[variable]) if variable else {}
-
-
-def _parsed(endpoint: Endpoint, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise endpoint.error(f"answered what is no JSON: {_short(text)}") from None
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return repr(line if len(line) <= 200 else line[:197] + "...")

@@ -1,13 +1,24 @@
-"""Requests that bring a token, by Python's own client: to the server that was named, and to no other.
+"""What servers are asked, which are not trusted: a token goes to the server that was named, and answers are read up to a limit.
 
-urllib follows redirects and takes the header with the token along, to whatever host the server names.
+urllib follows redirects and takes the header with the token along, to whatever host the server names; aiohttp unpacks
+whatever comes, a gigabyte out of a megabyte.
 """
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from http.client import HTTPMessage, HTTPResponse
-from typing import IO, cast
+from typing import IO, Any, cast
+
+import aiohttp
+
+MAX_ANSWER_BYTES = 16 << 20
+"""The longest answer, unpacked, that is read of a server, unless much more is asked of it."""
+
+
+class AnswerError(Exception):
+    """An answer is longer than it may be, or no JSON; the text says which, for a sentence that begins with the URL."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -31,3 +42,52 @@ def open_url(request: urllib.request.Request, timeout_s: float) -> HTTPResponse:
         OSError: the server cannot be reached.
     """
     return cast("HTTPResponse", _OPENER.open(request, timeout=timeout_s))
+
+
+def read_answer(answer: IO[bytes], most_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    """The body of what `open_url` returns, or raises, which unpacks nothing.
+
+    Raises:
+        AnswerError: it has more than `most_bytes`.
+    """
+    body = answer.read(most_bytes + 1)
+    if len(body) > most_bytes:
+        raise _too_long(most_bytes)
+    return body
+
+
+async def read_unpacked(answer: aiohttp.ClientResponse, most_bytes: int = MAX_ANSWER_BYTES) -> bytes:
+    """The body of aiohttp's answer, unpacked.
+
+    Raises:
+        AnswerError: it has more than `most_bytes`; no more than that is held.
+    """
+    body = bytearray()
+    async for part in answer.content.iter_chunked(1 << 16):
+        body += part
+        if len(body) > most_bytes:
+            raise _too_long(most_bytes)
+    return bytes(body)
+
+
+def parsed(body: bytes) -> Any:
+    """The JSON that a body in UTF-8 is.
+
+    Raises:
+        AnswerError: it is none, or nested too deeply.
+    """
+    text = body.decode(errors="replace")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise AnswerError(f"answered what is no JSON: {shortened(text)}") from None
+
+
+def shortened(text: str) -> str:
+    """`text` on a line of 200 characters at most, quoted."""
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 200 else line[:197] + "...")
+
+
+def _too_long(most_bytes: int) -> AnswerError:
+    return AnswerError(f"answered with more than {most_bytes >> 20} MiB")

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from http.client import HTTPException
 from itertools import count, zip_longest
 from typing import Any
 
@@ -25,7 +26,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.reshard.rank_plan import SliceKey, WeightSlice
 from megarl.reshard.targets import EVERY_RANK
-from megarl.system.http_requests import open_url
+from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weight_sync.checksums import UNCHECKED, EngineLayout
 from megarl.weight_sync.engine_group import EngineGroup, Sending, leave
 from megarl.weight_sync.rdma import check_installed
@@ -417,16 +418,21 @@ def call(server: ServerEndpoint, what: str, body: dict[str, Any], timeout_s: flo
     headers = {"Content-Type": "application/json", **bearer(server.token)}
     request = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
     try:
-        with open_url(request, timeout_s) as response:
-            answer = response.read()
-    except urllib.error.HTTPError as error:
-        raise EngineError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:1000]}") from error
-    except OSError as error:
+        try:
+            with open_url(request, timeout_s) as response:
+                answer = read_answer(response)
+        except urllib.error.HTTPError as error:
+            said = read_answer(error)[:1000].decode(errors="replace")
+            raise EngineError(f"{url} answered {error.code}: {said}") from error
+    except AnswerError as error:
+        raise EngineError(f"{url} {error}") from None
+    except (OSError, HTTPException) as error:
         raise EngineError(f"{url} did not answer: {error}") from error
     try:
-        return dict(json.loads(answer))
-    except ValueError:
-        return {"text": answer.decode(errors="replace")}
+        found = parsed(answer)
+    except AnswerError:
+        found = None
+    return found if isinstance(found, dict) else {"text": answer.decode(errors="replace")}
 
 
 class _CallUnderWay:

@@ -16,6 +16,9 @@ from megarl.config.sections import DataConfig, RewardConfig, SourceConfig
 from megarl.data.sample import Prompt, Sample
 from megarl.errors import EngineError, RewardError
 from megarl.rewards import RewardSources, build_rewards
+from megarl.rollout.engines.protocol import SamplingParams
+from megarl.rollout.engines.sglang import client
+from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.client import SglangClient
 from megarl.rollout.engines.sglang.external import ExternalEngine, ExternalServer
 from megarl.rollout.episodes.openenv import OpenEnvError, OpenEnvironment
@@ -138,10 +141,55 @@ def test_an_answer_costs_no_more_than_it_may_and_is_one_sentence(answer: Any, se
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 400_000
 
 
+JSON = {"Content-Type": "application/json"}
+
+
+def _generate(url: str) -> None:
+    asked = SglangClient(ExternalServer(url, TOKEN, 1.0))
+    asyncio.run(asked.generate([AskedPrompt([1, 2])], SamplingParams(4), n=1, version=1, deadline_s=60))
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer", "sentence"),
+    [
+        ("requests_for_responses", lambda r: web.Response(body=BOMB, headers={"Content-Encoding": "gzip"}), "more than 16 MiB"),
+        ("requests_for_responses", _endless, "more than 16 MiB"),
+        ("requests_for_responses", lambda r: web.Response(body=b"[" * 1_000_000, headers=JSON), "what is no JSON"),
+        ("requests_for_responses", lambda r: web.Response(body=b"9" * 100_000, headers=JSON), "what is no JSON"),
+        ("requests_for_responses", lambda r: web.Response(body=b"{", content_type="application/json"), "what is no JSON"),
+        ("requests_for_responses", lambda r: web.Response(status=500, body=b"x" * 2000), "500: x{1000}$"),
+        ("weight_updates", _endless, "more than 16 MiB"),
+        ("weight_updates", lambda r: web.Response(status=500, body=b"x" * 2000), "500: x{1000}$"),
+        ("server_of_others", _endless, "more than 16 MiB"),
+        ("server_of_others", lambda r: web.Response(body=b"[" * 1_000_000), "what is no JSON"),
+    ],
+)
+def test_an_engine_of_others_is_read_no_further_than_it_may_answer(ask: str, answer: Any, sentence: str) -> None:
+    before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with serving(answer) as url, pytest.raises(EngineError, match=rf"{url}/\w+ answered (with )?{sentence}"):
+        ASKING[ask](url)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 400_000
+
+
+def test_a_response_is_read_further_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.MAX_GENERATION_BYTES == 1 << 30
+    monkeypatch.setattr(client, "MAX_GENERATION_BYTES", 32 << 20)
+    for answer in (_endless, lambda r: web.Response(body=BOMB, headers={"Content-Encoding": "gzip"})):
+        with serving(answer) as url, pytest.raises(EngineError, match="/generate answered with more than 32 MiB"):
+            _generate(url)
+
+
+@pytest.mark.parametrize("body", [b"[" * 1_000_000, b"3", b"[1]", b"updated"])
+def test_an_engines_answer_to_an_update_that_is_no_object_is_its_text(body: bytes) -> None:
+    with serving(lambda r: web.Response(body=body, headers=JSON)) as url:
+        assert ASKING["weight_updates"](url) == {"text": body.decode()}
+
+
 def test_a_charset_that_nobody_knows_is_not_asked_for() -> None:
     kind = {"Content-Type": "application/json; charset=absurd"}
     with serving(lambda r: web.Response(body=b'{"rewards": [0.5]}', headers=kind)) as url:
         assert rewards("http", url).score(SAMPLES) == [0.5]
+        assert ASKING["requests_for_responses"](url) == {"rewards": [0.5]}
 
 
 @pytest.mark.parametrize("answer", [[], None, "text", {}, {"model_path": 3}])

@@ -21,9 +21,12 @@ from megarl.errors import DeadlineError, EngineError
 from megarl.rollout.engines.protocol import Begun, Generation, SamplingParams, behind
 from megarl.rollout.engines.sglang.asked_prompt import AskedPrompt
 from megarl.rollout.engines.sglang.routed_experts import ExpertLayers
+from megarl.system.http_requests import MAX_ANSWER_BYTES, AnswerError, parsed, read_unpacked
 
 MAX_IN_FLIGHT = 512  # requests on the wire at once; the server queues beyond max_running_requests itself
 CONTROL_TIMEOUT_S = 300.0
+MAX_GENERATION_BYTES = 1 << 30
+"""The longest answer to a request for a response: log-probs and chosen experts of each of its tokens."""
 DYING_S = 2.0
 POLL_S = 0.05
 DRAFT_COUNTS = ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")
@@ -224,12 +227,14 @@ class SglangClient:
         url = f"{self.server.url}/{endpoint}"
         try:
             async with session.request(method, url, json=body, allow_redirects=False) as response:
-                if response.status != 200:
-                    refused = _BadRequest if response.status == BAD_REQUEST else EngineError
-                    raise refused(f"{url} answered {response.status}: {(await response.text())[:1000]}")
-                if response.content_type == "application/json":
-                    return await response.json()
-                return await response.text()
+                is_asked_much = endpoint == "generate" and response.status == 200
+                answer = await read_unpacked(response, MAX_GENERATION_BYTES if is_asked_much else MAX_ANSWER_BYTES)
+            if response.status != 200:
+                refused = _BadRequest if response.status == BAD_REQUEST else EngineError
+                raise refused(f"{url} answered {response.status}: {answer[:1000].decode(errors='replace')}")
+            return parsed(answer) if response.content_type == "application/json" else answer.decode(errors="replace")
+        except AnswerError as error:
+            raise EngineError(f"{url} {error}") from None
         except aiohttp.ClientError as error:
             why = f"; {self.server.exit_report()}" if await self._ended() else ""
             raise EngineError(f"{url} did not answer: {error}{why}") from error

@@ -7,7 +7,6 @@ cannot be compared with what was written.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 import urllib.error
@@ -23,11 +22,10 @@ from megarl.errors import EngineError
 from megarl.models.registry import load_hf_config
 from megarl.rollout.engines.protocol import EnginePlace
 from megarl.rollout.engines.sglang.served import ServedEngine
-from megarl.system.http_requests import open_url
+from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weight_sync.model_compatibility import ServedModel, check_same_model
 
 ASK_S = 10.0
-MAX_ANSWER_BYTES = 16 << 20
 POLL_S = 0.5
 
 
@@ -66,11 +64,13 @@ class ExternalServer:
         url = f"{self.url}/{path}"
         try:
             with open_url(urllib.request.Request(url, headers=self.headers), ASK_S) as answer:
-                return json.loads(answer.read(MAX_ANSWER_BYTES) or "null")
+                return parsed(read_answer(answer) or b"null")
         except urllib.error.HTTPError as error:
             hint = "; its --api-key goes into MEGARL_ENGINE_TOKEN" if error.code == 401 else ""
             raise EngineError(f"rollout.servers.urls: {url} answered {error.code}{hint}") from error
-        except (OSError, ValueError, RecursionError, HTTPException) as error:
+        except AnswerError as error:
+            raise EngineError(f"rollout.servers.urls: {url} {error}") from None
+        except (OSError, HTTPException) as error:
             raise EngineError(f"rollout.servers.urls: {url} did not answer: {error}") from error
 
 

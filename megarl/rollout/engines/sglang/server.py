@@ -23,7 +23,7 @@ from megarl.config.secrets import bearer
 from megarl.errors import EngineError
 from megarl.models.lora import Lora
 from megarl.rollout.engines.sglang.server_process import ServerProcess, claim_port, host, log_tail
-from megarl.system.http_requests import open_url
+from megarl.system.http_requests import AnswerError, open_url, parsed, read_answer
 from megarl.weight_sync.staging import SLICED
 
 FREEZE_S = 10.0
@@ -241,11 +241,11 @@ class SglangServer:
                     f"the SGLang server ended with exit code {process.code} before it answered; {self.log_tail()}"
                 )
             with (
-                contextlib.suppress(OSError, ValueError),
+                contextlib.suppress(OSError, AnswerError, AttributeError),
                 open_url(question, 2) as answer,
             ):
                 # another program may have taken the port meanwhile, and it may be a server just like this one
-                if json.load(answer).get("weight_version") == self._start_id:
+                if parsed(read_answer(answer)).get("weight_version") == self._start_id:
                     return
             if time.monotonic() > deadline:
                 limit_s = self.options.start_timeout_s
