@@ -87,6 +87,21 @@ class ClusterProfile(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _texts_stay_in_their_lines(self) -> ClusterProfile:
+        """Of a batch script; `setup` is shell that the user writes, and values of `env` are quoted."""
+        for name, value in self:
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and name != "setup" and not text.isprintable():
+                    raise ValueError(f"{name} is {text!r}, which would end its line of a script; it must be printable")
+        for name in ("partition", "account", "qos", "gres"):
+            if re.search(r"\s", getattr(self, name) or ""):
+                raise ValueError(f"{name} is '{getattr(self, name)}'; it must be without white space, which ends an option")
+        for name in self.env:
+            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+                raise ValueError(f"env names the variable {name!r}; it must be letters, digits and _, no digit first")
+        return self
+
     @property
     def places(self) -> int:
         """Ranks that a node holds."""

@@ -25,10 +25,10 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
     """The batch script of `job` for `system`, to be run in `cwd`.
 
     Raises:
-        ConfigError: a path cannot stand in the script's directives, which have no quotes that all batch systems read.
+        ConfigError: a path or condition cannot stand in the script's directives, which have no quotes that all systems read.
     """
     output = job.run_folder / "jobs"
-    _check_paths(job, cwd)
+    _check_texts(job, cwd)
     environment = Environment(
         loader=PackageLoader("megarl.launch"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         keep_trailing_newline=True, autoescape=False, comment_start_string="<#", comment_end_string="#>",
@@ -61,9 +61,11 @@ def render(system: str, job: Job, profile: ClusterProfile, *, cwd: Path) -> str:
     )
 
 
-def _check_paths(job: Job, cwd: Path) -> None:
+def _check_texts(job: Job, cwd: Path) -> None:
     if not str(job.config_path).isprintable():
         raise ConfigError(f"the config is {str(job.config_path)!r}, whose name a comment cannot hold; rename it")
+    if not all(condition.isprintable() for condition in job.after):
+        raise ConfigError(f"--after is {', '.join(map(repr, job.after))}, which would end its line; it must be printable")
     for what, path in (("the working folder", cwd), ("run.folder/run.name", job.run_folder)):
         if not str(path).isprintable() or _OF_SHELLS.search(str(path)):
             raise ConfigError(

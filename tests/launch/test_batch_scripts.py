@@ -200,6 +200,47 @@ def test_a_chain_is_jobs_of_one_kept_script_each_after_the_one_before(
 
 
 ODD = "x$(touch made)`touch made`\" ; touch made; '"
+BROKEN = "x\ntouch made"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        *((field, BROKEN, "which would end its line of a script; it must be printable") for field in (
+            "partition", "account", "qos", "gres", "venv", "interface", "local_folder", "directives", "mounts")),
+        *((field, "gpu --nodelist=b", "must be without white space") for field in ("partition", "account", "qos", "gres")),
+        ("env", "A=1; touch made; B=2", None),
+        ("env", "A; touch made; B=2", "env names the variable 'A; touch made; B'"),
+        ("after", BROKEN, "--after is 'x\\ntouch made', which would end its line; it must be printable"),
+    ],
+)  # fmt: skip
+def test_no_text_of_a_cluster_profile_becomes_another_line_or_option(
+    field: str, value: str, sentence: str | None, rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--{field.replace('_', '-')}={value}"]
+    for system in ("slurm", "pbs", "lsf"):
+        if sentence is None:
+            assert "export A='1; touch made; B=2'\n" in rendered(capsys, system, str(rl_yaml), *words)
+            continue
+        assert main(["submit", system, str(rl_yaml), *words, "--dry-run"]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("system", ["slurm", "pbs", "lsf"])
+def test_a_clusters_folder_and_interface_are_words(
+    system: str, rl_yaml: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = rendered(capsys, system, str(rl_yaml), f"--local-folder={ODD}", f"--interface={ODD}")
+    assert shellcheck(tmp_path / "job.sh", script, "--severity=warning") == ""
+    lines = [line for line in script.splitlines() if line.startswith("cache=")]
+    agree = re.search(r"^on_head megarl node agree .*\n.* \|\| fail.*$", script, re.M)
+    assert agree is not None
+    stubs = "on_head() { printf '%s\\n' \"$@\"; }; job=J; nodes=1; head=h; job_id=7"
+    program = "\n".join([stubs, *lines, 'echo "$cache"', agree[0]])
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    said = done.stdout.splitlines()
+    assert (said[0], said[-1]) == (f"{ODD}/megarl-7", ODD)
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs", "lsf"])
