@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from megarl import __version__
-from megarl.config.yaml_tree import tree_leaves
+from megarl.config.yaml_tree import load_text, tree_leaves
 
 CONFIG = "config.yaml"
 _LIBRARIES = ("torch", "megatron-core")
@@ -50,7 +50,11 @@ def differences(made: Mapping[str, Any], now: Mapping[str, Any], config_before: 
     ]
     said = [f"the checkpoint was written by {'; '.join(code)}"] if code else []
     if made.get("config_sha256") != now["config_sha256"]:
-        before, after = (dict(tree_leaves(yaml.safe_load(text))) for text in (config_before, config_now))
+        try:
+            before, after = (dict(tree_leaves(load_text(text))) for text in (config_before, config_now))
+        except yaml.YAMLError as error:
+            why = " ".join(str(error).split())
+            return [*said, f"the config has changed since the checkpoint, whose own cannot be read: {why}"]
         changed = [
             f"{name} was {before.get(name)!r}, now {after.get(name)!r}"
             for name in sorted({*before, *after})

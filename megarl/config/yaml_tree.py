@@ -62,7 +62,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"config file '{path}' cannot be read: {reason}") from None
     try:
-        tree = _load(text)
+        tree = load_text(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"config file '{path}' is not valid YAML: {_one_line(error)}") from None
     if not isinstance(tree, dict):
@@ -70,8 +70,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def _load(text: str) -> Any:
-    """The tree that `text` is, which has ends; YAMLError for what is none, also where PyYAML itself raises others."""
+def load_text(text: str) -> Any:
+    """The tree that `text` is, which has ends; all YAML of others is read by this.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, also where PyYAML itself raises others, or more than it may be.
+    """
     try:
         tree = yaml.load(text, _Loader)
     except RecursionError:
@@ -104,7 +108,7 @@ def apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> dict[str,
         if not equals or not all(key.split(".")):
             raise ConfigError(f"override '{override}' is not of the form key=value, such as policy.optimizer.lr=1e-6")
         try:
-            value = _load(text)
+            value = load_text(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"override '{override}' has a value that is not valid YAML: {_one_line(error)}") from None
         _set(result, key, value)

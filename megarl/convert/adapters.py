@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from megarl.checkpoint.format.dist_format import DistFolder
 from megarl.config.lora import LoraConfig
+from megarl.config.yaml_tree import read_yaml
 from megarl.convert.sources import DistSource
-from megarl.errors import CheckpointError
+from megarl.errors import CheckpointError, ConfigError
 from megarl.models.lora import IN_CHECKPOINTS, LORA_A
 from megarl.models.peft_folder import write_peft_folder
 from megarl.models.peft_header import SCORE, lora_of
@@ -46,15 +46,13 @@ def _section(path: Path) -> LoraConfig:
     own = path.resolve()
     file = own.parents[2] / "config.yaml" if len(own.parents) > 2 else own / "config.yaml"
     try:
-        config: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
-        given: dict[str, Any] = config[own.name]["lora"]
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        given: Any = read_yaml(file)[own.name]["lora"]
+        return LoraConfig(**{name: value for name, value in given.items() if name in LoraConfig.model_fields})
+    except (ConfigError, LookupError, TypeError, AttributeError, ValueError):
         raise CheckpointError(
             f"'{path}' holds adapters alone, whose scale is in the config of their run, and '{file}' does not have it; it must "
             "be <run>/checkpoints/step_N/<role>"
         ) from None
-    fields = LoraConfig.model_fields
-    return LoraConfig(**{name: value for name, value in given.items() if name in fields})
 
 
 def _whole(folder: DistFolder, key: str) -> Tensor:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from megarl.checkpoint.format.dist_format import DistFolder, StoredChunk
 from megarl.checkpoint.format.naming import (
@@ -29,8 +28,9 @@ from megarl.checkpoint.format.naming import (
     stored_rows,
     without_quantization,
 )
+from megarl.config.yaml_tree import read_yaml, tree_leaves
 from megarl.convert.blocks import Extent, Matrix, Part, rows_and_cols
-from megarl.errors import CheckpointError, ModelError
+from megarl.errors import CheckpointError, ConfigError, ModelError
 from megarl.models.fused_experts import FusedExperts
 from megarl.models.fused_rows import FusedRows
 from megarl.models.hf_fields import without_mxfp4, without_prediction_layers
@@ -459,11 +459,14 @@ def _config_folder_of_run(folder: Path) -> Path | None:
     run = folder.resolve().parents[2] if len(folder.resolve().parents) > 2 else None
     if run is None or not (run / "config.yaml").is_file():
         return None
-    config = yaml.safe_load((run / "config.yaml").read_text()) or {}
+    try:
+        config = dict(tree_leaves(read_yaml(run / "config.yaml")))
+    except ConfigError as error:
+        raise CheckpointError(f"nothing says which model '{folder}' is: {error}; name a folder with --hf-config") from None
     of_role = {role: (role, "path") for role in ("reference", "teacher", "reward_model")} | {"critic": ("critic", "init_from")}
     section, field = of_role.get(folder.resolve().name, ("model", "path"))
-    named = (config.get(section) or {}).get(field) or (config.get("model") or {}).get("path")
-    if named is None:
+    named = config.get(f"{section}.{field}") or config.get("model.path")
+    if not isinstance(named, str):
         return None
     if not (Path(named) / "config.json").is_file():
         raise CheckpointError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from megarl.config.yaml_tree import load_text
 from megarl.data.arrow_folder import table_rows
 from megarl.data.json_lines import json_rows
 from megarl.data.rows import DataSource, Row
@@ -50,7 +51,7 @@ def read_configurations(card: str) -> list[dict[str, Any]]:
     """
     head = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
-        found = yaml.safe_load(head[1]) if head else None
+        found = load_text(head[1]) if head else None
     except yaml.YAMLError:
         return []
     configurations = found.get("configs") if isinstance(found, dict) else None

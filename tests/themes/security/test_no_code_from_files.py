@@ -6,7 +6,9 @@ import io
 import json
 import os
 import pickle
+import re
 import resource
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -22,9 +24,13 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
+import megarl
 from megarl.checkpoint.format.dist_format import DistFolder
 from megarl.checkpoint.format.safe_pickle import check_pickles, read_metadata
+from megarl.checkpoint.provenance import differences
 from megarl.cli import main
+from megarl.convert.sources import open_dist
+from megarl.data.hub_dataset import read_configurations
 from megarl.data.tokenize import load_tokenizer
 from megarl.errors import CheckpointError, EngineError, ModelError
 from megarl.models.hf_folder import HFFolder
@@ -342,3 +348,46 @@ def test_aliases_that_explode_are_refused_at_once(count: int, tmp_path: Path, ca
     for file in ("c.yaml", "merged.yaml"):
         assert main(["config", str(tmp_path / file)]) == 2
         assert len(capsys.readouterr().err) < 3000
+
+
+ALIASES = "\n".join(["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30))]) + "\n"
+MERGES = "\n".join(["x0: &x0 {a: 1}", *(f"x{n}: &x{n} {{<<: [{', '.join([f'*x{n - 1}'] * 9)}]}}" for n in range(1, 8))]) + "\n"
+HOSTILE = {
+    "aliases": ALIASES, "merges": MERGES, "deep": "a: " + "[" * 10_000, "mapping": "[3]: 4\n", "tag": "!!python/name:os.mkdir\n"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.timeout(60)
+def test_yaml_of_others_is_read_by_the_loader_that_has_limits(kind: str, role: Path, touched: Path) -> None:
+    """A checkpoint's config, which a resume compares and a conversion looks into, and the card of a data set."""
+    text = HOSTILE[kind]
+    [said] = differences({"config_sha256": "a"}, {"config_sha256": "b"}, text, "run: {name: a}\n")
+    assert said.startswith("the config has changed since the checkpoint, whose own cannot be read: ")
+    assert len(said) < 1000
+    assert read_configurations(f"---\nconfigs: [{{config_name: a}}]\n{text}\n---\n") == []
+    run = touched.parent / "run"
+    inside = run / "checkpoints" / "step_000001" / "policy"
+    shutil.copytree(role, inside)
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"nothing says which model .*config\.yaml' is not valid YAML"):
+        open_dist(inside)
+
+
+def test_no_other_loader_reads_yaml() -> None:
+    package = Path(megarl.__file__).parent
+    bare = re.compile(r"\byaml\.(\w*_load|load|load_all|\w*Loader)\b")
+    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if bare.search(file.read_text())}
+    assert found == {"config/yaml_tree.py"}
+
+
+def test_what_unpickles_is_known_and_looked_at_first() -> None:
+    """`roles.py` looks at a run's checkpoint before its ranks load it, `logits.py` before its process does."""
+    package = Path(megarl.__file__).parent
+    unchecked = r"dist_checkpointing\.load\w*\(|FileSystemReader\(|torch\.load\((?!.*weights_only=True)|pickle\.loads?\("
+    reads = re.compile(unchecked)
+    found = {str(file.relative_to(package)) for file in package.rglob("*.py") if reads.search(file.read_text())}
+    own = "rewards/sandbox/judge_child.py"  # what the scoring process itself sends
+    assert found - {own} == {"convert/logits.py", "megatron/box_reader.py", "megatron/rank_model.py"}
+    for looks in ("trainers/run/roles.py", "convert/logits.py"):
+        assert "check_pickles(" in (package / looks).read_text()
