@@ -1,7 +1,7 @@
 """`megarl doctor --ports`: what the runs and servers of this user listen on, on this machine, and who may connect by what.
 
-Read from the system's tables, from command lines and from Ray's logs; no port is asked anything: some would take that for a
-peer's beginning.
+Read from the system's tables, from command lines, from Ray's logs and from the names that megarl's own servers give their
+sockets; no port is asked anything: some would take that for a peer's beginning.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from megarl.errors import ConfigError
 from megarl.system.ray_token import MODE
+from megarl.system.socket_names import NOTHING, socket_names
 
 _COMMANDS = ("train", "sft", "reward-model", "preference", "eval", "generate", "serve-reward", "report", "rehearse", "submit")
 """Of megarl: those that may listen, or start what does."""
@@ -37,8 +38,6 @@ _RAY_PARTS = (
 )
 _FIGURES = ("autoscaler/_private/monitor", "Ray: monitor")
 _COLLECTIVES = "torch.distributed (TCPStore, Gloo, NCCL)"
-NOTHING = "nothing"
-"""By which somebody is let in where nobody is asked."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class SeenProcess:
     sockets: tuple[tuple[str, str, int], ...] = ()
     ray_port: int | None = None
     """The one on which Ray's part of the process listens, by its log."""
+    named: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """By port the role of a server of megarl, and what it asks for, as the process says."""
 
     @property
     def line(self) -> str:
@@ -96,7 +97,7 @@ def listening(run: str | Path | None = None) -> list[Listener]:
     if run is not None and not Path(run).is_dir():
         raise ConfigError(f"there is no folder '{run}'; --ports takes the folder of a run, such as runs/my-run")
     processes = _processes_of_user()
-    chosen = _trees(processes, processes)
+    chosen = _trees(processes)
     if run is not None:
         folder = Path(run).resolve()
         chosen = [tree for tree in chosen if any(_has_open(one.pid, folder) for one in tree)]
@@ -133,7 +134,9 @@ def as_json(found: Sequence[Listener]) -> list[dict[str, Any]]:
 
 
 def _role(process: SeenProcess, port: int) -> tuple[str, str]:
-    """What a process is that listens on `port`, and what must be brought there."""
+    """What a process is that listens on `port`, and what must be brought there: nothing, where that is not known."""
+    if port in process.named:
+        return process.named[port]
     line = process.line
     ray = "Ray's token" if process.environment.get(MODE) == "token" else NOTHING
     for mark, role in _RAY_PARTS:
@@ -150,24 +153,23 @@ def _role(process: SeenProcess, port: int) -> tuple[str, str]:
         if _option(process.command, "--port") == str(port):
             return "SGLang server", "the server's token"
         return f"SGLang: {_COLLECTIVES}, ZeroMQ", NOTHING
-    command = _megarl_command(process.command)
-    if command == "serve-reward":
-        has_token = "MEGARL_REWARD_TOKEN" in process.environment or _option(process.command, "--token-file") is not None
-        return "reward server", "the server's token" if has_token else NOTHING
-    if command == "report":
-        return "report --watch", f"{NOTHING}; it answers under the names of this machine alone"
-    if command and "RANK" in process.environment:
-        return f"rank under torchrun: {_COLLECTIVES}", NOTHING
-    if command:
-        return "driver: endpoint of agents", "the key of an open episode"
-    return f"{who}: {process.name}", NOTHING
+    if who == "driver":
+        return (f"rank under torchrun: {_COLLECTIVES}" if "RANK" in process.environment else "driver: not known"), NOTHING
+    return f"{who}: rendezvous (TCPStore)" if who == "torchrun" else f"{who}: {process.name}", NOTHING
 
 
 def _worker(process: SeenProcess) -> str:
     for mark, role in (("ray::RankProcess", "rank"), ("ray::Engine", "engine's actor"), ("ray::", "Ray's worker")):
         if process.name.startswith(mark) or process.line.startswith(mark):
             return role
+    if _is_torchrun(process.command):
+        return "torchrun"
     return "driver" if _megarl_command(process.command) else "a program of the run"
+
+
+def _is_torchrun(command: Sequence[str]) -> bool:
+    """`torchrun …`, which may name `-m megarl` as what it starts, or `python -m torch.distributed.run …`."""
+    return any(Path(word).name == "torchrun" or word == "torch.distributed.run" for word in command[:4])
 
 
 def _megarl_command(command: Sequence[str]) -> str:
@@ -200,25 +202,27 @@ def _processes_of_user() -> dict[int, SeenProcess]:
     return found
 
 
-def _trees(processes: Mapping[int, SeenProcess], known: Mapping[int, SeenProcess]) -> list[list[SeenProcess]]:
-    """The topmost processes of megarl's commands and of Ray, each with all that it started."""
+def _trees(processes: Mapping[int, SeenProcess]) -> list[list[SeenProcess]]:
+    """The topmost processes of megarl's commands, of torchruns with one below them, and of Ray, each with all it started."""
     children: dict[int, list[int]] = {}
     for one in processes.values():
         children.setdefault(one.parent, []).append(one.pid)
 
-    def is_ours(one: SeenProcess) -> bool:
-        return bool(_megarl_command(one.command)) or any(mark in one.line for mark, _ in _RAY_PARTS)
+    def above(one: SeenProcess) -> Iterable[SeenProcess]:
+        while (parent := processes.get(one.parent)) is not None:
+            yield parent
+            one = parent
 
-    def is_below_another(one: SeenProcess) -> bool:
-        above = known.get(one.parent)
-        return above is not None and (is_ours(above) or is_below_another(above))
+    commands = [one for one in processes.values() if _megarl_command(one.command)]
+    ours = {one.pid for one in processes.values() if any(mark in one.line for mark, _ in _RAY_PARTS)}
+    ours |= {one.pid for one in commands} | {up.pid for one in commands for up in above(one) if _is_torchrun(up.command)}
 
     def tree(pid: int) -> Iterable[SeenProcess]:
         yield processes[pid]
         for child in children.get(pid, ()):
             yield from tree(child)
 
-    tops = [one for one in processes.values() if is_ours(one) and not is_below_another(one)]
+    tops = [one for one in processes.values() if one.pid in ours and not any(up.pid in ours for up in above(one))]
     return [list(tree(top.pid)) for top in tops]
 
 
@@ -235,7 +239,8 @@ def _with_sockets(seen: SeenProcess) -> SeenProcess:
         environment = process.environ()
         if sockets:
             ray_port = _ray_port(process)
-    return SeenProcess(seen.pid, seen.parent, seen.name, seen.command, environment, tuple(sockets), ray_port)
+    named = socket_names(seen.pid) if sockets else {}
+    return replace(seen, environment=environment, sockets=tuple(sockets), ray_port=ray_port, named=named)
 
 
 def _with_rays_mode(tree: Sequence[SeenProcess]) -> list[SeenProcess]:

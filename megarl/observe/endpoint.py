@@ -28,6 +28,7 @@ from megarl.observe.prometheus import exposition
 from megarl.observe.run_state import ENGINE_IS_UP, RunState, Snapshot
 from megarl.system.atomic_files import write_text_atomically
 from megarl.system.bearer_tokens import is_loopback, read_token
+from megarl.system.socket_names import NOTHING, SocketName
 
 FIELD = "trackers.prometheus"
 TOKEN_VARIABLE = "MEGARL_METRICS_TOKEN"
@@ -98,6 +99,7 @@ class MetricsEndpoint:
         self._state, self._targets = state, targets
         self._server = _Server((host, port), _handler(state, token, Lock()), self._say_once)
         self.port: int = self._server.server_address[1]
+        self._name = SocketName(self.port, "metrics for Prometheus", "the token for metrics" if token is not None else NOTHING)
         shown = socket.gethostname() if _is_every_address(host) else host
         self.address = f"{f'[{shown}]' if ':' in shown else shown}:{self.port}"
         self._said = False
@@ -115,6 +117,7 @@ class MetricsEndpoint:
         """Stop listening; the run has ended by itself."""
         self._server.shutdown()
         self._server.server_close()
+        self._name.close()
         with suppress(OSError):
             self._targets.unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from megarl.observe.pictures import PagePictures
 from megarl.observe.report import as_inert_json, build_page
 from megarl.observe.run_record import RunRecord, read_run
 from megarl.observe.run_status import axes, run_status
+from megarl.system.socket_names import NOTHING, SocketName
 
 HOST = "127.0.0.1"
 NEW_SAMPLES = 2000
@@ -83,13 +84,16 @@ def new_rows(runs: Sequence[RunRecord], at: Sequence[tuple[int, int]]) -> dict[s
 def serve(folders: Sequence[str | Path], port: int, say: Callable[[str], None]) -> None:
     """Serve the page of the runs in `folders` until Ctrl-C; `say` is told the address. `port` 0 takes a free one."""
     server = open_server(folders, port)
-    say(f"http://{HOST}:{server.server_address[1]}/ (Ctrl-C ends it)")
+    port = server.server_address[1]
+    name = SocketName(port, "report --watch", f"{NOTHING}; it answers under the names of this machine alone")
+    say(f"http://{HOST}:{port}/ (Ctrl-C ends it)")
     try:
         server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         say("ended")
     finally:
         server.server_close()
+        name.close()
 
 
 def open_server(folders: Sequence[str | Path], port: int) -> ThreadingHTTPServer:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +22,7 @@ from megarl.errors import RewardError
 from megarl.rewards.sources import RewardSetting, RewardSources, build_rewards
 from megarl.system import bearer_tokens
 from megarl.system.bearer_tokens import is_loopback
+from megarl.system.socket_names import NOTHING, SocketName
 
 MAX_REQUEST_BYTES = 256 << 20
 TOKEN_VARIABLE = "MEGARL_REWARD_TOKEN"
@@ -81,7 +83,8 @@ def serve(
             port = where["sock"].getsockname()[1]
         labels = ", ".join(label for label, _, _ in sources.sources)
         listening = f"listening on http://{f'[{host}]' if ':' in host else host}:{port}/get_reward ({labels}); Ctrl-C ends it"
-        web.run_app(app, **where, print=(lambda _: say(listening)) if say is not None else None)
+        with closing(SocketName(port, "reward server", "the server's token" if token is not None else NOTHING)):
+            web.run_app(app, **where, print=(lambda _: say(listening)) if say is not None else None)
     except (OSError, OverflowError) as error:
         raise RewardError(f"the reward server cannot listen on {host}:{port}: {error}") from None
 

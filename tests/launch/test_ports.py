@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -47,9 +48,21 @@ WHO = {
         "rank: torch.distributed (TCPStore, Gloo, NCCL)", "nothing",
     ),
     "driver": (seen(f"{PYTHON} -m megarl train c.yaml", 1, environment=TOKEN, ray_port=1), "driver: Ray", "Ray's token"),
-    "agents": (
-        seen("/venv/bin/megarl train c.yaml", 1, address="127.0.0.1"), "driver: endpoint of agents",
-        "the key of an open episode",
+    "named": (
+        seen("/venv/bin/megarl train c.yaml", 1, named={1: ("endpoint of agents", "the key of an open episode")}),
+        "endpoint of agents", "the key of an open episode",
+    ),
+    "drivers_other": (
+        seen("/venv/bin/megarl train c.yaml", 1, named={2: ("endpoint of agents", "the key of an open episode")}),
+        "driver: not known", "nothing",
+    ),
+    "torchruns_own": (
+        seen(f"{PYTHON} /venv/bin/torchrun --nproc-per-node=2 -m megarl sft c.yaml", 1), "torchrun: rendezvous (TCPStore)",
+        "nothing",
+    ),
+    "torchrun_as_module": (
+        seen(f"{PYTHON} -m torch.distributed.run --no-python megarl sft c.yaml", 1), "torchrun: rendezvous (TCPStore)",
+        "nothing",
     ),
     "torchrun": (
         seen("/venv/bin/megarl sft c.yaml", 1, environment={"RANK": "0"}),
@@ -63,13 +76,8 @@ WHO = {
         seen("sglang::scheduler", 1, name="sglang::scheduler"), "SGLang: torch.distributed (TCPStore, Gloo, NCCL), ZeroMQ",
         "nothing",
     ),
-    "rewards": (seen(f"{PYTHON} -m megarl serve-reward c.yaml", 1, address="127.0.0.1"), "reward server", "nothing"),
-    "rewards_with_token": (
-        seen(f"{PYTHON} /venv/bin/megarl serve-reward c.yaml --token-file t", 1), "reward server", "the server's token"
-    ),
-    "report": (
-        seen("/venv/bin/megarl report --watch r", 1, address="127.0.0.1"), "report --watch",
-        "nothing; it answers under the names of this machine alone",
+    "rewards_own": (
+        seen(f"{PYTHON} /venv/bin/megarl serve-reward c.yaml --token-file t", 1), "driver: not known", "nothing"
     ),
     "other": (seen("my-server --x", 1, name="my-server"), "a program of the run: my-server", "nothing"),
 }  # fmt: skip
@@ -180,6 +188,97 @@ def test_servers_that_run_are_listed_with_their_real_sockets(tmp_path: Path, cap
         assert main(["doctor", "--ports", str(run)]) == 0
         assert "any user of this machine" in capsys.readouterr().out
     assert listening(run) == []
+
+
+DRIVER = """
+import socket, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from megarl.observe.endpoint import MetricsEndpoint
+from megarl.rollout.sessions.server import SessionServer
+
+folder = Path(sys.argv[2])
+unknown = socket.create_server(("0.0.0.0", 0))
+agents, closed = SessionServer(["policy"]), SessionServer(["policy"])
+state = SimpleNamespace(say=print)
+guarded = MetricsEndpoint(state, "0.0.0.0", 0, "a-token-of-this-test", folder / "a.json")
+unguarded = MetricsEndpoint(state, "127.0.0.1", 0, None, folder / "b.json")
+was, _ = closed.port, closed.close()
+taken = socket.create_server(("0.0.0.0", was))
+ports = [one.port for one in (agents, guarded, unguarded)] + [one.getsockname()[1] for one in (unknown, taken)]
+(folder / "ports.part").write_text(" ".join(map(str, ports)))
+(folder / "ports.part").rename(folder / "ports")
+time.sleep(600)
+"""
+
+
+@contextmanager
+def program(*command: str, folder: Path) -> Iterator[psutil.Process]:
+    """A program from when it has written the file `ports` in `folder`; ended, with all that it started, at the end."""
+    started = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, start_new_session=True)
+    try:
+        while not (folder / "ports").is_file():
+            assert started.poll() is None
+            time.sleep(0.1)
+        yield psutil.Process(started.pid)
+    finally:
+        os.killpg(started.pid, signal.SIGKILL)
+        started.wait(60)
+
+
+def as_megarl(folder: Path, code: str) -> str:
+    """`code` as a program named megarl."""
+    (folder / "megarl").write_text(code)
+    return str(folder / "megarl")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_drivers_servers_are_told_apart_and_what_is_not_known_is_open(tmp_path: Path) -> None:
+    """Every socket of a driver was said to be the agents' endpoint, a socket of the user's own code as well."""
+    megarl = as_megarl(tmp_path, DRIVER)
+    with program(sys.executable, megarl, "train", str(tmp_path), folder=tmp_path) as driver:
+        ports = [int(port) for port in (tmp_path / "ports").read_text().split()]
+        told = {one.port: (one.role, one.by, one.is_open) for one in listening(tmp_path) if one.process == driver.pid}
+    assert [told.pop(port) for port in ports] == [
+        ("endpoint of agents", "the key of an open episode", False),
+        ("metrics for Prometheus", "the token for metrics", False),
+        ("metrics for Prometheus", "nothing", False),
+        ("driver: not known", "nothing", True),
+        ("driver: not known", "nothing", True),
+    ]
+    assert told == {}
+
+
+RANK = """
+import socket, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[2])
+own = socket.create_server(("0.0.0.0", 0))
+(folder / "ports.part").write_text(str(own.getsockname()[1]))
+(folder / "ports.part").rename(folder / "ports")
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_agent_of_a_batch_scripts_torchrun_is_listed_as_open(tmp_path: Path) -> None:
+    """The script starts `torchrun --no-python bash rank.sh`, which names no command of megarl: it was not listed."""
+    (tmp_path / "rank.sh").write_text(f"'{sys.executable}' '{as_megarl(tmp_path, RANK)}' sft '{tmp_path}' &\nwait $!\n")
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    words = ["--nnodes=1", "--node-rank=0", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    with program(torchrun, *words, "--no-python", "bash", str(tmp_path / "rank.sh"), folder=tmp_path) as agent:
+        found = listening(tmp_path)
+        tree = [agent, *agent.children(recursive=True)]
+        assert {(one.address, one.port) for one in found} == sockets_of(tree)
+        told = {one.port: (one.process, one.role, one.is_open) for one in found}
+    assert told[port] == (agent.pid, "torchrun: rendezvous (TCPStore)", True)
+    rank = told[int((tmp_path / "ports").read_text())]
+    assert rank[1:] == ("rank under torchrun: torch.distributed (TCPStore, Gloo, NCCL)", True)
 
 
 @pytest.mark.slow

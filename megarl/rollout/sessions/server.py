@@ -26,6 +26,7 @@ from megarl.rollout.sessions import anthropic_form, openai_form, responses_form
 from megarl.rollout.sessions.messages import ChatRequest, RequestError
 from megarl.rollout.sessions.session import AgentSession
 from megarl.rollout.sessions.tree import Turn
+from megarl.system.socket_names import SocketName
 
 MAX_REQUEST_BYTES = 64 << 20
 START_S = 30.0
@@ -54,6 +55,7 @@ class SessionServer:
         except OSError as error:
             self.close()
             raise EpisodeError(f"rollout.episode.agent.host is {host}, on which nothing can listen: {error}") from None
+        self._name = SocketName(self.port, "endpoint of agents", "the key of an open episode")
 
     @property
     def url(self) -> str:
@@ -82,6 +84,7 @@ class SessionServer:
             return
         if self._runner is not None:
             self._in_loop(self._runner.cleanup())
+            self._name.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         if not self._loop.is_running():
