@@ -18,12 +18,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from megarl.errors import CheckpointError
 
 METADATA, COMMON = ".metadata", "common.pt"
 _DESCRIPTIONS = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "filesystem", "planner"))
+_OF_MEGATRON_CORE = frozenset({"mcore_data", "all_local_plans"})
+"""Attributes that megatron-core adds to a Metadata."""
 _PLAIN = {
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
@@ -112,8 +114,9 @@ class _Descriptions(pickle._Unpickler):
         if not dataclasses.is_dataclass(kind):
             raise _Refused(f"sets attributes of {described!r:.100}")
         if not hasattr(kind, "__setstate__"):
-            fields = {field.name for field in dataclasses.fields(kind)} | {"mcore_data"}  # that megatron-core adds to Metadata
-            if not isinstance(state, dict) or not state.keys() <= fields:
+            fields = {field.name for field in dataclasses.fields(kind)}
+            added = _OF_MEGATRON_CORE if kind is Metadata else frozenset()
+            if not isinstance(state, dict) or not state.keys() <= fields | added:
                 raise _Refused(f"sets more than the fields of {kind.__name__}")
         super().load_build()  # type: ignore[misc]  # typeshed lists no operations
 

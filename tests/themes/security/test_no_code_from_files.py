@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 import megarl
 from megarl.checkpoint.format.dist_format import DistFolder
@@ -145,8 +146,10 @@ def test_metadata_sets_no_more_than_the_fields_of_descriptions(
 def test_what_megatron_core_adds_to_metadata_is_read(role: Path) -> None:
     metadata = pickle.loads((role / ".metadata").read_bytes())
     metadata.mcore_data = {"weight": {"nd_reformulated_orig_global_shape": (3,)}}
+    metadata.all_local_plans = [SavePlan([])]
     (role / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert read_metadata(role / ".metadata").mcore_data == metadata.mcore_data
+    read = read_metadata(role / ".metadata")
+    assert (read.mcore_data, read.all_local_plans) == (metadata.mcore_data, metadata.all_local_plans)
 
 
 def test_common_state_that_would_run_code_is_refused(role: Path, touched: Path) -> None:
