@@ -94,10 +94,12 @@ _WRITTEN = re.compile(
 def written_number(text: Any) -> Fraction | None:
     """The number that `text` is a way to write: a decimal, with a power of ten or percent, or a fraction that is no integer."""
     plain = _SPACE.sub("", _WRAPPED.sub(r"\1", str(text))).replace(",", "").replace("\N{MINUS SIGN}", "-")
+    if len(plain) > 1000:
+        return None
     while plain.startswith("(") and plain.endswith(")"):
         plain = plain[1:-1]
     found = _WRITTEN.fullmatch(plain)
-    if found is None or len(plain) > 1000:
+    if found is None:
         return None
     part = found.groupdict()
     try:
