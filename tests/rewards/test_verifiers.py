@@ -124,6 +124,13 @@ def test_an_answer_that_stops_the_interpreter_costs_its_time_and_nothing_else(ma
     assert not math_verify.failures
 
 
+def test_more_slow_answers_than_the_deadline_holds_get_0_and_end_nothing() -> None:
+    rewards = build_rewards([RewardConfig(name="math_verify", args={"timeout_s": 3, "allow_expressions": True})], DATA)
+    samples = [_sample(f"${base}^{{9^{{9^{{9}}}}}}$", {"answer": "3"}) for base in range(2, 14)]
+    assert rewards.score(samples, deadline_s=6) == [0.0] * 12
+    assert rewards.failures == {"train-0": 12}
+
+
 def test_math_verify_judges_many_answers_from_any_thread(math_verify: RewardSources) -> None:
     samples = [_sample(f"so it is {i}", {"answer": str(i - i % 3)}) for i in range(60)]
     result: list[list[float]] = []
